@@ -1,0 +1,57 @@
+"""linearize: any pretrained Transformer with linear attention, as an ordinary HuggingFace model.
+
+    import linearize
+    model = linearize.convert(model, kernel="hedgehog")
+
+Importing does nothing but tell transformers' Auto classes, once somebody uses them, how to load converted checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from linearize._hook import install as _install
+
+__version__ = "0.1.0"
+
+# Public name -> module, loaded on first use.
+_PUBLIC = {
+    "Plan": "linearize.modeling.plan",
+    "LinearizeError": "linearize.errors",
+    "apply": "linearize.surgery.apply",
+    "convert": "linearize.surgery.apply",
+    "distill": "linearize.distillation.loop",
+    "kernel_info": "linearize.registry",
+    "kernel_infos": "linearize.registry",
+    "plan": "linearize.surgery.plan",
+    "register_kernel": "linearize.registry",
+    "save": "linearize.checkpoint.save",
+}
+
+if TYPE_CHECKING:
+    from linearize.checkpoint.save import save as save
+    from linearize.distillation.loop import distill as distill
+    from linearize.errors import LinearizeError as LinearizeError
+    from linearize.modeling.plan import Plan as Plan
+    from linearize.registry import kernel_info as kernel_info
+    from linearize.registry import kernel_infos as kernel_infos
+    from linearize.registry import register_kernel as register_kernel
+    from linearize.surgery.apply import apply as apply
+    from linearize.surgery.apply import convert as convert
+    from linearize.surgery.plan import plan as plan
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'linearize' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+_install()

@@ -1,0 +1,150 @@
+"""The one attention function and the one mask function that transformers calls for a converted model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from linearize.attention.layer import LinearAttention
+from linearize.attention.mixer import IMPLEMENTATION
+from linearize.errors import UnsupportedModelError
+
+ALTERING = {
+    "softcap": "a soft cap on the scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias on the scores",
+}
+"""Keyword arguments with which a host changes the scores in a way that no kernel can follow."""
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the kernel that sits in `module`, or with softmax where none does.
+
+    Args:
+        module: the host's attention module.
+        query: [B, H, T, D].
+        key: [B, K, S, D].
+        value: [B, K, S, V].
+        attention_mask: key padding mask [B, S] or None (see `mask_function`); 4-D for layers left as they are.
+        scaling: what scores are multiplied with; None: D^-1/2.
+        dropout: used by softmax layers only: linear attention has no weights to drop.
+        **kwargs: whatever else the host hands over.
+
+    Returns:
+        Output [B, T, H, V] and the weights [B, H, T, S] if the host asks for them.
+
+    Raises:
+        UnsupportedModelError: if the mask or the scores are of a kind that a kernel cannot honour.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = getattr(module, "linear_attention", None)
+    if layer is None:
+        return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    for name, what in ALTERING.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
+    mask = _key_padding_mask(module, attention_mask)
+    if layer.observer is not None:
+        layer.observer(layer, query, key, value, mask, scaling)
+        return softmax_forward(module, query, key, value, mask, scaling=scaling, causal=layer.shape.causal)
+    weights = None
+    if kwargs.get("output_attentions"):
+        weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
+    out = layer(query, key, value, mask, scaling)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _key_padding_mask(module: nn.Module, mask: Tensor | None) -> Tensor | None:
+    """Check that a mask says nothing but where the padding is."""
+    if mask is None or mask.ndim == 2:
+        return mask
+    raise UnsupportedModelError(
+        f"{type(module).__name__}: got an attention mask of shape {tuple(mask.shape)}, expected a key padding mask "
+        "[batch, tokens]; linear attention cannot follow a mask per pair of tokens (4-D masks, packed position_ids)"
+    )
+
+
+def softmax_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    causal: bool | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with softmax through transformers' own SDPA function; takes a 2-D key padding mask or a 4-D mask."""
+    if causal is None:
+        causal = bool(kwargs.pop("is_causal", None) or getattr(module, "is_causal", False))
+    kwargs.pop("is_causal", None)
+    tokens, keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.ndim == 2:
+        mask = mask[:, None, None, -keys:].bool()
+    # A 4-D mask holds the causal structure already; SDPA's own flag would start counting at the first key.
+    if causal and tokens > 1 and (mask is None or mask.shape[2] == 1) and (mask is not None or tokens != keys):
+        past = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
+        mask = past[None, None] if mask is None else mask & past
+        # A left-padded row would have nothing to attend to, and softmax over nothing is NaN: it sees itself.
+        mask = mask | (past & ~past.tril(keys - tokens - 1))
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return sdpa(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal and mask is None, **kwargs
+    )
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Hand the 2-D padding mask through as it is, so that no T x T mask is ever built.
+
+    Masks of another kind (sliding windows, chunks, packed sequences) are built as SDPA wants them: they are for layers
+    that stay softmax, and a converted layer refuses them.
+    """
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return attention_mask
+    # The skips would hand out None, which here means "no padding", not "local".
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(
+        batch_size, q_length, kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    )
+
+
+def register_interface() -> None:
+    """Make transformers know the implementation. Doing it twice changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
+
+
+def linear_attentions(model: nn.Module) -> dict[str, LinearAttention]:
+    """Return the converted layers of a model by the name of their host module, in the order of the layers."""
+    return {
+        name.removesuffix(".linear_attention"): module
+        for name, module in model.named_modules()
+        if name.endswith(".linear_attention") or name == "linear_attention"
+    }

@@ -1,0 +1,71 @@
+"""The module that is put into a host's attention, and through which the host's attention call goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linearize.attention.cache import LinearStateLayer
+from linearize.attention.mixer import HeadShape, Mixer, build_mixer
+
+Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], None]
+"""Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling)."""
+
+
+class LinearAttention(nn.Module):
+    """Holds the mixer of one layer.
+
+    Attributes:
+        mixer: what computes the outputs.
+        shape: sizes and direction of the attention.
+        observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
+            observer: stage one and the reports listen to the frozen model in this way. Never saved.
+        cache_layer: the state of the running generation, set by the host's pre-hook for one call.
+    """
+
+    def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape) -> None:
+        super().__init__()
+        self.kernel, self.shape = kernel, shape
+        self.mixer: Mixer = build_mixer(kernel, arguments, shape)
+        self.observer: Observer | None = None
+        self.cache_layer: LinearStateLayer | None = None
+
+    def reset_parameters(self, seed: int) -> None:
+        """Initialise the kernel from a seed, always with the same numbers."""
+        self.mixer.reset_parameters(torch.Generator().manual_seed(seed))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scaling: float) -> Tensor:
+        """Mix q [B, H, T, D], k [B, K, S, D], v [B, K, S, V] -> [B, H, T, V] in v's dtype.
+
+        S > T where a cache of plain keys stands before the queries: they are then the last T tokens.
+        """
+        cache, self.cache_layer = self.cache_layer, None
+        if key_padding_mask is not None:
+            # A cache of states hands over the new keys only, but the mask covers all tokens so far.
+            key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()
+        # Sums and features are fp32 by design; autocast would lower them silently.
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            if cache is not None:
+                out, state = self.mixer(
+                    q,
+                    k,
+                    v,
+                    scaling=scaling,
+                    key_padding_mask=key_padding_mask,
+                    state=cache.state,
+                    return_state=True,
+                )
+                cache.store(state)
+                return out
+            missing = k.shape[2] - q.shape[2]
+            padded = F.pad(q, (0, 0, missing, 0)) if missing else q
+            out, _ = self.mixer(padded, k, v, scaling=scaling, key_padding_mask=key_padding_mask)
+            return out[:, :, missing:]
+
+    def extra_repr(self) -> str:
+        """Show the kernel and sizes in `print(model)`."""
+        return f"kernel={self.kernel!r}, {self.shape}"

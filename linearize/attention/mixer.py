@@ -1,0 +1,115 @@
+"""What takes softmax's place in one layer: a mixer. Feature-map kernels are the largest family of mixers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linearize.errors import ConfigError
+from linearize.registry import KernelInfo, kernel_info, make_config
+
+IMPLEMENTATION = "linearize"
+"""The name under which transformers knows the attention function of converted models."""
+
+MixerState = dict[str, Tensor]
+"""What a mixer remembers between decoding steps: named tensors, batch first, of a size that does not grow."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of one attention.
+
+    Attributes:
+        heads: query heads H.
+        key_heads: key/value heads K; divides H.
+        head_dim: size D of a query or key.
+        value_dim: size V of a value.
+        causal: whether a query sees only keys up to its own position.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+
+    def __post_init__(self) -> None:
+        sizes = (self.heads, self.key_heads, self.head_dim, self.value_dim)
+        if not all(isinstance(size, int) and 1 <= size <= 65536 for size in sizes):
+            raise ConfigError(f"attention sizes: got {sizes}, expected whole numbers from 1 to 65536")
+        if self.heads % self.key_heads:
+            raise ConfigError(
+                f"attention sizes: got {self.heads} query heads and {self.key_heads} key/value heads, "
+                "expected a whole number of query heads per key/value head"
+            )
+
+
+class Mixer(nn.Module, abc.ABC):
+    """Turns q, k, v into the heads' outputs at linear cost."""
+
+    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
+        super().__init__()
+        self.info, self.config, self.shape = info, config, shape
+
+    @abc.abstractmethod
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Fill parameters and random buffers from `generator` (CPU)."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        state: MixerState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Mix q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V], and the state after them if asked.
+
+        Args:
+            q: queries.
+            k: keys of the same tokens.
+            v: values of the same tokens.
+            scaling: what the host multiplies scores with.
+            key_padding_mask: [B, T], true where there is a token.
+            state: what was seen before (causal only).
+            return_state: whether to return the state.
+        """
+
+    @abc.abstractmethod
+    def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Write out the weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`."""
+
+
+def build_mixer(kernel: str, arguments: Mapping[str, Any], shape: HeadShape) -> Mixer:
+    """Build an uninitialised mixer for a kernel name and its arguments.
+
+    Raises:
+        ConfigError: for an unknown kernel or argument, a value out of range, or a kernel that does not work in this
+            direction.
+    """
+    from linearize.attention.feature_map import FeatureMapMixer
+    from linearize.kernels.base import FeatureMap
+
+    info = kernel_info(kernel)
+    if shape.causal and not info.causal:
+        raise ConfigError(
+            f"kernel {kernel!r} is bidirectional only, but this attention is causal; choose another kernel"
+        )
+    if not shape.causal and not info.bidirectional:
+        raise ConfigError(
+            f"kernel {kernel!r} is causal only, but this attention is bidirectional; choose another kernel"
+        )
+    config = make_config(info, arguments)
+    if issubclass(info.build, FeatureMap):
+        return FeatureMapMixer(info, config, shape)
+    build: Any = info.build
+    return build(info, config, shape)

@@ -1,0 +1,142 @@
+"""Data that is there without a network: English prose out of Python itself, crops of two photographs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from linearize.data.records import Example
+from linearize.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DEFAULT_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
+DEFAULT_IMAGES = "uoft-cs/cifar10"
+CROPS = 2048
+PHOTOGRAPHS = ("china.jpg", "flower.jpg")
+MIN_CHARACTERS = 80
+# Prose has few signs in it; code, tables and grammars have many.
+MIN_LETTERS = 0.88
+# Modules with much to say in their docstrings, all of them in Python 3.11 to 3.14; read as files, never imported.
+MODULES = """
+argparse ast asyncio/base_events asyncio/events asyncio/locks asyncio/tasks bdb bisect calendar cmd code codecs
+collections/__init__ concurrent/futures/_base configparser contextlib copy csv dataclasses datetime difflib dis
+email/_header_value_parser email/_policybase email/header email/message email/policy enum filecmp fileinput fnmatch
+fractions ftplib functools getopt gettext gzip heapq http/client http/cookiejar http/cookies http/server imaplib
+importlib/_bootstrap_external inspect ipaddress locale logging/__init__ logging/handlers lzma mailbox mimetypes
+nturl2path numbers optparse os pdb pickle pickletools pkgutil platform plistlib poplib posixpath pprint profile
+pyclbr pydoc queue random re/__init__ reprlib sched secrets selectors shelve shlex shutil smtplib socket socketserver
+ssl statistics string subprocess symtable tarfile tempfile textwrap threading timeit tkinter/__init__ tkinter/ttk
+tokenize trace traceback turtle types typing unittest/case unittest/mock urllib/parse urllib/request uuid warnings
+weakref webbrowser xml/dom/minidom xml/etree/ElementTree xml/sax/handler xmlrpc/client xmlrpc/server zipapp _pydecimal
+_pyio
+""".split()
+
+
+def prose() -> list[str]:
+    """Collect paragraphs of English prose: Python's manual topics and the docstrings of its standard library.
+
+    Returns:
+        Different paragraphs of at least 80 characters, in a fixed order; the same for the same version of Python.
+
+    Raises:
+        DataError: If this Python comes without its sources.
+    """
+    texts = [*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
+    found = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
+    if not found:
+        raise DataError("this Python has no manual topics and no sources to take prose from; pass a dataset.")
+    return list(found)
+
+
+def prose_table() -> tuple[Dataset, str]:
+    """Give the built-in prose as a table with the column ``text``, and how to call it."""
+    from datasets import Dataset
+
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        Dataset.from_dict({"text": prose()}),
+        f"built-in English prose (manual topics and docstrings of Python {version})",
+    )
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Cut a text at its blank lines and keep what reads as prose, each paragraph on one line."""
+    for block in re.split(r"\n\s*\n", text):
+        line = " ".join(block.split())
+        letters = sum(sign.isalpha() or sign == " " for sign in line)
+        if len(line) >= MIN_CHARACTERS and letters >= MIN_LETTERS * len(line) and line[-1] in ".:!?":
+            yield line
+
+
+def _topics() -> list[str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # Some distributions leave it out.
+        return []
+    return [topics[name] for name in sorted(topics)]
+
+
+def _docstrings(library: Path) -> Iterator[str]:
+    for name in MODULES:
+        file = library / f"{name}.py"
+        if not file.is_file():
+            continue
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
+
+
+class Crops:
+    """Random crops of scikit-learn's two sample photographs (427 x 640), of varied scale and shape, half mirrored.
+
+    Crop ``i`` depends on the seed and ``i`` alone.
+
+    Args:
+        count: How many crops there are.
+        seed: Seed of their places.
+    """
+
+    names: tuple[str, ...] | None = None
+    skipped = 0
+
+    def __init__(self, count: int, seed: int) -> None:
+        from sklearn.datasets import load_sample_image
+
+        self.photographs = [load_sample_image(name) for name in PHOTOGRAPHS]
+        self.plans = [self._plan(seed, number) for number in range(count)]
+        self.sizes = np.array([height * width for _, _, _, height, width, _ in self.plans], dtype=np.int64)
+
+    def fetch(self, rows: Sequence[int]) -> list[Example]:
+        return [Example(self._crop(self.plans[row])) for row in rows]
+
+    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
+        return (repr(self.plans[row]).encode() for row in rows)
+
+    def _plan(self, seed: int, number: int) -> tuple[int, int, int, int, int, bool]:
+        """Draw photograph, top, left, height, width and mirroring."""
+        generator = np.random.default_rng([seed, number])
+        which = int(generator.integers(len(self.photographs)))
+        rows, columns = self.photographs[which].shape[:2]
+        side = min(rows, columns) * np.sqrt(generator.uniform(0.05, 1.0))
+        stretch = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)) / 2)
+        height, width = (
+            int(np.clip(size, 16, most)) for size, most in ((side * stretch, rows), (side / stretch, columns))
+        )
+        top, left = int(generator.integers(rows - height + 1)), int(generator.integers(columns - width + 1))
+        return which, top, left, height, width, bool(generator.integers(2))
+
+    def _crop(self, plan: tuple[int, int, int, int, int, bool]) -> object:
+        from PIL import Image
+
+        which, top, left, height, width, mirrored = plan
+        pixels = self.photographs[which][top : top + height, left : left + width]
+        return Image.fromarray(np.ascontiguousarray(pixels[:, ::-1] if mirrored else pixels))

@@ -1,0 +1,179 @@
+"""Which columns of a table are text, image and label; every table leaves here with the same column names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from linearize.data.config import DataConfig
+from linearize.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    Table = TypeVar("Table", Dataset, IterableDataset)
+
+Modality = Literal["text", "image"]
+TEXT_NAMES = ("text", "sentence", "content", "document", "article", "review", "body")
+PEEK = 20
+
+
+def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -> Table:
+    """Keep the wanted columns only, as ``text`` and ``pair``, or ``image``; and ``label``.
+
+    Args:
+        table: A loaded or streamed data set.
+        config: Names of the columns, or None to find them.
+        modality: Whether the model reads text or images.
+        origin: How messages call the data set.
+
+    Returns:
+        The table with at most three columns; images stay undecoded.
+
+    Raises:
+        DataError: If a column is missing, cannot be found, or holds something else.
+    """
+    from datasets import Image
+
+    kinds = column_kinds(table)
+    if not kinds:
+        raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
+    names = {"label": config.label_column}
+    if modality == "text":
+        names["text"] = find_column(kinds, config.text_column, "text", origin)
+        names["pair"] = config.text_pair_column
+    else:
+        names["image"] = find_column(kinds, config.image_column, "image", origin)
+    for role, name in names.items():
+        if name is not None:
+            _check_column(kinds, name, role, origin)
+    wanted = {name: role for role, name in names.items() if name is not None}
+    if len(wanted) < sum(name is not None for name in names.values()):
+        raise DataError(f"{origin}: got the same column for two purposes, expected different ones: {names}.")
+    table = table.select_columns(list(wanted)).rename_columns({old: new for old, new in wanted.items() if old != new})
+    return table.cast_column("image", Image(decode=False)) if modality == "image" else table
+
+
+def column_kinds(table: Dataset | IterableDataset) -> dict[str, str]:
+    """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name.
+
+    Where a streamed table does not know its types, its first rows are looked at.
+    """
+    if table.features is not None:
+        return {name: _feature_kind(feature) for name, feature in table.features.items()}
+    kinds: dict[str, str] = {}
+    for row in islice(table, PEEK):
+        for name, value in row.items():
+            if kinds.get(name, "null") == "null":
+                kinds[name] = _value_kind(value)
+    return kinds
+
+
+def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin: str) -> str:
+    """Give the asked column, or else find it: by a usual name, or as the only one of its kind.
+
+    Raises:
+        DataError: If none or several fit; the message lists the columns there are.
+    """
+    if asked is not None:
+        return asked
+    fitting = [name for name, found in kinds.items() if found == kind]
+    usual = [name for name in TEXT_NAMES if name in fitting]
+    if kind == "text" and usual:
+        return usual[0]
+    if len(fitting) == 1:
+        return fitting[0]
+    raise DataError(
+        f"{origin}: got {len(fitting)} columns that may be the {kind}, expected one; "
+        f"set {kind}_column to one of its columns: {listed(kinds)}."
+    )
+
+
+def listed(kinds: dict[str, str]) -> str:
+    """Write the columns and what they hold, for a message."""
+    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+
+
+def class_names(table: Dataset | IterableDataset, origin: str) -> tuple[str, ...] | None:
+    """Give the names behind the ``label`` column of a uniform table; None if there is none or it holds numbers.
+
+    Raises:
+        DataError: If a streamed table has text labels: their full set is not known until its end.
+    """
+    from datasets import ClassLabel, Dataset
+
+    kind = column_kinds(table).get("label")
+    if kind == "class":
+        assert table.features is not None and isinstance(table.features["label"], ClassLabel)
+        return tuple(table.features["label"].names)
+    if kind != "text":
+        return None
+    if not isinstance(table, Dataset):
+        raise DataError(f"{origin}: got text labels in a stream, expected numbers; turn streaming off or number them.")
+    return tuple(sorted({label for label in table.unique("label") if label is not None}))
+
+
+def merge_names(all_names: Sequence[tuple[str, ...] | None], origins: Iterable[str]) -> tuple[str, ...] | None:
+    """Bring the class names of a mixture's parts together: kept as they are if equal, else sorted.
+
+    Raises:
+        DataError: If some parts have names and others bare numbers.
+    """
+    if len(set(all_names)) == 1:
+        return all_names[0]
+    named = [names for names in all_names if names is not None]
+    if len(named) < len(all_names):
+        raise DataError(f"got class names in some and bare numbers in others of {', '.join(origins)}; use one kind.")
+    return tuple(sorted({name for names in named for name in names}))
+
+
+def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> None:
+    if name not in kinds:
+        raise DataError(f"{origin}: got no column {name!r}, expected one of: {listed(kinds)}.")
+    allowed = {
+        "text": {"text"},
+        "pair": {"text"},
+        # A path or the bytes of a file do as well, and `datasets` makes images of both.
+        "image": {"image", "text", "binary"},
+        "label": {"number", "class", "text"},
+    }[role]
+    if kinds[name] not in allowed:
+        raise DataError(
+            f"{origin}: got {kinds[name]} in column {name!r}, expected {' or '.join(sorted(allowed))}; "
+            f"its columns are: {listed(kinds)}."
+        )
+
+
+def _feature_kind(feature: Any) -> str:
+    from datasets import ClassLabel, Image, Value
+
+    if isinstance(feature, Image):
+        return "image"
+    if isinstance(feature, ClassLabel):
+        return "class"
+    if isinstance(feature, dict) and "bytes" in feature:
+        return "image"
+    if isinstance(feature, Value):
+        return _dtype_kind(feature.dtype)
+    return type(feature).__name__.lower()
+
+
+def _dtype_kind(dtype: str) -> str:
+    if dtype in ("string", "large_string"):
+        return "text"
+    if dtype == "bool" or dtype.startswith(("int", "uint", "float")):
+        return "number"
+    return dtype.removeprefix("large_")
+
+
+def _value_kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, bool | int | float):
+        return "number"
+    if isinstance(value, dict) and "bytes" in value:
+        return "image"
+    return type(value).__name__

@@ -1,0 +1,193 @@
+"""Examples to tensors: what the model's own tokenizer or image processor makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from linearize.data.columns import Modality
+from linearize.data.hub import cause
+from linearize.data.records import Example
+from linearize.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACK_TEXTS = 256
+# Longer than any text: rows are cut by us, and the tokenizer need not warn that a text is long.
+NO_LIMIT = 10**9
+
+
+class Encoder(Protocol):
+    """Turns examples into a batch.
+
+    ``needs_all`` says whether the shape of some rows depends on the others, so that a process has to see the whole
+    global batch to build its own part of it.
+    """
+
+    needs_all: bool
+
+    def __call__(self, examples: Sequence[Example], keep: slice) -> dict[str, Tensor]:
+        """Encode the kept ones of these examples, in the shape that all of them together would have."""
+
+
+class TextEncoder:
+    """Tokenises texts, pairs of texts, or pads rows that are packed already.
+
+    Args:
+        tokenizer: The model's tokenizer; it is copied, and a copy without a padding token pads with the end token.
+        max_length: Tokens per row.
+        names: Class names, in the order of their numbers.
+        packed: Whether the examples are rows of token ids.
+
+    Raises:
+        ConfigError: If it is no tokenizer, or has neither a padding nor an end token.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, names: tuple[str, ...] | None, packed: bool = False) -> None:
+        tokenizer = tokenizer if hasattr(tokenizer, "pad") else getattr(tokenizer, "tokenizer", tokenizer)
+        if not hasattr(tokenizer, "pad") or not hasattr(tokenizer, "convert_tokens_to_ids"):
+            raise ConfigError(f"got a {type(tokenizer).__name__} for text, expected a tokenizer; pass the model's own.")
+        self.tokenizer = deepcopy(tokenizer)
+        self.tokenizer.model_max_length = NO_LIMIT
+        if self.tokenizer.pad_token_id is None:
+            if self.tokenizer.eos_token_id is None:
+                raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first.")
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.max_length, self.names = max_length, names
+        # Packed rows are all of one length, so no row depends on another.
+        self.packed, self.needs_all = packed, not packed
+
+    def __call__(self, examples: Sequence[Example], keep: slice) -> dict[str, Tensor]:
+        """Encode texts.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T], ``token_type_ids`` [B, T] if the tokenizer has them, and
+            ``labels`` [B] if the examples do. T is the longest row among all the examples.
+        """
+        fields = {"input_ids": [example.value for example in examples]} if self.packed else self._tokenize(examples)
+        width = max(len(ids) for ids in fields["input_ids"])
+        kept = {name: rows[keep] for name, rows in fields.items()}
+        padded = self.tokenizer.pad(kept, padding="max_length", max_length=width, return_tensors="pt", verbose=False)
+        return {**dict(padded), **labels(examples[keep], self.names)}
+
+    def pack(self, texts: Iterable[str], keep_rest: bool) -> Iterator[np.ndarray]:
+        """Join texts, each with its special tokens and an end token after it, and cut the row of tokens to length.
+
+        Args:
+            texts: The texts; they may never end.
+            keep_rest: Whether to give the shorter last row as well.
+
+        Yields:
+            Arrays [max_length] of token ids.
+
+        Raises:
+            ConfigError: If the tokenizer has no token to put between texts.
+        """
+        end = self.tokenizer.eos_token_id
+        end = self.tokenizer.sep_token_id if end is None else end
+        if end is None:
+            raise ConfigError("got packing with a tokenizer that has no end or separator token; turn packing off.")
+        texts, buffer = iter(texts), []
+        while group := list(islice(texts, PACK_TEXTS)):
+            for ids in self.tokenizer(group, return_attention_mask=False)["input_ids"]:
+                buffer += ids if ids and ids[-1] == end else [*ids, end]
+            full = len(buffer) - len(buffer) % self.max_length
+            for begin in range(0, full, self.max_length):
+                yield np.array(buffer[begin : begin + self.max_length], dtype=np.int32)
+            del buffer[:full]
+        if keep_rest and buffer:
+            yield np.array(buffer, dtype=np.int32)
+
+    def _tokenize(self, examples: Sequence[Example]) -> dict[str, list[list[int]]]:
+        pairs = [example.pair for example in examples]
+        fields = self.tokenizer(
+            [example.value for example in examples],
+            pairs if pairs[0] is not None else None,
+            truncation=True,
+            max_length=self.max_length,
+            return_attention_mask=True,
+        )
+        result = {name: fields[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in fields}
+        for row, ids in enumerate(result["input_ids"]):
+            if not ids:  # A row without tokens would be masked altogether, and softmax has no answer to that.
+                for name, filler in (("input_ids", self.tokenizer.pad_token_id), ("attention_mask", 1)):
+                    result[name][row] = [filler]
+                if "token_type_ids" in result:
+                    result["token_type_ids"][row] = [0]
+        return result
+
+
+class ImageEncoder:
+    """Lets the image processor resize, crop and normalise.
+
+    Args:
+        processor: The model's image processor, or a processor that has one.
+        names: Class names, in the order of their numbers.
+
+    Raises:
+        ConfigError: If it is no image processor.
+    """
+
+    needs_all = False
+
+    def __init__(self, processor: Any, names: tuple[str, ...] | None) -> None:
+        self.processor = getattr(processor, "image_processor", processor)
+        if not callable(self.processor) or hasattr(self.processor, "convert_tokens_to_ids"):
+            kind = type(self.processor).__name__
+            raise ConfigError(f"got a {kind} for images, expected an image processor; pass the model's own.")
+        self.names = names
+        mean = getattr(self.processor, "image_mean", None)
+        self.mode = "L" if isinstance(mean, list | tuple) and len(mean) == 1 else "RGB"
+
+    def __call__(self, examples: Sequence[Example], keep: slice) -> dict[str, Tensor]:
+        """Encode images.
+
+        Returns:
+            ``pixel_values`` [B, C, H, W], float, and ``labels`` [B] if the examples have them.
+
+        Raises:
+            DataError: If the processor leaves the images at different sizes, or gives something else.
+        """
+        examples = examples[keep]
+        images = [example.value.convert(self.mode) for example in examples]
+        try:
+            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].float()
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise DataError(f"the image processor cannot make a batch of these images: {cause(error)}") from error
+        if pixels.dim() != 4:
+            shape = list(pixels.shape)
+            raise DataError(f"got pixel_values of shape {shape} from the image processor, expected [B, C, H, W].")
+        return {"pixel_values": pixels, **labels(examples, self.names)}
+
+
+def make_encoder(
+    processor: Any, modality: Modality, max_length: int, names: tuple[str, ...] | None, packed: bool
+) -> TextEncoder | ImageEncoder:
+    """Build the encoder of a modality."""
+    if modality == "image":
+        return ImageEncoder(processor, names)
+    return TextEncoder(processor, max_length, names, packed)
+
+
+def labels(examples: Sequence[Example], names: tuple[str, ...] | None) -> dict[str, Tensor]:
+    """Give ``labels`` [B] of examples that have them: long for classes and whole numbers, float for others.
+
+    Raises:
+        DataError: If a class name is not among the known ones.
+    """
+    import torch
+
+    if not examples or examples[0].label is None:
+        return {}
+    if names is None:
+        return {"labels": torch.tensor([example.label for example in examples])}
+    numbers = {name: number for number, name in enumerate(names)}
+    unknown = next((example.label for example in examples if example.label not in numbers), None)
+    if unknown is not None:
+        raise DataError(f"got label {unknown!r}, expected one of: {', '.join(names)}.")
+    return {"labels": torch.tensor([numbers[str(example.label)] for example in examples])}

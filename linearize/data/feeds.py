@@ -1,0 +1,229 @@
+"""Two ways to come by training examples: by number out of records, or one after the other out of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from linearize.data.images import decode, image_digest, raw_bytes
+from linearize.data.order import HOLDOUT, MIX, POOL, apportion, endless
+from linearize.data.records import Example, Records, named_labels, text_digest, usable_label
+from linearize.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+    from linearize.data.encode import TextEncoder
+
+SHUFFLE_BUFFER = 1_000
+
+
+class Feed(Protocol):
+    """An endless row of items, each of which can be turned into an example.
+
+    ``size`` is the number of different training examples, or None where it is not known.
+    """
+
+    size: int | None
+
+    def open_at(self, position: int) -> Iterator[Any]:
+        """Give the items from a position on, for ever."""
+
+    def fetch(self, items: Sequence[Any]) -> list[Example]:
+        """Read the examples of these items."""
+
+    def length(self, item: Any) -> int:
+        """Tell how long an item is, in some unit that grows with its tokens."""
+
+    def pool(self, batch: int) -> int:
+        """Tell how many batches of this size may be sorted by length together."""
+
+
+class MapFeed:
+    """Feeds chosen rows of records; going to any position costs nothing.
+
+    Args:
+        parts: The parts of a mixture.
+        rows: The rows of each part that are used.
+        weights: Weight of each part.
+        seed: Seed of the order.
+    """
+
+    def __init__(
+        self, parts: Sequence[Records], rows: Sequence[np.ndarray], weights: Sequence[float], seed: int
+    ) -> None:
+        self.parts, self.rows, self.weights, self.seed = parts, rows, weights, seed
+        self.counts = [len(chosen) for chosen in rows]
+        self.offsets = np.cumsum([0, *self.counts])
+        self.sizes = np.concatenate([part.sizes[chosen] for part, chosen in zip(parts, rows, strict=True)])
+        self.size: int | None = sum(self.counts)
+
+    def open_at(self, position: int) -> Iterator[int]:
+        return endless(self.counts, self.weights, self.seed, position)
+
+    def length(self, item: int) -> int:
+        return int(self.sizes[item])
+
+    def pool(self, batch: int) -> int:
+        # Never more than an epoch: sorted by length, the same text of two epochs would lie side by side.
+        return max(1, min(POOL, len(self.sizes) // batch))
+
+    def fetch(self, items: Sequence[int]) -> list[Example]:
+        numbers = np.asarray(items)
+        owners = np.searchsorted(self.offsets, numbers, side="right") - 1
+        found: dict[int, Example] = {}
+        for part in np.unique(owners).tolist():
+            mine = np.flatnonzero(owners == part).tolist()
+            rows = self.rows[part][numbers[mine] - self.offsets[part]]
+            found.update(zip(mine, self.parts[part].fetch(rows.tolist()), strict=True))
+        return [found[place] for place in range(len(items))]
+
+
+@dataclass
+class StreamPart:
+    """One uniform streamed table of a mixture; ``skipped`` counts the unusable rows met in front."""
+
+    table: IterableDataset
+    weight: float
+    names: tuple[str, ...] | None
+    origin: str
+    skipped: int = 0
+    held: list[dict[str, Any]] = field(default_factory=list)
+
+    def hold_out(self, number: int) -> None:
+        """Keep the first usable rows.
+
+        Raises:
+            DataError: If there are not more rows than that.
+        """
+        for row in self.table:
+            if not row_usable(row, self.names):
+                self.skipped += 1
+            elif len(self.held) < number:
+                self.held.append(row)
+            else:
+                return
+        raise DataError(
+            f"{self.origin}: got {len(self.held)} usable examples and a holdout of {number}, "
+            "expected more examples than that; lower the holdout."
+        )
+
+
+class StreamFeed:
+    """Feeds rows as they are read; going to a position reads, but does not decode or tokenise, what is before it.
+
+    The first usable rows are held out; what equals one of them is left out wherever it comes. The rest goes through a
+    shuffle buffer of 1000 rows, anew in every epoch.
+
+    Args:
+        parts: The streams.
+        holdout: How many rows to hold out in all.
+        limit: Largest number of training rows in all.
+        seed: Seed of the order.
+
+    Raises:
+        DataError: If a stream has too few rows.
+    """
+
+    size: int | None = None
+
+    def __init__(self, parts: Sequence[StreamPart], holdout: int, limit: int | None, seed: int) -> None:
+        self.parts, self.seed = parts, seed
+        self.weights = [part.weight for part in parts]
+        for part, share in zip(parts, apportion(holdout, self.weights), strict=True):
+            part.hold_out(share)
+        self.held = [row for part in parts for row in part.held]
+        known = {row_digest(row) for row in self.held}
+        limits = [None] * len(parts) if limit is None else apportion(limit, self.weights)
+        self.streams = []
+        for part, most in zip(parts, limits, strict=True):
+            # The key of a row goes along only as far as this filter, and the class names come with the row.
+            stream = part.table.filter(_wanted(known, part.names))
+            stream = stream if most is None else stream.take(max(1, most))
+            self.streams.append(stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
+
+    def open_at(self, position: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        return islice(self._mixed(), position, None)
+
+    def fetch(self, items: Sequence[tuple[int, dict[str, Any]]]) -> list[Example]:
+        return [row_example(row, self.parts[part].names) for part, row in items]
+
+    def length(self, item: tuple[int, dict[str, Any]]) -> int:
+        return sum(len(item[1].get(name) or "") for name in ("text", "pair"))
+
+    def pool(self, batch: int) -> int:
+        return POOL
+
+    def held_examples(self) -> list[tuple[int, dict[str, Any]]]:
+        """Give the held-out rows as items."""
+        return [(number, row) for number, part in enumerate(self.parts) for row in part.held]
+
+    def _mixed(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        sources = [self._repeated(number) for number in range(len(self.parts))]
+        generator = np.random.default_rng([self.seed, MIX])
+        chances = np.asarray(self.weights) / sum(self.weights)
+        while True:
+            part = int(generator.choice(len(sources), p=chances)) if len(sources) > 1 else 0
+            yield part, next(sources[part])
+
+    def _repeated(self, part: int) -> Iterator[dict[str, Any]]:
+        for epoch in count():
+            self.streams[part].set_epoch(epoch)
+            got = False
+            for row in self.streams[part]:
+                got = True
+                yield row
+            if not got:
+                raise DataError(f"{self.parts[part].origin}: got no row to train on that is not held out.")
+
+
+class PackedFeed:
+    """Feeds rows packed out of a stream of texts as it is read; going to a position tokenises what is before it."""
+
+    size: int | None = None
+
+    def __init__(self, source: StreamFeed, encoder: TextEncoder) -> None:
+        self.source, self.encoder = source, encoder
+
+    def open_at(self, position: int) -> Iterator[Example]:
+        texts = (row["text"] for _, row in self.source.open_at(0))
+        return islice((Example(ids) for ids in self.encoder.pack(texts, keep_rest=False)), position, None)
+
+    def fetch(self, items: Sequence[Example]) -> list[Example]:
+        return list(items)
+
+    def length(self, item: Example) -> int:
+        return len(item.value)
+
+    def pool(self, batch: int) -> int:
+        return 1
+
+
+def row_usable(row: dict[str, Any], names: tuple[str, ...] | None) -> bool:
+    """Whether a row of a uniform table has all it should have."""
+    if "label" in row and not usable_label(row["label"], names):
+        return False
+    if "image" in row:
+        return row["image"] is not None
+    return all(isinstance(row[name], str) and bool(row[name].strip()) for name in ("text", "pair") if name in row)
+
+
+def row_digest(row: dict[str, Any]) -> bytes:
+    """Identify the text or image of a row of a uniform table."""
+    return image_digest(row["image"]) if "image" in row else text_digest(row["text"], row.get("pair"))
+
+
+def row_example(row: dict[str, Any], names: tuple[str, ...] | None) -> Example:
+    """Turn a row of a uniform table into an example; an image is decoded now."""
+    label = named_labels([row.get("label")], names)[0]
+    if "image" in row:
+        return Example(decode(raw_bytes(row["image"]), row["image"]["path"] or "of a stream"), None, label)
+    return Example(row["text"], row.get("pair"), label)
+
+
+def _wanted(known: set[bytes], names: tuple[str, ...] | None) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: row_usable(row, names) and row_digest(row) not in known

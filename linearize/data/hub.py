@@ -1,0 +1,120 @@
+"""Data sets on the Hugging Face Hub: one short question whether it answers, then `datasets` does the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from linearize.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+PROBE_SECONDS = 3.0
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def unreachable(repo: str) -> str | None:
+    """Say why the Hub cannot be asked about a data set now.
+
+    `datasets` itself retries for more than 20 seconds without a network, so one request of its own comes first.
+
+    Args:
+        repo: Hub name without a config.
+
+    Returns:
+        The reason, or None if the Hub answers (be it that there is no such data set).
+    """
+    from datasets import config as datasets_config
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if datasets_config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
+    try:
+        HfApi().dataset_info(repo, timeout=PROBE_SECONDS)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:  # The HTTP client's own classes change between releases of huggingface_hub.
+        return f"the Hub does not answer ({type(error).__name__})"
+    return None
+
+
+def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """Load one split of a Hub data set, from the local cache where the Hub is out of reach.
+
+    Args:
+        name: ``owner/name`` or ``owner/name:config``.
+        split: Name of the split; slices such as ``train[:1000]`` work too.
+        streaming: Whether to read while iterating.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: If there is neither such a file nor such a name, or it cannot be loaded.
+    """
+    from datasets import load_dataset
+
+    repo, _, config = name.partition(":")
+    if not _HUB_NAME.fullmatch(repo):
+        raise DataError(f"got data set {name!r}: no such file or folder, and not a Hub name (owner/name); check it.")
+    reason = unreachable(repo)
+    try:
+        with quiet(), _offline(reason is not None):
+            return load_dataset(repo, config or None, split=split, streaming=streaming)
+    except (
+        Exception
+    ) as error:  # Anything at all may come out of a foreign data set; it is named, and kept as the cause.
+        if reason is not None:
+            raise DataError(
+                f"got data set {name!r}: no such file or folder here, not in the cache, and {reason}; "
+                "pass a local file or folder, or go online and unset the variable."
+            ) from error
+        raise DataError(
+            f"got Hub data set {name!r}, split {split!r}, which cannot be loaded: {cause(error)}"
+        ) from error
+
+
+def cause(error: BaseException) -> str:
+    """Give the innermost reason of an error in one line of at most 300 characters."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+@contextmanager
+def quiet(logs: bool = False) -> Iterator[None]:
+    """Keep `datasets` from drawing progress bars: what is shown is the command line's business.
+
+    Args:
+        logs: Whether to keep back its log lines as well, where the error raised says the same.
+    """
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets import logging as datasets_logging
+
+    shown, level = not are_progress_bars_disabled(), datasets_logging.get_verbosity()
+    disable_progress_bars()
+    if logs:
+        datasets_logging.set_verbosity(datasets_logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets_logging.set_verbosity(level)
+        if shown:
+            enable_progress_bars()
+
+
+@contextmanager
+def _offline(active: bool) -> Iterator[None]:
+    """Let `datasets` go to its cache at once, as if its own offline variable were set."""
+    from datasets import config as datasets_config
+
+    before = datasets_config.HF_HUB_OFFLINE
+    datasets_config.HF_HUB_OFFLINE = before or active
+    try:
+        yield
+    finally:
+        datasets_config.HF_HUB_OFFLINE = before

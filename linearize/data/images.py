@@ -1,0 +1,183 @@
+"""Images as records: from tables with an image column, from folders, and from zip files read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+
+from linearize.data.hub import cause
+from linearize.data.records import Example, scan, named_labels
+from linearize.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+class ImageFile(NamedTuple):
+    """One image: the file ``path``, or a member of the zip file ``path``.
+
+    ``inner`` is its place under the folder or in the zip file; the last folder of it is its class. ``size`` in bytes.
+    """
+
+    path: Path
+    member: str | None
+    inner: PurePosixPath
+    size: int
+
+
+class ImageFiles:
+    """Image files of a folder or of zip files; nothing is unpacked, and each image is read when it is wanted.
+
+    Args:
+        files: The images.
+        labelled: Whether to take the folder an image lies in as its class.
+        origin: How messages call the data set.
+
+    Raises:
+        DataError: If classes are asked for and an image lies in no class folder.
+    """
+
+    def __init__(self, files: list[ImageFile], labelled: bool, origin: str) -> None:
+        self.files = files
+        self.sizes = np.array([file.size for file in files], dtype=np.int64)
+        self.skipped = 0
+        self.names: tuple[str, ...] | None = None
+        self._zips: dict[Path, ZipFile] = {}
+        if labelled:
+            loose = next((file for file in files if not file.inner.parent.name), None)
+            if loose is not None:
+                raise DataError(f"{origin}: got {str(loose.inner)!r} in no class folder, expected class/image.")
+            self.names = tuple(sorted({file.inner.parent.name for file in files}))
+
+    def fetch(self, rows: Sequence[int]) -> list[Example]:
+        files = [self.files[row] for row in rows]
+        labels = [file.inner.parent.name if self.names else None for file in files]
+        return [
+            Example(decode(self._read(file), str(file.inner)), None, label)
+            for file, label in zip(files, labels, strict=True)
+        ]
+
+    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
+        return (blake2b(self._read(self.files[row]), digest_size=16).digest() for row in rows)
+
+    def _read(self, file: ImageFile) -> bytes:
+        try:
+            if file.member is None:
+                return file.path.read_bytes()
+            if file.path not in self._zips:
+                self._zips[file.path] = ZipFile(file.path)
+            return self._zips[file.path].read(file.member)
+        except (OSError, RuntimeError, BadZipFile, KeyError) as error:
+            raise DataError(f"cannot read image {str(file.inner)!r} of {file.path.name!r}: {cause(error)}") from error
+
+
+class ImageTable:
+    """The usable rows of a table with the columns ``image`` (undecoded) and perhaps ``label``.
+
+    Args:
+        table: A uniform table, see `linearize.data.columns.uniform`.
+        names: Class names behind the labels, if they have any.
+    """
+
+    def __init__(self, table: Dataset, names: tuple[str, ...] | None = None) -> None:
+        usable, sizes = scan(table, _image_sizes)
+        self.table = table if usable.all() else table.select(np.flatnonzero(usable))
+        self.sizes, self.skipped, self.names = sizes[usable], int((~usable).sum()), names
+
+    def fetch(self, rows: Sequence[int]) -> list[Example]:
+        columns = self.table[list(rows)]
+        labels = named_labels(columns.get("label", [None] * len(rows)), self.names)
+        return [
+            Example(decode(raw_bytes(raw), raw["path"] or f"row {row}"), None, label)
+            for row, raw, label in zip(rows, columns["image"], labels, strict=True)
+        ]
+
+    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
+        return (image_digest(self.table[int(row)]["image"]) for row in rows)
+
+
+def image_digest(raw: dict[str, Any]) -> bytes:
+    """Identify an undecoded image by the bytes of its file."""
+    return blake2b(raw_bytes(raw), digest_size=16).digest()
+
+
+def raw_bytes(raw: dict[str, Any]) -> bytes:
+    """Give the bytes of an undecoded image of `datasets`, ``{"bytes": ..., "path": ...}``.
+
+    Raises:
+        DataError: If it is only a path, and that file cannot be read.
+    """
+    if raw["bytes"] is not None:
+        return raw["bytes"]
+    try:
+        return Path(raw["path"]).read_bytes()
+    except (OSError, TypeError) as error:
+        raise DataError(f"cannot read image {raw['path']!r}: {cause(error)}") from error
+
+
+def decode(data: bytes, name: str) -> Image:
+    """Decode an image file and turn it upright.
+
+    Raises:
+        DataError: If these bytes are no image, or a cut one.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        image = Image.open(BytesIO(data))
+        image.load()
+        return ImageOps.exif_transpose(image)
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot decode image {name!r}: {cause(error)}; mend or remove it.") from error
+
+
+def folder_images(root: Path, paths: Sequence[Path]) -> list[ImageFile]:
+    """Describe image files by their place under a folder."""
+    return [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in paths]
+
+
+def zip_images(path: Path) -> list[ImageFile]:
+    """List the images in a zip file; other members are passed over.
+
+    Raises:
+        DataError: If it is no zip file, or holds no image.
+    """
+    try:
+        with ZipFile(path) as archive:
+            members = [member for member in archive.infolist() if is_image(PurePosixPath(member.filename))]
+    except (OSError, BadZipFile) as error:
+        raise DataError(f"cannot read {path.name!r} as a zip file: {cause(error)}") from error
+    if not members:
+        raise DataError(f"{path.name!r} is empty: got no image in it, expected files such as class/1.jpg.")
+    members.sort(key=lambda member: member.filename)
+    return [ImageFile(path, member.filename, PurePosixPath(member.filename), member.file_size) for member in members]
+
+
+def is_image(path: PurePosixPath) -> bool:
+    """Whether a name is that of an image; hidden files and the Mac's resource forks are not."""
+    hidden = any(part.startswith((".", "__MACOSX")) for part in path.parts)
+    return path.suffix.lower() in IMAGE_SUFFIXES and not hidden
+
+
+def _image_sizes(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    import pyarrow.compute as pc
+
+    # The chunks stay apart: joined, ten thousand images may be more than Arrow's offsets can count.
+    column = batch["image"]
+    sizes = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1).to_numpy().astype(np.int64)
+    good = pc.is_valid(column).to_numpy().copy()
+    for row in np.flatnonzero(good & (sizes < 0)):
+        path = column[int(row)].as_py()["path"]
+        good[row] = path is not None
+        sizes[row] = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
+    return good, sizes

@@ -1,0 +1,220 @@
+"""Local files and folders: which files belong to the split, and how each kind is read."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from linearize.data.columns import Modality
+from linearize.data.hub import cause, quiet
+from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
+from linearize.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+Item = TypeVar("Item")
+TABLE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz), images, or a .zip of images"
+# A .tsv has no quoting (GLUE's have lone quotes, which would swallow rows), and "NA" and "null" are words of a text.
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "csv": ("csv", {"keep_default_na": False}),
+    "tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": csv.QUOTE_NONE}),
+}
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be meant as a local path: by how it begins, or by its ending."""
+    return name.startswith((".", "/", "~")) or "\\" in name or file_kind(Path(name)) is not None
+
+
+def open_local(
+    path: Path, split: str, modality: Modality, streaming: bool
+) -> list[Dataset] | list[IterableDataset] | list[ImageFile]:
+    """Open a local file or folder.
+
+    Args:
+        path: A file of a known kind; a folder of such files; a folder or zip file of images, also in class folders;
+            or a folder written by ``Dataset.save_to_disk``.
+        split: Which files of a folder to read, where their names or folders say train, validation or test.
+        modality: Whether the model reads text or images.
+        streaming: Whether tables are read while iterating; images are read one by one in any case.
+
+    Returns:
+        Tables, one for each kind of file; or the images.
+
+    Raises:
+        DataError: If there is nothing to read, the file is empty or damaged, or it is of another kind.
+    """
+    if not path.exists():
+        raise DataError(f"got {str(path)!r}, which does not exist, expected a file or a folder; check the path.")
+    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        return [_saved(path, split)]
+    root = path if path.is_dir() else path.parent
+    files = select_split(root, sorted(_known_files(path)), split) if path.is_dir() else [path]
+    kinds = {file: file_kind(file) for file in files}
+    counts = Counter("images" if kind in ("image", "zip") else "tables or texts" for kind in kinds.values())
+    if not files or None in kinds.values():
+        found = "no file of a known kind" if path.is_dir() else f"a file ending in {path.suffix!r}"
+        raise DataError(f"{path.name!r}: got {found}, {EXPECTED}.")
+    if len(counts) > 1:
+        mixed = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        raise DataError(f"folder {path.name!r}: got {mixed}, expected one kind; put them in folders of their own.")
+    if "images" in counts:
+        if modality == "text":
+            raise DataError(f"{path.name!r}: got images, expected text for a model that reads text; pass text.")
+        return _images(root, files, split)
+    return [_table(kind, [f for f in files if kinds[f] == kind], streaming) for kind in dict.fromkeys(kinds.values())]
+
+
+def file_kind(path: Path) -> str | None:
+    """Name the kind of a file by its ending: a key of the readers, ``image``, ``zip`` or None."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    elif suffixes and suffixes[-1] in IMAGE_SUFFIXES:
+        return "image"
+    elif suffixes and suffixes[-1] == ".zip":
+        return "zip"
+    return TABLE_KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
+    """Keep the files of one split, where the folder tells its splits apart.
+
+    A table or zip file says its split in its name (``train.jsonl.gz``, ``test-0.zip``) or in a folder above it. Images
+    say it only in the top folder, and only if all top folders do: ``train`` may be a class as well.
+
+    Raises:
+        DataError: If the folder has splits, and this is none of them.
+    """
+    inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
+    tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
+    tags = {
+        file: tops.get(place.parts[0]) if file_kind(file) == "image" else _name_split(place)
+        for file, place in inner.items()
+    }
+    return _of_split(tags, split, root.name)
+
+
+def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[Item]:
+    known = sorted({tag for tag in tags.values() if tag is not None})
+    if known and split not in known:
+        raise DataError(f"{name!r}: got split {split!r}, expected one of: {', '.join(known)}.")
+    return [item for item, tag in tags.items() if tag == split or not known]
+
+
+def _top_splits(places: Sequence[PurePosixPath]) -> dict[str, str]:
+    """Map the top folders to splits, if every one of them is a split's name."""
+    tops = {place.parts[0] if len(place.parts) > 1 else "" for place in places}
+    splits = {top: split for top in tops for split, words in SPLIT_WORDS.items() if top.lower() in words}
+    return splits if splits.keys() == tops else {}
+
+
+def _name_split(place: PurePosixPath) -> str | None:
+    words = [*(part.lower() for part in place.parts[:-1]), *re.split(r"[^a-z]+", place.name.lower())]
+    return next((split for word in words for split, known in SPLIT_WORDS.items() if word in known), None)
+
+
+def _known_files(folder: Path) -> list[Path]:
+    return [
+        file
+        for file in folder.rglob("*")
+        if file.is_file()
+        and file_kind(file) is not None
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+
+
+def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:
+    loose = [file for file in files if file_kind(file) == "image" and is_image(PurePosixPath(file.name))]
+    images = folder_images(root, loose)
+    for file in files:
+        if file_kind(file) == "zip":
+            members = zip_images(file)
+            tops = _top_splits([image.inner for image in members])
+            images += _of_split({image: tops.get(image.inner.parts[0]) for image in members}, split, file.name)
+    # The split's own folder is no class.
+    tops = _top_splits([image.inner for image in images])
+    return [image._replace(inner=PurePosixPath(*image.inner.parts[1:])) for image in images] if tops else images
+
+
+def _saved(path: Path, split: str) -> Dataset:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:  # Whatever a damaged folder makes of it is a fault of the data.
+        raise DataError(f"cannot read {path.name!r} as a saved data set: {cause(error)}") from error
+    if isinstance(loaded, DatasetDict):
+        if split not in loaded:
+            raise DataError(f"{path.name!r}: got split {split!r}, expected one of: {', '.join(sorted(loaded))}.")
+        return loaded[split]
+    return loaded
+
+
+def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset | IterableDataset:
+    from datasets import Dataset, concatenate_datasets, load_dataset
+
+    assert kind is not None
+    for file in files:
+        if _is_empty(file, kind):
+            raise DataError(f"{file.name!r} is empty: got no rows, expected at least one; check the file.")
+    builder, options = READERS.get(kind, (kind, {}))
+    try:
+        with quiet(logs=True):
+            if kind == "parquet" and any(file.suffix.lower() == ".gz" for file in files):
+                tables = [_parquet(file) for file in files]
+                table = concatenate_datasets(tables)
+                return table.to_iterable_dataset() if streaming else table
+            names = [glob.escape(str(file)) for file in files]
+            table = load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
+    except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
+        if "corresponds to no data" in str(error):
+            raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one.") from error
+        raise DataError(f"cannot read {_names(files)} as {kind}: {cause(error)}") from error
+    if isinstance(table, Dataset) and not len(table):
+        raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
+    return table
+
+
+def _parquet(file: Path) -> Dataset:
+    """Read a parquet file into memory; `datasets` itself does not look into a gzip'd one."""
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        return Dataset(InMemoryTable(pq.read_table(stream)))
+
+
+def _is_empty(file: Path, kind: str) -> bool:
+    """Whether a text file has no line but a header; asked first because each reader fails in its own way then."""
+    if kind == "parquet":
+        return False
+    needed = 2 if kind in ("csv", "tsv") else 1
+    try:
+        with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+            for line in stream:
+                needed -= bool(line.strip())
+                if not needed:
+                    return False
+    except (OSError, EOFError) as error:
+        raise DataError(f"cannot read {file.name!r}: {cause(error)}; check the file.") from error
+    return True
+
+
+def _names(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0].name!r}{more}"

@@ -1,0 +1,46 @@
+"""Every error that linearize raises on purpose.
+
+A message says what was got, what was expected and what to do. The command line prints it as one line and ends with
+exit code 2, so a message holds no line break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class LinearizeError(Exception):
+    """Base of all errors raised on purpose: something the user can mend."""
+
+
+class ConfigError(LinearizeError, ValueError):
+    """An argument, option or file has a value that is not allowed."""
+
+
+class UnknownNameError(ConfigError):
+    """A name (kernel, option, verb ...) that is not in the list of known ones."""
+
+
+class UnsupportedModelError(LinearizeError):
+    """A model, or one of its attentions, that cannot be converted; the message says which case it is."""
+
+
+class DataError(LinearizeError):
+    """A data set that cannot be found, read or used."""
+
+
+class CheckpointError(LinearizeError):
+    """A checkpoint folder that cannot be read or written."""
+
+
+class TrainingError(LinearizeError):
+    """Training that had to stop; the message says where, and what was kept."""
+
+
+def unknown_name(kind: str, got: str, known: Iterable[str]) -> UnknownNameError:
+    """Build the error for an unknown name, with the nearest known one and the whole list."""
+    names = sorted(known)
+    near = get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"unknown {kind} {got!r}.{hint} Known: {', '.join(names) or 'none'}.")

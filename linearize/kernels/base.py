@@ -1,0 +1,64 @@
+"""What a feature-map kernel is: a module that maps the queries or keys of all heads at once.
+
+A kernel file holds a frozen config dataclass, a `FeatureMap` and one `register_kernel` call. Everything else (grouped
+heads, padding, causality, windows, states, caches, saving) is done around it.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Features(NamedTuple):
+    """What a map gives for one set of tokens.
+
+    Attributes:
+        phi: [B, H, T, F] fp32.
+        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. Asked for keys only: a positive
+            factor of a query cancels between numerator and denominator.
+    """
+
+    phi: Tensor
+    log_scale: Tensor | None = None
+
+
+class FeatureMap(nn.Module, abc.ABC):
+    """One map with parameters of its own for each head (leading axis of every parameter).
+
+    Attributes:
+        scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
+            `x . y` is the score that softmax would see. Maps whose definition contains sqrt(d) want that.
+    """
+
+    scale_inputs = True
+
+    def __init__(self, config: Any, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.config, self.heads, self.head_dim = config, heads, head_dim
+
+    def learned(self, *shape: int) -> nn.Parameter:
+        """Make an uninitialised learnable tensor [H, *shape] in fp32."""
+        return nn.Parameter(torch.empty(self.heads, *shape, dtype=torch.float32))
+
+    @abc.abstractmethod
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Fill parameters and random buffers. Draw from `generator` (on the CPU) only: a seed gives one kernel."""
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """Map `x` [B, H, T, D] fp32; `positions` [B, T] where the kernel is positional, None otherwise."""
+
+
+def draw_normal(parameter: Tensor, generator: torch.Generator, std: float = 1.0) -> None:
+    """Fill `parameter` with normal numbers drawn on the CPU, wherever it lies."""
+    with torch.no_grad():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Apply per-head weights [H, F, D] to x [B, H, T, D] -> [B, H, T, F]."""
+    return x @ weight.float().transpose(-1, -2)

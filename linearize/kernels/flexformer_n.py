@@ -1,0 +1,61 @@
+"""Flexformer, nonstationary: pairs of learned frequencies.
+
+Paper: Zhang and Zhou 2026, "Flexformer: Flexible Linear Transformer with Learnable Attention Kernel",
+https://arxiv.org/abs/2606.27748, section 3.2 with eq. 6.
+
+    phi(x) = h(x) [cos a_i . x cos b_i . x ; sin a_i . x cos b_i . x]_{i <= n} / sqrt(n),   h(x) = exp(|x|^2 / exp(tau))
+
+a, b: [n, d] and tau are learned per head; n = d by default, so F = 2 n. Weights can be negative.
+Differs from the paper: `a` starts at 0.2 of softmax's Gaussian density (`init_scale`) and `b` at a tenth of that, so
+that the map starts close to `flexformer_s`; the factor sigma / 2 of eq. 6 cancels in the normalised weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linearize.kernels._spectral import SpectralConfig, SpectralMap
+from linearize.kernels.base import Features, draw_normal, project
+from linearize.registry import KernelInfo, StageOne, register_kernel
+
+
+class FlexformerN(SpectralMap):
+    """Map [B, H, T, D] -> [B, H, T, 2 n]."""
+
+    def __init__(self, config: SpectralConfig, heads: int, head_dim: int) -> None:
+        super().__init__(config, heads, head_dim)
+        self.a = self.learned(self.n, head_dim)
+        self.b = self.learned(self.n, head_dim)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw `a` from the scaled-down Gaussian density and `b` close to zero."""
+        draw_normal(self.a, generator, self.config.init_scale)
+        draw_normal(self.b, generator, 0.1 * self.config.init_scale)
+        self.reset_tau()
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        angle, envelope = project(x, self.a), project(x, self.b).cos()
+        phi = torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1) * self.n**-0.5
+        return Features(phi, self.log_norm(x) if keys else None)
+
+
+register_kernel(
+    KernelInfo(
+        name="flexformer_n",
+        summary="learned pairs of Fourier frequencies, nonstationary kernel",
+        formula="phi(x) = exp(|x|^2 / exp(tau)) [cos a_i.x cos b_i.x ; sin a_i.x cos b_i.x]_i / sqrt(n), "
+        "x scaled by scaling^1/2",
+        source="Zhang and Zhou 2026 (Flexformer), eq. 6, section 3.2",
+        url="https://arxiv.org/abs/2606.27748",
+        config=SpectralConfig,
+        build=FlexformerN,
+        feature_dim=lambda config, d: 2 * config.count(d),
+        parameters=lambda config, d: 2 * config.count(d) * d + 1,
+        parameters_formula="2 n d + 1",
+        learnable=True,
+        positive=False,
+        stage_one=StageOne(learning_rate=1e-2, negative_penalty=1.0),
+    )
+)

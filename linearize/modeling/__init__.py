@@ -1,0 +1,1 @@
+"""Converted models as transformers sees them: config, model classes, Auto registration, and the plan that is saved."""

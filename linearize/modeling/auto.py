@@ -1,0 +1,52 @@
+"""Make transformers' Auto classes and pipelines know converted models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
+
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
+
+
+def register() -> None:
+    """Register the model type `linearize`. Light: architectures follow when a checkpoint of theirs is met."""
+    AutoConfig.register(MODEL_TYPE, LinearizeConfig, exist_ok=True)
+
+
+def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
+    """Register the converted counterpart of every Auto class that knows `base`."""
+    from transformers.models.auto import modeling_auto
+
+    from linearize.modeling.model import model_class
+
+    for auto in vars(modeling_auto).values():
+        mapping = getattr(auto, "_model_mapping", None)
+        if not isinstance(auto, type) or mapping is None or base not in mapping:
+            continue
+        found = mapping[base]
+        classes = found if isinstance(found, (tuple, list)) else (found,)
+        made = tuple(model_class(cls, config) for cls in classes)
+        mapping.register(config, made if len(made) > 1 else made[0], exist_ok=True)
+    _register_processors(config, base)
+
+
+def _register_processors(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
+    """Let the tokenizers and processors of the original be found by the converted config as well."""
+    from transformers.models.auto import (
+        feature_extraction_auto,
+        image_processing_auto,
+        processing_auto,
+        tokenization_auto,
+    )
+
+    mappings: list[Any] = [
+        getattr(tokenization_auto, "TOKENIZER_MAPPING", None),
+        getattr(feature_extraction_auto, "FEATURE_EXTRACTOR_MAPPING", None),
+        getattr(image_processing_auto, "IMAGE_PROCESSOR_MAPPING", None),
+        getattr(processing_auto, "PROCESSOR_MAPPING", None),
+    ]
+    for mapping in mappings:
+        if mapping is not None and base in mapping:
+            mapping.register(config, mapping[base], exist_ok=True)

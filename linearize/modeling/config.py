@@ -1,0 +1,135 @@
+"""Config of a converted model: the original's config, one section more, and a `model_type` of its own.
+
+A model type of its own keeps stock transformers from loading the checkpoint as a softmax model with a mere warning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from linearize.attention.mixer import IMPLEMENTATION
+from linearize.errors import CheckpointError, ConfigError
+from linearize.modeling.plan import Plan
+
+MODEL_TYPE = "linearize"
+FORMAT_VERSION = 1
+
+
+class LinearizeConfig(PreTrainedConfig):
+    """Entry of `AutoConfig`: reads the section `linearize` and becomes the config class of the original model."""
+
+    model_type = MODEL_TYPE
+    linearize: dict[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the config of the right class.
+
+        Raises:
+            CheckpointError: if the section is missing, damaged or of a newer format, or the original's model type is
+                unknown to the installed transformers.
+        """
+        if cls is not LinearizeConfig:
+            return super().from_dict(config_dict, **kwargs)
+        section = check_section(config_dict.get("linearize"))
+        return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Write the section even where a default equals it."""
+        return super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": self.linearize}
+
+
+def check_section(section: Any) -> dict[str, Any]:
+    """Hold the section `linearize` of a config.json against what this version can read, and return it.
+
+    Raises:
+        CheckpointError: saying what is wrong.
+    """
+    if not isinstance(section, dict):
+        raise CheckpointError(
+            "config.json says model_type 'linearize' but has no section 'linearize'; the file is damaged: "
+            "convert the model again"
+        )
+    version = section.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise CheckpointError(f"config.json: got format_version {version!r}, expected {FORMAT_VERSION}")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"config.json: the checkpoint has format version {version}, this linearize reads up to {FORMAT_VERSION}; "
+            "upgrade it: pip install -U linearize"
+        )
+    Plan.from_dict(section)
+    return section
+
+
+def base_config_class(model_type: str) -> type[PreTrainedConfig]:
+    """Return transformers' config class of the original.
+
+    Raises:
+        CheckpointError: if the installed transformers does not know it.
+    """
+    try:
+        return CONFIG_MAPPING[model_type]
+    except KeyError:
+        raise CheckpointError(
+            f"config.json: the original's model type {model_type!r} is unknown to the installed transformers; "
+            "upgrade it: pip install -U transformers"
+        ) from None
+
+
+class _Mixin:
+    """What a converted model's config has beyond the original's."""
+
+    model_type = MODEL_TYPE
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        requested = kwargs.pop("attn_implementation", None)
+        if requested not in (None, IMPLEMENTATION):
+            raise ConfigError(
+                f"got attn_implementation={requested!r}, but a converted model runs its own linear attention; "
+                "leave the argument out"
+            )
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        use_linear_attention(self)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        # transformers writes "sdpa" here where a caller named nothing; that would run softmax silently.
+        if key == "_attn_implementation_internal" and value not in (None, IMPLEMENTATION):
+            value = IMPLEMENTATION
+        super().__setattr__(key, value)
+
+
+def use_linear_attention(config: Any) -> None:
+    """Set the attention implementation on a config and on the configs inside it."""
+    config._attn_implementation_internal = IMPLEMENTATION
+    for key in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, key, None)
+        if inner is not None:
+            use_linear_attention(inner)
+
+
+_CLASSES: dict[Any, Any] = {}
+
+
+def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
+    """Make (once) the config class of converted models of `base`, and register it with the Auto classes."""
+    if base in _CLASSES:
+        return _CLASSES[base]
+    # A composite's own from_dict or to_diff_dict stays in the order of inheritance behind ours.
+    made: Any = type(
+        f"Linearized{base.__name__}",
+        (_Mixin, LinearizeConfig, base),
+        {
+            "__module__": __name__,
+            "__doc__": f"Config of a converted model; see `{base.__name__}`.",
+            "__annotations__": {},
+        },
+    )
+    from linearize.modeling.auto import register_architecture
+
+    _CLASSES[base] = made
+    register_architecture(made, base)
+    return made

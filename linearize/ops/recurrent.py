@@ -1,0 +1,53 @@
+"""Causal linear attention one token at a time: what decoding runs. Cost and memory do not depend on the context."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linearize.ops.state import EPS, State, divide, empty_state, masked_log_scale, with_ones
+
+
+def recurrent_attention(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    log_scale: Tensor | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    normalize: bool = True,
+    eps: float = EPS,
+) -> Tensor | tuple[Tensor, State]:
+    """Attend from query i to keys up to i, step by step; arguments and results as in `causal_attention`.
+
+    Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]; T is 1 when decoding.
+    """
+    batch, heads, tokens, features = phi_q.shape
+    key_heads = phi_k.shape[1]
+    queries, keys = phi_q.float(), phi_k.float()
+    values = with_ones(v, normalize)
+    if key_padding_mask is not None:
+        values = values * key_padding_mask[:, None, :, None].float()
+    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+    state = (
+        initial_state
+        if initial_state is not None
+        else empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
+    )
+    outputs = []
+    for i in range(tokens):
+        kv, value = state.kv, values[:, :, i]
+        last = state.log_scale
+        if scale is not None:
+            last = torch.maximum(last, scale[:, :, i].detach())
+            kv = kv * torch.exp(state.log_scale - last)[..., None, None]
+            value = value * torch.exp(scale[:, :, i] - last)[..., None]
+        kv = kv + keys[:, :, i, :, None] * value[:, :, None, :]
+        state = State(kv, last)
+        mixed = queries[:, :, i].reshape(batch, key_heads, -1, features) @ kv
+        outputs.append(mixed.reshape(batch, heads, 1, -1))
+    mixed = torch.cat(outputs, dim=2)
+    out = (divide(mixed, eps) if normalize else mixed).to(v.dtype)
+    return (out, state) if return_state else out

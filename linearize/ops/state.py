@@ -1,0 +1,85 @@
+"""What the linear attention ops share: the running state, its stabiliser and the guarded division.
+
+Shape letters of the whole package: B batch, H query heads, K key/value heads (K divides H), T tokens, D head size,
+F feature size, V value size.
+
+Keys may come with a *log-scale* `c` [B, K, T]: the feature vector of token j is then `exp(c_j) * phi_k[j]`, which is
+how maps whose size grows like an exponential stay finite. Every op subtracts a running maximum of `c` over the keys a
+query can see, never over later ones, and the maximum cancels between numerator and denominator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPS = 1e-30
+"""Smallest magnitude of a denominator. Sums are fp32 always, so this is far from fp32's smallest number (1e-38)."""
+
+FLOOR = -1e30
+"""Log-scale of "no key yet". Finite, because -inf minus -inf is NaN."""
+
+
+class State(NamedTuple):
+    """Everything that linear attention remembers of the keys and values it has seen.
+
+    Attributes:
+        kv: [B, K, F, V + 1] fp32, sum over keys of `phi(k) [v, 1]^T`; the last column is the denominator's sum.
+            Without normalisation the column is absent: [B, K, F, V].
+        log_scale: [B, K] fp32, the sums are to be read as `exp(log_scale) * kv`.
+    """
+
+    kv: Tensor
+    log_scale: Tensor
+
+
+def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = True) -> State:
+    """Make the state before the first token, on the device of `phi_k` [B, K, T, F] and for values `v` [B, K, T, V].
+
+    A map gives log-scales always or never (`scaled`); where it never does, the state's log-scale is 0 throughout.
+    """
+    batch, heads, _, features = phi_k.shape
+    width = v.shape[-1] + int(normalize)
+    kv = torch.zeros(batch, heads, features, width, dtype=torch.float32, device=phi_k.device)
+    log_scale = torch.full((batch, heads), FLOOR if scaled else 0.0, dtype=torch.float32, device=phi_k.device)
+    return State(kv, log_scale)
+
+
+def with_ones(v: Tensor, normalize: bool) -> Tensor:
+    """Return `v` in fp32, with one more column of ones that gathers the denominator: [B, K, T, V (+ 1)]."""
+    v = v.float()
+    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1) if normalize else v
+
+
+def masked_log_scale(phi_k: Tensor, log_scale: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    """Return the keys' log-scale [B, K, T] in fp32 with padded keys at `FLOOR`; None where nothing is scaled."""
+    if log_scale is None:
+        return None
+    log_scale = log_scale.float().expand(phi_k.shape[:-1])
+    if key_padding_mask is None:
+        return log_scale
+    return log_scale.masked_fill(~key_padding_mask[:, None, :].bool(), FLOOR)
+
+
+def key_weight(mask: Tensor | None, log_scale: Tensor | None, shift: Tensor) -> Tensor | None:
+    """Return what each key's `[v, 1]` is multiplied with: exp(log_scale - shift), 0 where padded. [B, K or 1, T]."""
+    keep = None if mask is None else mask[:, None, :].float()
+    if log_scale is None:
+        return keep
+    weight = torch.exp(log_scale - shift)
+    return weight if keep is None else weight * keep
+
+
+def divide(mixed: Tensor, eps: float) -> Tensor:
+    """Split the last column off `mixed` [..., V + 1] and divide by it, its magnitude kept at `eps` or more."""
+    numerator, denominator = mixed[..., :-1], mixed[..., -1:]
+    guard = torch.where(denominator < 0, -eps, eps)
+    return numerator / torch.where(denominator.abs() < eps, guard, denominator)
+
+
+def group_queries(phi_q: Tensor, key_heads: int) -> Tensor:
+    """View query features [B, H, T, F] as [B, K, H / K, T, F]: query head h reads key/value head h // (H / K)."""
+    batch, heads, tokens, features = phi_q.shape
+    return phi_q.reshape(batch, key_heads, heads // key_heads, tokens, features)

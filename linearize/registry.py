@@ -1,0 +1,217 @@
+"""The one registry: every kernel by name, with the facts that the rest of the house reads instead of asking for names.
+
+A kernel module registers itself on import (`register_kernel`). `linearize/kernels/<name>.py` files are found by their
+name or by listing the folder; kernels outside the package come from the entry point group `linearize.kernels` or from
+a call of `linearize.register_kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from linearize.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True)
+class StageOne:
+    """How stage one trains a kernel unless the user says otherwise.
+
+    Attributes:
+        learning_rate: peak learning rate of AdamW.
+        weight_decay: AdamW's decay.
+        warmup: share of the steps in which the rate rises linearly; it then falls as a cosine.
+        loss: "weights" (cross-entropy of the normalised weights) or "output" (squared error of the head outputs).
+        negative_penalty: weight of the penalty on negative mass, for maps whose weights can be negative.
+        max_grad_norm: gradient clipping, per layer.
+    """
+
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.0
+    warmup: float = 0.05
+    loss: str = "weights"
+    negative_penalty: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """Facts about a kernel.
+
+    Attributes:
+        name: what users write.
+        summary: one line.
+        formula: the map, exactly as it is computed.
+        source: paper, section and equation.
+        url: where the paper is.
+        config: frozen dataclass of the arguments, made with `option`.
+        build: class of the map or mixer; see `linearize.kernels.base`.
+        feature_dim: (config, head_dim) -> F, None for mixers without a feature map.
+        parameters: (config, head_dim) -> learnable numbers of one map of one head.
+        parameters_formula: the same in words.
+        learnable: whether stage one has anything to train.
+        positive: whether weights can never be negative.
+        normalized: whether weights sum to one.
+        random: whether random numbers are drawn at conversion (kept in buffers, saved).
+        positional: whether features depend on the token's position.
+        causal: whether it works in causal models.
+        bidirectional: whether it works in bidirectional models.
+        streamable: whether decoding needs constant memory only.
+        maximum_positions: whether it needs the longest input length at conversion (argument `max_positions`).
+        stage_one: default training of stage one.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    source: str
+    url: str
+    config: type
+    build: type
+    feature_dim: Callable[[Any, int], int] | None
+    parameters: Callable[[Any, int], int]
+    parameters_formula: str
+    learnable: bool
+    positive: bool
+    normalized: bool = True
+    random: bool = False
+    positional: bool = False
+    causal: bool = True
+    bidirectional: bool = True
+    streamable: bool = True
+    maximum_positions: bool = False
+    stage_one: StageOne = field(default_factory=StageOne)
+
+
+_KERNELS: dict[str, KernelInfo] = {}
+_LOCK = threading.Lock()
+_discovered = False
+
+
+def register_kernel(info: KernelInfo) -> KernelInfo:
+    """Add a kernel. The same name from the same class again is allowed (a reloaded module), another one is not.
+
+    Raises:
+        ConfigError: if the name is taken by another kernel, or the facts contradict each other.
+    """
+    known = _KERNELS.get(info.name)
+    if known is not None and known.build.__qualname__ != info.build.__qualname__:
+        raise ConfigError(
+            f"kernel {info.name!r} is registered already by {known.build.__qualname__}; choose another name"
+        )
+    if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
+    if not (info.causal or info.bidirectional):
+        raise ConfigError(f"kernel {info.name!r}: works neither causally nor bidirectionally; set one of the two")
+    _KERNELS[info.name] = info
+    return info
+
+
+def kernel_info(name: str) -> KernelInfo:
+    """Look a kernel up by name.
+
+    Raises:
+        UnknownNameError: if there is none; names the nearest one and lists all.
+    """
+    if name not in _KERNELS:
+        _discover()
+    if name not in _KERNELS:
+        raise unknown_name("kernel", name, _KERNELS)
+    return _KERNELS[name]
+
+
+def kernel_infos() -> list[KernelInfo]:
+    """Return all kernels, sorted by name."""
+    _discover()
+    return [_KERNELS[name] for name in sorted(_KERNELS)]
+
+
+def _discover() -> None:
+    """Import the package's kernel files and the entry points, once. A checkpoint's own flat code has neither."""
+    global _discovered
+    with _LOCK:
+        if _discovered:
+            return
+        _discovered = True
+        if not __name__.startswith("linearize."):
+            return
+        importlib.import_module("linearize.kernels").load_all()
+        from importlib.metadata import entry_points
+
+        for entry in entry_points(group="linearize.kernels"):
+            entry.load()
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Iterable[Any] | None = None,
+) -> Any:
+    """Declare a kernel argument: a dataclass field with its help text and the values it may take."""
+    limits = {"help": help, "low": low, "high": high, "choices": tuple(choices) if choices is not None else None}
+    return field(default=default, metadata=limits)
+
+
+def make_config(info: KernelInfo, arguments: Mapping[str, Any]) -> Any:
+    """Build a kernel's config from arguments, which may be text (as typed on a command line).
+
+    Raises:
+        UnknownNameError: for an argument that the kernel does not have.
+        ConfigError: for a value of the wrong type or out of range.
+    """
+    fields = {f.name: f for f in dataclasses.fields(info.config)}
+    hints = typing.get_type_hints(info.config)
+    values = {}
+    for name, value in arguments.items():
+        if name not in fields:
+            raise unknown_name(f"argument of kernel {info.name}", name, fields)
+        where = f"kernel {info.name}, argument {name}"
+        values[name] = _check(where, _convert(where, value, hints[name]), fields[name].metadata)
+    return info.config(**values)
+
+
+def _convert(where: str, value: Any, hint: Any) -> Any:
+    """Turn text into the annotated type; other values must have it already."""
+    optional = isinstance(hint, types.UnionType) and type(None) in hint.__args__
+    kind = next(t for t in hint.__args__ if t is not type(None)) if optional else hint
+    if optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+    elif isinstance(value, str) and kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    elif isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    raise ConfigError(f"{where}: got {value!r}, expected {kind.__name__}{' or none' if optional else ''}")
+
+
+def _check(where: str, value: Any, limits: Mapping[str, Any]) -> Any:
+    """Hold a value against its limits."""
+    if value is None:
+        return value
+    if limits.get("choices") is not None and value not in limits["choices"]:
+        raise ConfigError(f"{where}: got {value!r}, expected one of {', '.join(map(str, limits['choices']))}")
+    low, high = limits.get("low"), limits.get("high")
+    # Written so that NaN is refused too.
+    if low is not None and not value >= low:
+        raise ConfigError(f"{where}: got {value}, expected at least {low}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{where}: got {value}, expected at most {high}")
+    return value

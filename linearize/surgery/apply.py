@@ -1,0 +1,96 @@
+"""Carry a plan out: put kernels into a model, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class, use_linear_attention
+from linearize.modeling.model import attach, model_class
+from linearize.modeling.plan import Plan
+from linearize.surgery.plan import plan as make_plan
+
+
+def convert(
+    model: PreTrainedModel,
+    kernel: str | None = "hedgehog",
+    kernel_args: Mapping[str, Any] | None = None,
+    *,
+    layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None = None,
+    keep_softmax: Iterable[int] = (),
+    max_length: int | None = None,
+    positions: str = "tile",
+    seed: int = 0,
+    example_inputs: Mapping[str, Tensor] | None = None,
+) -> PreTrainedModel:
+    """Replace the softmax self-attentions of a model by linear ones, in place.
+
+    The kernels start untrained: `linearize.distill` teaches them to imitate softmax.
+
+    Args:
+        model: any transformers model whose attention goes through the attention interface.
+        kernel: name of the kernel for all layers that `layers` does not name.
+        kernel_args: its arguments.
+        layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
+        keep_softmax: numbers of layers to leave as they are.
+        max_length: longest input it shall take, in tokens; None: as before.
+        positions: how learned positions are extended, "tile" or "interpolate".
+        seed: for the kernels' starting values.
+        example_inputs: inputs for the trial run, where they cannot be made up from the config.
+
+    Returns:
+        The same model, still an instance of its original class.
+
+    Raises:
+        UnsupportedModelError: if no attention can be reached; says which of the cases it is.
+        ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
+
+    Example:
+        >>> model = AutoModelForMaskedLM.from_pretrained("roberta-base")
+        >>> model = linearize.convert(model, kernel="hedgehog", max_length=4096)
+    """
+    decided = make_plan(
+        model,
+        kernel,
+        kernel_args,
+        layers=layers,
+        keep_softmax=keep_softmax,
+        seed=seed,
+        example_inputs=example_inputs,
+    )
+    if max_length is not None:
+        from linearize.surgery.positions import extend_positions
+
+        extend_positions(model, max_length, method=positions)
+    return apply(model, decided)
+
+
+def apply(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """Carry out a plan that was made for this model, in place, and return the model."""
+    config = model.config
+    made = config_class(base_config_class(plan.base_model_type))
+    # The same config object is held by every submodule: it changes class where it stands.
+    config.__class__ = made
+    config.linearize = {"format_version": FORMAT_VERSION, **plan.to_dict()}
+    use_linear_attention(config)
+    attach(model, plan)
+    model.__class__ = model_class(type(model), made)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
+    # Weights are saved and read under the names that they have now.
+    for attribute in ("_weight_conversions",):
+        if hasattr(model, attribute):
+            setattr(model, attribute, None)
+    _record_outputs(model)
+    return model
+
+
+def _record_outputs(model: PreTrainedModel) -> None:
+    """Tell transformers' output recorder, which looks models up by class, that the class is another one now."""
+    try:
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+    except ImportError:
+        from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs

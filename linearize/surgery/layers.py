@@ -1,0 +1,97 @@
+"""Which layer gets which kernel: the small language of `--layers` and `--keep-softmax`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from linearize.errors import ConfigError
+from linearize.modeling.plan import SOFTMAX
+
+
+def parse_indices(text: str, where: str) -> list[int]:
+    """Read "0-2,5" as [0, 1, 2, 5].
+
+    Raises:
+        ConfigError: if it is written in another way.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or part.strip().endswith("-"):
+            raise ConfigError(f"{where}: got {text!r}, expected layer numbers such as 0-5 or 0,11")
+        start, stop = int(first), int(last or first)
+        if stop < start:
+            raise ConfigError(f"{where}: got the range {part.strip()!r}, expected the smaller number first")
+        found.extend(range(start, stop + 1))
+    return found
+
+
+def parse_layers(text: str) -> dict[int, str]:
+    """Read "0-5=diag_softmax,6-11=norm_elu" as a kernel name per layer.
+
+    Raises:
+        ConfigError: if a part has no kernel, or a layer is named twice.
+    """
+    kernels: dict[int, str] = {}
+    pending: list[str] = []
+    for part in text.split(","):
+        numbers, equals, name = part.partition("=")
+        pending.append(numbers)
+        if not equals:
+            continue
+        if not name.strip():
+            raise ConfigError(f"layers: got {part!r}, expected RANGE=KERNEL such as 0-5=hedgehog")
+        for index in parse_indices(",".join(pending), "layers"):
+            if index in kernels:
+                raise ConfigError(f"layers: layer {index} is named twice in {text!r}; name each layer once")
+            kernels[index] = name.strip()
+        pending = []
+    if pending:
+        raise ConfigError(f"layers: {','.join(pending)!r} has no kernel; write RANGE=KERNEL such as 0-5=hedgehog")
+    return kernels
+
+
+def assign(
+    count: int,
+    kernel: str | None,
+    arguments: Mapping[str, Any],
+    layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None,
+    keep_softmax: Iterable[int],
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return kernel and arguments for each of `count` layers.
+
+    Args:
+        count: number of attentions that can be converted.
+        kernel: for all layers that `layers` does not name; None only if it names all.
+        arguments: of `kernel`.
+        layers: kernel, or (kernel, arguments), per layer number; or the text form.
+        keep_softmax: layers to leave as they are.
+
+    Raises:
+        ConfigError: if a layer is missing, named twice or beyond the last one.
+    """
+    named = parse_layers(layers) if isinstance(layers, str) else dict(layers or {})
+    kept = list(keep_softmax)
+    for index in [*named, *kept]:
+        if not 0 <= index < count:
+            raise ConfigError(
+                f"layer {index} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
+            )
+    both = sorted(set(named) & set(kept))
+    if both:
+        raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
+    chosen: list[tuple[str, dict[str, Any]]] = []
+    for index in range(count):
+        if index in kept:
+            chosen.append((SOFTMAX, {}))
+        elif index in named:
+            entry = named[index]
+            chosen.append((entry, {}) if isinstance(entry, str) else (entry[0], dict(entry[1])))
+        elif kernel is not None:
+            chosen.append((kernel, dict(arguments)))
+        else:
+            raise ConfigError(
+                f"layer {index} has no kernel: name it in layers or keep_softmax, or give a kernel for the rest"
+            )
+    return chosen

@@ -1,0 +1,142 @@
+"""Plan a conversion: look at every attention of a model, decide, and say why. Nothing is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.errors import UnsupportedModelError
+from linearize.modeling.model import is_linearized
+from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
+from linearize.registry import kernel_info
+from linearize.surgery.layers import assign
+from linearize.surgery.probe import Call, probe
+
+
+def plan(
+    model: PreTrainedModel,
+    kernel: str | None = "hedgehog",
+    kernel_args: Mapping[str, Any] | None = None,
+    *,
+    layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None = None,
+    keep_softmax: Iterable[int] = (),
+    seed: int = 0,
+    example_inputs: Mapping[str, Tensor] | None = None,
+) -> Plan:
+    """Plan the conversion of a model.
+
+    Args:
+        model: any transformers model whose attention goes through the attention interface.
+        kernel: name of the kernel for all layers that `layers` does not name.
+        kernel_args: its arguments.
+        layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
+        keep_softmax: numbers of layers to leave as they are.
+        seed: for the kernels' starting values.
+        example_inputs: inputs for the trial run, where they cannot be made up from the config.
+
+    Returns:
+        The plan; `apply` carries it out.
+
+    Raises:
+        UnsupportedModelError: if no attention can be reached; says which of the cases it is.
+        ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
+    """
+    if kernel is not None:
+        kernel_info(kernel)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
+    if is_linearized(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is converted already; start from the original checkpoint (or distil it further)"
+        )
+    found = _attentions(model, probe(model, example_inputs))
+    reachable = [layer for layer in found if layer.index is not None]
+    if not reachable:
+        raise UnsupportedModelError(_why_none(model, found))
+    chosen = assign(len(reachable), kernel, kernel_args or {}, layers, keep_softmax)
+    if all(name == SOFTMAX for name, _ in chosen):
+        raise UnsupportedModelError(
+            f"all {len(reachable)} attentions of {type(model).__name__} are kept as softmax, nothing is left to "
+            "convert; name fewer layers in keep_softmax"
+        )
+    decided = tuple(
+        layer if layer.index is None else _decide(layer, *chosen[layer.index], seed=seed) for layer in found
+    )
+    return Plan(type(model).__name__, model.config.model_type, decided, seed)
+
+
+def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
+    """Turn calls into undecided layers, one per module, numbered where they can be converted."""
+    root = model.base_model
+    names: dict[nn.Module, str] = {module: name for name, module in root.named_modules()}
+    layers: list[LayerPlan] = []
+    seen: set[int] = set()
+    count = 0
+    for call in calls:
+        if id(call.module) in seen or call.module not in names:
+            continue
+        seen.add(id(call.module))
+        reason = _why_kept(call)
+        shape = HeadShape(
+            call.query[1], call.key[1], call.query[3], call.value[3], call.mask == "causal" or call.is_causal
+        )
+        if call.mask == "bidirectional":
+            shape = dataclasses.replace(shape, causal=False)
+        layers.append(
+            LayerPlan(
+                module=names[call.module],
+                index=None if reason else count,
+                kernel=SOFTMAX,
+                shape=shape,
+                reason=reason,
+                cache_index=getattr(call.module, "layer_idx", None),
+            )
+        )
+        count += not reason
+    return layers
+
+
+def _why_kept(call: Call) -> str:
+    """Say why an attention cannot be converted; empty if it can."""
+    if call.altered:
+        return f"scores carry {call.altered}, which a kernel cannot honour"
+    if call.mask == "bias":
+        return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
+    if call.query[2] != call.key[2]:
+        return "cross-attention"
+    if call.mask == "local":
+        return "local attention (sliding window or chunks), linear already"
+    if call.query[1] % call.key[1]:
+        return f"{call.query[1]} query heads over {call.key[1]} key heads"
+    return ""
+
+
+def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any], seed: int) -> LayerPlan:
+    if kernel == SOFTMAX:
+        return dataclasses.replace(layer, reason="kept on request")
+    # Building it checks name, arguments, direction and sizes before the model is touched.
+    mixer = build_mixer(kernel, arguments, layer.shape)
+    defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
+    changed = {name: value for name, value in dataclasses.asdict(mixer.config).items() if value != defaults[name]}
+    return dataclasses.replace(layer, kernel=kernel, arguments=changed)
+
+
+def _why_none(model: PreTrainedModel, found: list[LayerPlan]) -> str:
+    """Say which of the cases it is."""
+    name = type(model).__name__
+    if not found:
+        if any("attention" in type(module).__name__.lower() for module in model.modules()):
+            return (
+                f"{name} has attention, but it does not dispatch through transformers' AttentionInterface, so it "
+                "cannot be reached; use an architecture that does (BERT, RoBERTa, GPT-2, Llama, ViT ...)"
+            )
+        return f"{name} is not a Transformer: no attention ran in it, so there is nothing to convert"
+    reasons = sorted({layer.reason for layer in found})
+    if reasons == ["cross-attention"]:
+        return f"{name} has only cross-attention; only self-attention can be converted"
+    return f"{name} has no attention that can be converted: {'; '.join(reasons)}"

@@ -1,0 +1,249 @@
+"""Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
+
+What depends on the length is found, not listed per model: the model's class is built twice without memory (meta device),
+from the config as it is and from the longer one, and what differs between the two has to change here:
+
+- learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
+  stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
+- tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does;
+- what is a formula (sinusoidal tables, `position_ids`, causal masks): what the class itself writes there;
+- numbers that modules remember (`num_embeddings`, `image_size`, `max_seq_len_cached`).
+
+Any other difference is an error, raised before anything is changed. Rotary frequencies stay as they are (no scaling).
+Parameters are replaced, so build the optimizer afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from linearize.errors import ConfigError, UnsupportedModelError, unknown_name
+
+_TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
+# No known table keeps more rows than this before position 0: a larger surplus means another table.
+_MOST_RESERVED = 8
+# Attributes holding a token that has a row of its own in the table of an image model, before those of the patches.
+_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")
+# Model types whose own interpolation smooths; the others do not.
+_ANTIALIASED = frozenset({"dinov2_with_registers"})
+_LENGTH, _IMAGE = "max_position_embeddings", "image_size"
+
+# (name of the table, its values, the class's own values if it is a formula, new shape) -> new values
+_Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
+
+
+@dataclass(frozen=True)
+class PositionReport:
+    """What was done to a model so that it takes longer inputs.
+
+    Attributes:
+        old_length: tokens the model took before.
+        new_length: tokens it takes now (image models: patches, class, distillation and register tokens).
+        method: "tile" or "interpolate" as asked for texts; "bicubic" for images.
+        changed: dotted names of the tensors replaced, and `config.<field>`; empty when there was nothing to do.
+        note: one line for the reader.
+        image_size: height and width in pixels that an image model takes now.
+    """
+
+    old_length: int
+    new_length: int
+    method: str
+    changed: tuple[str, ...]
+    note: str
+    image_size: tuple[int, int] | None = None
+
+
+class _Image(NamedTuple):
+    size: tuple[int, int]
+    patch: tuple[int, int]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.size[0] // self.patch[0], self.size[1] // self.patch[1]
+
+
+def current_length(model: nn.Module) -> int | None:
+    """Say how many tokens a transformers or timm model takes now.
+
+    Returns:
+        Usable tokens (RoBERTa's 514 rows are 512 tokens; image models count every token); None if unlimited or unknown.
+    """
+    if (timm := _timm(model)) is not None:
+        has_table = isinstance(getattr(timm, "pos_embed", None), Tensor)
+        return timm.patch_embed.num_patches + timm.num_prefix_tokens if has_table else None
+    if not isinstance(model, PreTrainedModel) or model.config.sub_configs:
+        return None
+    if model.main_input_name == "pixel_values":
+        rows = [table.shape[-2] for name, table in model.named_parameters() if _TABLE.fullmatch(name)]
+        return rows[0] + (getattr(model.config, "num_register_tokens", None) or 0) if rows else None
+    limit = getattr(model.config, _LENGTH, None)
+    if model.main_input_name != "input_ids" or not isinstance(limit, int) or limit < 1:
+        return None
+    return min((table.num_embeddings - _reserved(table, limit) for table in _tables(model).values()), default=limit)
+
+
+def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile") -> PositionReport:
+    """Let a model take inputs of up to `max_length` tokens, changing it and its config in place.
+
+    Args:
+        model: any transformers model, with or without a head, or a timm one.
+        max_length: tokens; image models get the smallest square of patches that makes at least as many.
+        method: for learned tables of texts: "tile" repeats the trained rows, so inputs that were short enough before
+            give the same output, bit for bit; "interpolate" stretches them linearly, first and last row kept.
+
+    Raises:
+        ConfigError: `max_length` is not a whole number or below what the model takes; `method` is unknown.
+        UnsupportedModelError: the model has no limit, or one that is kept in a way not known here.
+    """
+    if type(max_length) is not int or max_length < 1:
+        raise ConfigError(f"got max_length {max_length!r}, expected a whole number of tokens, 1 or more")
+    if method not in _METHODS:
+        raise unknown_name("position method", method, _METHODS)
+    length, image = current_length(model), _image(model)
+    if length is None:
+        raise _no_length(model)
+    if max_length < length:
+        raise ConfigError(
+            f"got {max_length}, but the model already takes {length}; choose a larger one or leave the option out"
+        )
+    if image is not None:
+        patches = max_length - (length - math.prod(image.grid))
+        side = math.isqrt(max(patches, 1) - 1) + 1
+        square = side * image.patch[0], side * image.patch[1]
+        return extend_image_size(model, image.size if max_length == length else square)
+    if max_length == length:
+        return PositionReport(length, length, method, (), f"the model already takes {length} tokens")
+    assert isinstance(model, PreTrainedModel)
+    return _extend_text(model, length, max_length, method)
+
+
+def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> PositionReport:
+    """Let an image model take larger images, changing it and its config in place.
+
+    Args:
+        model: a transformers image model with a table of positions, or a timm one with `set_input_size`.
+        image_size: pixels, one number for a square or (height, width); multiples of the patch size.
+
+    Raises:
+        ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
+        UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
+    """
+    old, length = _image(model), current_length(model)
+    if old is None or length is None:
+        raise _no_length(model)
+    new = old._replace(size=_pair(image_size))
+    if any(n % p or n < o for n, p, o in zip(new.size, old.patch, old.size, strict=True)):
+        raise ConfigError(f"got image size {new.size}, expected multiples of {old.patch}, not below {old.size}")
+    if new == old:
+        return PositionReport(length, length, "bicubic", (), f"the model already takes {old.size} pixels", old.size)
+    changed = (_extend_images if _timm(model) is None else _extend_timm)(model, old, new)
+    tokens = length - math.prod(old.grid) + math.prod(new.grid)
+    note = f"{new.size} instead of {old.size} pixels: the table of patches was interpolated"
+    return PositionReport(length, tokens, "bicubic", changed, note, new.size)
+
+
+def extend_processor(processor: Any, length: PositionReport | int, model: nn.Module) -> Any:
+    """Let the tokenizer or image processor of an extended model give it the longer inputs.
+
+    Args:
+        processor: tokenizer, image processor, or a processor holding both (the one `model` needs is changed in place).
+        length: what `extend_positions` returned, or tokens (an image processor takes its size from `model`).
+        model: the extended model.
+
+    Returns:
+        The same `processor`.
+
+    Raises:
+        ConfigError: not what the model needs, or an image processor whose size is given in another way.
+    """
+    image = _image(model)
+    wanted = "tokenizer" if image is None else "image_processor"
+    part = getattr(processor, wanted, None) if isinstance(processor, ProcessorMixin) else processor
+    if image is None and isinstance(part, PreTrainedTokenizerBase):
+        part.model_max_length = length.new_length if isinstance(length, PositionReport) else length
+    elif image is not None and hasattr(part, "data_config"):  # timm's transforms are built once, from its config
+        config = {**part.data_config, "input_size": (part.data_config["input_size"][0], *image.size)}
+        part.__dict__.update(type(part)(config, architecture=getattr(part, "architecture", None)).__dict__)
+    elif image is not None and getattr(part, "size", None):
+        _resize_processor(part, image.size)
+    else:
+        raise ConfigError(f"got {type(processor).__name__}, expected the {wanted} of {type(model).__name__}")
+    return processor
+
+
+def _refusal(model: Any, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"got {type(model).__name__}, {why}; leave the option out")
+
+
+def _no_length(model: Any) -> UnsupportedModelError:
+    if parts := ", ".join(sorted(getattr(getattr(model, "config", None), "sub_configs", None) or {})):
+        return _refusal(model, f"made of several parts ({parts}); extend the part itself")
+    why = f"with neither a table of positions nor a config.{_LENGTH}: not limited, or in a way not known here"
+    return _refusal(model, why)
+
+
+def _stray(model: Any, name: str, field: str) -> UnsupportedModelError:
+    return _refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")
+
+
+def _tile(rows: Tensor, count: int) -> Tensor:
+    """Repeat the trained rows, [N, D] -> [count, D]."""
+    return rows.repeat(-(-count // len(rows)), 1)[:count]
+
+
+def _stretch(rows: Tensor, count: int) -> Tensor:
+    """Interpolate linearly between the trained rows, [N, D] -> [count, D]; first and last row are kept exactly."""
+    new = F.interpolate(rows.float().T[None], size=count, mode="linear", align_corners=True)[0].T.to(rows.dtype)
+    new[0], new[-1] = rows[0], rows[-1]
+    return new
+
+
+_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _stretch}
+
+
+def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
+    limit = getattr(model.config, _LENGTH)
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Embedding)
+        and _TABLE.fullmatch(name)
+        and 0 <= module.num_embeddings - limit <= _MOST_RESERVED
+    }
+
+
+def _reserved(table: nn.Embedding, limit: int) -> int:
+    """Count the rows before position 0: RoBERTa's start behind the padding row, BART's and OPT's at an offset."""
+    return table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
+
+
+def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: str) -> PositionReport:
+    limit, tables = getattr(model.config, _LENGTH), _tables(model)
+    note = f"{length} trained rows, method {method}" if tables else _without_table(model)
+
+    def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
+        nonlocal note
+        if name not in tables or len(table) + max_length - length != len(formula if formula is not None else table):
+            pass
+        if name not in tables or shape[0] - len(table) != max_length - length:
+            raise _stray(model, name, _LENGTH)
+        if formula is not None:
+            note = "sinusoidal rows continued by their formula"
+            return formula
+        kept = _reserved(tables[name], limit)
+        return torch.cat([table[:kept], _METHODS[method](table[kept:], shape[0] - kept)])
+
+    changed = _follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
+    return PositionReport(length, max_length, method, changed, note)

@@ -1,0 +1,1 @@
+"""Recipes: YAML files, one per published table or demonstration (data only)."""

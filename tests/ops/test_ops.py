@@ -1,0 +1,141 @@
+"""Every op equals the naive fp32 reference: outputs, states and gradients, at odd lengths, padded, grouped, scaled."""
+
+import pytest
+import torch
+
+from linearize.ops import (
+    bidirectional_attention,
+    causal_attention,
+    kernel_weights,
+    naive_attention,
+    recurrent_attention,
+)
+
+LENGTHS = [1, 63, 100, 1000]
+OPS = {
+    "bidirectional": (bidirectional_attention, False),
+    "causal": (causal_attention, True),
+    "recurrent": (recurrent_attention, True),
+}
+
+
+def make(tokens, *, batch=2, heads=4, key_heads=2, features=5, width=3, scaled=False, padded=None, seed=0):
+    """Random features, values, mask and log-scales of one call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    phi_q = draw(batch, heads, tokens, features).requires_grad_()
+    phi_k = draw(batch, key_heads, tokens, features).requires_grad_()
+    v = (draw(batch, key_heads, tokens, width) - 0.5).requires_grad_()
+    scale = ((draw(batch, key_heads, tokens) - 0.5) * 60).requires_grad_() if scaled else None
+    mask = None
+    if padded is not None and tokens > 1:
+        mask = torch.ones(batch, tokens, dtype=torch.long)
+        cut = tokens // 3
+        mask[0, :cut] = 0 if padded == "left" else 1
+        mask[0, tokens - cut :] = 0 if padded == "right" else mask[0, tokens - cut :]
+    return phi_q, phi_k, v, scale, mask
+
+
+def gradients(out, leaves):
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    return torch.autograd.grad((out * weights).sum(), leaves)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("padded", [None, "left", "right"])
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("name", OPS)
+def test_forward_state_and_gradients_equal_naive(name, tokens, padded, scaled):
+    op, causal = OPS[name]
+    if tokens == 1000 and padded == "left":
+        pytest.skip("the three shorter lengths cover left padding; the naive loop is slow at 1000")
+    phi_q, phi_k, v, scale, mask = make(tokens, scaled=scaled, padded=padded)
+    options = {"key_padding_mask": mask, "log_scale": scale, "return_state": True}
+    out, state = op(phi_q, phi_k, v, **options)
+    expected, expected_state = naive_attention(phi_q, phi_k, v, causal=causal, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.log_scale, expected_state.log_scale)
+    torch.testing.assert_close(state.kv, expected_state.kv, rtol=1e-4, atol=1e-4)
+    leaves = [x for x in (phi_q, phi_k, v, scale) if x is not None]
+    real = out if mask is None else out * mask[:, None, :, None]
+    real_expected = expected if mask is None else expected * mask[:, None, :, None]
+    for got, want in zip(gradients(real, leaves), gradients(real_expected, leaves), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("name", OPS)
+def test_state_hand_over(name, scaled):
+    """Two halves, the second from the first's state, equal the whole."""
+    op, causal = OPS[name]
+    phi_q, phi_k, v, scale, _ = make(101, scaled=scaled)
+    whole, whole_state = naive_attention(phi_q, phi_k, v, causal=causal, log_scale=scale, return_state=True)
+
+    def half(part, state):
+        piece = None if scale is None else scale[:, :, part]
+        return op(
+            phi_q[:, :, part],
+            phi_k[:, :, part],
+            v[:, :, part],
+            log_scale=piece,
+            initial_state=state,
+            return_state=True,
+        )
+
+    first, state = half(slice(0, 37), None)
+    second, state = half(slice(37, 101), state)
+    if causal:
+        torch.testing.assert_close(torch.cat([first, second], dim=2), whole, rtol=1e-4, atol=1e-5)
+    else:
+        torch.testing.assert_close(second, whole[:, :, 37:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.kv, whole_state.kv, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernel_weights_sum_to_one_and_give_the_output(causal):
+    phi_q, phi_k, v, scale, mask = make(41, scaled=True, padded="right")
+    weights = kernel_weights(phi_q, phi_k, key_padding_mask=mask, log_scale=scale, causal=causal)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    out = weights @ v.repeat_interleave(2, dim=1)
+    expected = naive_attention(phi_q, phi_k, v, causal=causal, key_padding_mask=mask, log_scale=scale)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_inputs_are_summed_in_fp32(name, dtype):
+    """A bf16 running sum of ones stops at 256: the op's must not."""
+    op, _ = OPS[name]
+    tokens = 3000
+    ones = torch.ones(1, 1, tokens, 1, dtype=dtype)
+    ramp = torch.arange(tokens, dtype=torch.float32).reshape(1, 1, tokens, 1).div(tokens).to(dtype)
+    out, state = op(ones, ones, ramp, return_state=True)
+    assert out.dtype == dtype
+    assert state.kv.dtype == torch.float32
+    assert state.kv[..., 1].item() == tokens
+    assert out[0, 0, -1, 0].item() == pytest.approx(ramp.float().mean().item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["causal", "recurrent"])
+def test_no_future_token_changes_an_earlier_output(name):
+    op, _ = OPS[name]
+    phi_q, phi_k, v, scale, _ = make(90, scaled=True)
+    early = op(phi_q, phi_k, v, log_scale=scale)[:, :, :50]
+    far = scale.detach().clone()
+    far[:, :, 50:] += 200.0
+    late = op(phi_q, phi_k * torch.where(torch.arange(90) < 50, 1.0, 7.0)[:, None], v, log_scale=far)[:, :, :50]
+    assert torch.equal(early, late)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_all_padded_row_is_finite(name):
+    op, _ = OPS[name]
+    phi_q, phi_k, v, scale, _ = make(9, scaled=True)
+    mask = torch.ones(2, 9)
+    mask[0] = 0
+    out = op(phi_q, phi_k, v, log_scale=scale, key_padding_mask=mask)
+    assert torch.isfinite(out).all()
+    assert (out[0] == 0).all()
