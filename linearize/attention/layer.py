@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from linearize.attention.cache import LinearStateLayer
 from linearize.attention.mixer import HeadShape, Mixer, build_mixer
 
-Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], None]
-"""Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling)."""
+Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
+"""Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
+
+What it returns, [B, H, T, V], goes on as the layer's output; None: softmax's output does."""
 
 
 class LinearAttention(nn.Module):

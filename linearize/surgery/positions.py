@@ -1,11 +1,12 @@
 """Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
 
-What depends on the length is found, not listed per model: the model's class is built twice without memory (meta device),
-from the config as it is and from the longer one, and what differs between the two has to change here:
+What depends on the length is found, not listed per model: the model's class is built twice on the meta device, from
+the config as it is and from the longer one, and what differs between the two has to change here:
 
 - learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
   stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
-- tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does;
+- tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does
+  (timm models: by their own `set_input_size`);
 - what is a formula (sinusoidal tables, `position_ids`, causal masks): what the class itself writes there;
 - numbers that modules remember (`num_embeddings`, `image_size`, `max_seq_len_cached`).
 
@@ -19,7 +20,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -81,13 +82,14 @@ def current_length(model: nn.Module) -> int | None:
         Usable tokens (RoBERTa's 514 rows are 512 tokens; image models count every token); None if unlimited or unknown.
     """
     if (timm := _timm(model)) is not None:
-        has_table = isinstance(getattr(timm, "pos_embed", None), Tensor)
-        return timm.patch_embed.num_patches + timm.num_prefix_tokens if has_table else None
-    if not isinstance(model, PreTrainedModel) or model.config.sub_configs:
+        image = _image(model) if isinstance(getattr(timm, "pos_embed", None), Tensor) else None
+        return None if image is None else math.prod(image.grid) + getattr(timm, "num_prefix_tokens", 0)
+    if not isinstance(model, PreTrainedModel) or _parts(model):
         return None
     if model.main_input_name == "pixel_values":
         rows = [table.shape[-2] for name, table in model.named_parameters() if _TABLE.fullmatch(name)]
-        return rows[0] + (getattr(model.config, "num_register_tokens", None) or 0) if rows else None
+        known = rows and _image(model) is not None
+        return rows[0] + (getattr(model.config, "num_register_tokens", None) or 0) if known else None
     limit = getattr(model.config, _LENGTH, None)
     if model.main_input_name != "input_ids" or not isinstance(limit, int) or limit < 1:
         return None
@@ -170,7 +172,7 @@ def extend_processor(processor: Any, length: PositionReport | int, model: nn.Mod
     """
     image = _image(model)
     wanted = "tokenizer" if image is None else "image_processor"
-    part = getattr(processor, wanted, None) if isinstance(processor, ProcessorMixin) else processor
+    part: Any = getattr(processor, wanted, None) if isinstance(processor, ProcessorMixin) else processor
     if image is None and isinstance(part, PreTrainedTokenizerBase):
         part.model_max_length = length.new_length if isinstance(length, PositionReport) else length
     elif image is not None and hasattr(part, "data_config"):  # timm's transforms are built once, from its config
@@ -183,13 +185,19 @@ def extend_processor(processor: Any, length: PositionReport | int, model: nn.Mod
     return processor
 
 
-def _refusal(model: Any, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"got {type(model).__name__}, {why}; leave the option out")
+def _refusal(model: Any, why: str, do: str = "leave the option out") -> UnsupportedModelError:
+    return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
+
+
+def _parts(model: Any) -> list[str]:
+    """Name the configs of the parts (text, image ...) of a composite model."""
+    config = getattr(model, "config", None)
+    return [name for name in sorted(getattr(config, "sub_configs", ())) if getattr(config, name, None) is not None]
 
 
 def _no_length(model: Any) -> UnsupportedModelError:
-    if parts := ", ".join(sorted(getattr(getattr(model, "config", None), "sub_configs", None) or {})):
-        return _refusal(model, f"made of several parts ({parts}); extend the part itself")
+    if parts := ", ".join(_parts(model)):
+        return _refusal(model, f"made of several parts ({parts})", "extend the part itself")
     why = f"with neither a table of positions nor a config.{_LENGTH}: not limited, or in a way not known here"
     return _refusal(model, why)
 
@@ -231,12 +239,10 @@ def _reserved(table: nn.Embedding, limit: int) -> int:
 
 def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: str) -> PositionReport:
     limit, tables = getattr(model.config, _LENGTH), _tables(model)
-    note = f"{length} trained rows, method {method}" if tables else _without_table(model)
+    note = f"{method}: {length} trained rows become {max_length}" if tables else _without_table(model)
 
     def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
         nonlocal note
-        if name not in tables or len(table) + max_length - length != len(formula if formula is not None else table):
-            pass
         if name not in tables or shape[0] - len(table) != max_length - length:
             raise _stray(model, name, _LENGTH)
         if formula is not None:
@@ -247,3 +253,210 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
 
     changed = _follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
     return PositionReport(length, max_length, method, changed, note)
+
+
+def _without_table(model: PreTrainedModel) -> str:
+    """Say what raising the limit of a model without a table does; refuse where it is limited by something else."""
+    rotary = False
+    for name, _ in model.named_parameters():
+        if "position_embedding" in name:
+            raise _stray(model, name, _LENGTH)
+    for name, module in model.named_modules():
+        kind = getattr(module, "rope_type", None)
+        # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
+        if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
+            raise _refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
+        rotary |= (
+            hasattr(module, "inv_freq") or hasattr(module, "rotary_dim") or "rotary" in type(module).__name__.lower()
+        )
+    return f"no table; config.{_LENGTH} raised" + (", rotary frequencies unchanged (no rope scaling)" if rotary else "")
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
+        raise ConfigError(f"got size {size!r}, expected pixels: a whole number or (height, width)")
+    return pair
+
+
+def _image(model: Any) -> _Image | None:
+    """Return the image and patch size, in pixels, of an image model; None for other models."""
+    timm = _timm(model)
+    if timm is not None:
+        embed = getattr(timm, "patch_embed", None)
+        size, patch = getattr(embed, "img_size", None), getattr(embed, "patch_size", None)
+    elif getattr(model, "main_input_name", None) == "pixel_values":
+        size, patch = getattr(model.config, _IMAGE, None), getattr(model.config, "patch_size", None)
+    else:
+        return None
+    try:
+        return _Image(_pair(size), _pair(patch))
+    except ConfigError:  # None, or the three sides of a video: not an image whose size is known.
+        return None
+
+
+def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
+    square = new.grid[0] == new.grid[1]
+
+    def resize(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
+        owner = model.get_submodule(name.removesuffix(".weight").rpartition(".")[0])
+        prefix = sum(getattr(owner, token, None) is not None for token in _PREFIX_TOKENS)
+        expected = prefix + math.prod(old.grid), prefix + math.prod(new.grid)
+        if not _TABLE.fullmatch(name) or (table.shape[-2], shape[-2]) != expected:
+            raise _stray(model, name, _IMAGE)
+        # DINOv2 sends every image through an interpolation that takes the table for a square.
+        always = "interpolate_pos_encoding" not in inspect.signature(owner.forward).parameters
+        if always and not square and hasattr(owner, "interpolate_pos_encoding"):
+            raise _refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
+        rows = table.reshape(table.shape[-2:])
+        grid = rows[prefix:].float().reshape(1, *old.grid, -1).permute(0, 3, 1, 2)
+        smooth = model.config.model_type in _ANTIALIASED
+        grid = F.interpolate(grid, size=new.grid, mode="bicubic", align_corners=False, antialias=smooth)
+        return torch.cat([rows[:prefix], grid.flatten(2)[0].T.to(rows.dtype)]).reshape(shape)
+
+    # One number stays one where it can (CLIP's config takes nothing else), a list stays a list.
+    was = model.config.image_size
+    value = type(was)(new.size) if not isinstance(was, int) else new.size[0] if square else new.size
+    expected = [name for name, _ in model.named_parameters() if _TABLE.fullmatch(name)]
+    return _follow(model, _IMAGE, value, resize, expected)
+
+
+def _timm(model: Any) -> Any:
+    """Return the timm model in `model` (bare, or in a TimmWrapper), None if there is none."""
+    inner = getattr(model, "timm_model", model)
+    return inner if not isinstance(inner, PreTrainedModel) and hasattr(inner, "pretrained_cfg") else None
+
+
+def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
+    timm = _timm(model)
+    if not hasattr(timm, "set_input_size"):
+        raise _refusal(timm, "a timm model without set_input_size")
+    timm.set_input_size(img_size=new.size)
+    changed = tuple(name for name, tensor in model.named_parameters() if tensor is timm.pos_embed)
+    if model is timm:
+        return changed
+    # The wrapper builds the timm model, and its image processor, from these when it is loaded again.
+    model.config.model_args = {**(model.config.model_args or {}), "img_size": list(new.size)}
+    source = getattr(model.config, "pretrained_cfg", None)
+    if source and "input_size" in source:
+        model.config.pretrained_cfg = {**source, "input_size": [source["input_size"][0], *new.size]}
+    return (*changed, "config.model_args")
+
+
+def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
+    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio."""
+    old, crop = dict(processor.size), dict(getattr(processor, "crop_size", None) or {})
+    base = crop if crop and getattr(processor, "do_center_crop", True) is not False else old
+    height, width = (base.get(key, base.get("shortest_edge")) for key in ("height", "width"))
+    if not height or not width or not old.keys() <= {"height", "width", "shortest_edge", "longest_edge"}:
+        raise ConfigError(f"got a processor with size {old}, expected height and width, or shortest_edge")
+    scale = {"height": size[0] / height, "width": size[1] / width}
+    edge = min(size) / min(height, width)
+    processor.size = type(processor.size)(**{key: round(n * scale.get(key, edge)) for key, n in old.items()})
+    if crop:
+        processor.crop_size = type(processor.crop_size)(height=size[0], width=size[1])
+
+
+def _follow(
+    model: PreTrainedModel, field: str, value: Any, resize: _Resize, expected: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Set a config field and all that follows from it; everything is worked out before anything is written.
+
+    Returns:
+        What changed: names of the tensors replaced, and of the field.
+
+    Raises:
+        UnsupportedModelError: something not known here follows from the field, or an `expected` tensor does not.
+    """
+    old, new = _twin(model, field, getattr(model.config, field)), _twin(model, field, value)
+    before, after, mine = dict(_tensors(old)), dict(_tensors(new)), dict(_tensors(model))
+    live = {n: mine[n].detach() for n in sorted(before.keys() & mine.keys()) if before[n].shape != after[n].shape}
+    if missing := sorted(set(expected) - live.keys()):
+        raise _stray(model, missing[0], field)
+    for name, tensor in live.items():
+        if tensor.shape != before[name].shape:
+            why = f"with {name} of shape {tuple(tensor.shape)}, expected {tuple(before[name].shape)} from its config"
+            raise _refusal(model, why, "mend the config")
+    was, fresh = _refill(old, live), _refill(new, live)
+    tensors = {}
+    for name, tensor in live.items():
+        formula = fresh[name].to(tensor.device) if torch.equal(was[name], tensor.cpu()) else None
+        if isinstance(mine[name], nn.Parameter):
+            tensors[name] = resize(name, tensor, formula, after[name].shape)
+        elif formula is None:
+            raise _stray(model, name, field)
+        else:
+            tensors[name] = formula
+    numbers = list(_numbers(model, field, old, new))
+    _write(model, tensors, numbers, field, value)
+    return (*tensors, f"config.{field}")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _twin(model: PreTrainedModel, field: str, value: Any) -> PreTrainedModel:
+    """Build the model's class from its config with one field set, on the meta device."""
+    config = copy.deepcopy(model.config)
+    try:
+        setattr(config, field, value)
+        with torch.device("meta"):
+            return type(model)(config)
+    except Exception as error:  # Other people's constructors: any of them may fail, in any way.
+        why = " ".join(str(error).split())
+        raise _refusal(model, f"which cannot be built with config.{field} = {value} ({why})") from error
+
+
+def _refill(twin: PreTrainedModel, live: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the class writes into the named tensors when it initialises them, in the dtypes of `live`."""
+    owners = {}
+    for name, tensor in live.items():
+        path, _, leaf = name.rpartition(".")
+        owner = owners[path] = twin.get_submodule(path)
+        value = torch.full(getattr(owner, leaf).shape, 7, dtype=tensor.dtype)  # 7: nothing was written
+        setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
+    parents = {path.rpartition(".")[0] for path in owners}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for path in chain(owners, sorted(parents, key=len, reverse=True)):  # children first, as transformers does
+            around = [m for n, m in twin.named_modules() if not n or f"{path}.".startswith(f"{n}.")]
+            [m for m in around if isinstance(m, PreTrainedModel)][-1]._init_weights(around[-1])
+    return {name: twin.get_parameter_or_buffer(name).detach() for name in live}
+
+
+def _numbers(model: Any, field: str, old: nn.Module, new: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield (module, attribute, new value) for the whole numbers that differ between the twins."""
+    twins, mine = dict(new.named_modules()), dict(model.named_modules())
+    for path, module in old.named_modules():
+        for key, value in vars(module).items() if path in mine else ():
+            numbers = value if isinstance(value, (tuple, list)) else (value,)
+            if not all(isinstance(n, (int, float)) for n in numbers) or value == vars(twins[path])[key]:
+                continue
+            if any(isinstance(n, float) for n in numbers):
+                raise _refusal(model, f"whose {path}.{key} (a scale, as of rope) follows config.{field}")
+            if getattr(mine[path], key, None) == value:
+                yield mine[path], key, vars(twins[path])[key]
+
+
+def _write(
+    model: PreTrainedModel,
+    tensors: dict[str, Tensor],
+    numbers: list[tuple[nn.Module, str, Any]],
+    field: str,
+    value: Any,
+) -> None:
+    shared: dict[int, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        old = getattr(owner, leaf)
+        if isinstance(old, nn.Parameter):
+            tensor = shared.setdefault(id(old), nn.Parameter(tensor, requires_grad=old.requires_grad))
+        setattr(owner, leaf, tensor)
+    for module, key, number in numbers:
+        setattr(module, key, number)
+    was = getattr(model.config, field)
+    # Parts of a model may keep a copy of its config.
+    for config in {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}.values():
+        if type(config) is type(model.config) and getattr(config, field) == was:
+            setattr(config, field, value)

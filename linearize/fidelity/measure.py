@@ -1,0 +1,191 @@
+"""How close a converted model's attention is to the softmax that it replaced, layer by layer and head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions
+from linearize.attention.layer import LinearAttention
+from linearize.errors import DataError
+from linearize.fidelity.observe import has_rows, observed, run_body, softmax_output
+from linearize.fidelity.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
+
+LOG_FLOOR = 1e-6
+"""Weights below this count as this in the logarithm of the KL. Total variation and negative share have no floor."""
+
+
+@dataclass(frozen=True)
+class LayerFidelity:
+    """One layer; every figure is a mean over valid queries, per head in `heads`.
+
+    Attributes:
+        module: the host module.
+        kernel: the kernel's name.
+        kl: cross-entropy minus the target's entropy, nats per query; None where weights are not normalised.
+        total_variation: half the L1 distance of the SIGNED normalised weights to softmax's: 0 to 1 for distributions,
+            more where weights are negative.
+        negative_share: share of the weights that are negative.
+        output_error: norm of the output's difference over the norm of softmax's output.
+        heads: the four figures per head.
+    """
+
+    module: str
+    kernel: str
+    kl: float | None
+    total_variation: float | None
+    negative_share: float | None
+    output_error: float
+    heads: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """All converted layers of a model, on some batches."""
+
+    layers: tuple[LayerFidelity, ...]
+    queries: int
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a figure over the layers that have it."""
+        values = [getattr(layer, name) for layer in self.layers if getattr(layer, name) is not None]
+        return sum(values) / len(values) if values else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        figures = ("kl", "total_variation", "negative_share", "output_error")
+        return {
+            "queries": self.queries,
+            "mean": {name: self.mean(name) for name in figures},
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+class _Sums:
+    """Sums of one layer over batches, per head."""
+
+    def __init__(self, heads: int) -> None:
+        names = ("kl", "total_variation", "negative", "weights", "error", "power", "queries")
+        self.values = {name: torch.zeros(heads, dtype=torch.float64) for name in names}
+        self.normalized = True
+
+    def add(self, name: str, per_row: Tensor) -> None:
+        """Add figures [B, K, G, R] or [B, H, R]."""
+        flat = per_row.reshape(per_row.shape[0], -1, per_row.shape[-1])
+        self.values[name] += flat.double().sum(dim=(0, 2)).cpu()
+
+    def result(self, module: str, kernel: str) -> LayerFidelity:
+        """Divide."""
+        v = self.values
+        queries = v["queries"].clamp(min=1)
+        heads = {"output_error": (v["error"] / v["power"].clamp(min=1e-30)).sqrt().tolist()}
+        mean = {"output_error": float((v["error"].sum() / v["power"].sum().clamp(min=1e-30)).sqrt())}
+        if self.normalized:
+            per_head = {
+                "kl": v["kl"] / queries,
+                "total_variation": v["total_variation"] / queries,
+                "negative_share": v["negative"] / v["weights"].clamp(min=1),
+            }
+            heads |= {name: value.tolist() for name, value in per_head.items()}
+            mean |= {name: float(value.mean()) for name, value in per_head.items()}
+        return LayerFidelity(
+            module,
+            kernel,
+            mean.get("kl"),
+            mean.get("total_variation"),
+            mean.get("negative_share"),
+            mean["output_error"],
+            heads,
+        )
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Fidelity:
+    """Compare kernel and softmax in every converted layer, on the hidden states of the frozen softmax model.
+
+    Args:
+        model: a converted model; it is left as it was.
+        batches: model inputs; they are moved to the model's device.
+
+    Returns:
+        The figures per layer and head. Time is quadratic in the length, memory linear.
+
+    Raises:
+        DataError: if there is no batch.
+    """
+    layers = linear_attentions(model)
+    sums = {id(layer): _Sums(layer.shape.heads) for layer in layers.values()}
+
+    def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            _add(sums[id(layer)], layer, q, k, v, mask, scaling)
+
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    count = 0
+    try:
+        with observed(model, observe):
+            for batch in batches:
+                count += 1
+                run_body(model, {name: value.to(device) for name, value in batch.items()})
+    finally:
+        model.train(training)
+    if not count:
+        raise DataError("fidelity: got no batch to measure on; give a data set with at least one example")
+    found = tuple(sums[id(layer)].result(name, layer.kernel) for name, layer in layers.items())
+    queries = max((int(s.values["queries"].max()) for s in sums.values()), default=0)
+    return Fidelity(found, queries)
+
+
+def _add(
+    sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> None:
+    valid = torch.ones_like(q[:, :1, :, 0], dtype=torch.float32) if mask is None else mask[:, None].float()
+    valid = valid.expand(-1, q.shape[1], -1)
+    sums.add("queries", valid)
+    target = softmax_output(layer, q, k, v, mask, scaling)
+    out = layer(q, k, v, mask, scaling).float()
+    sums.add("error", (out - target).square().sum(dim=-1) * valid)
+    sums.add("power", target.square().sum(dim=-1) * valid)
+    sums.normalized = layer.mixer.info.normalized
+    if not sums.normalized:
+        return
+    weights = weight_rows(layer, q, k, mask, scaling)
+    queries = group(q, k.shape[1])
+    valid = valid.reshape(*queries.shape[:-1])
+    for rows in row_blocks(q, k, causal=layer.shape.causal, key_padding_mask=mask):
+        t, w = softmax_rows(queries, k, rows, scaling), weights(rows)
+        keep = valid[..., rows.part]
+        visible = torch.ones_like(w, dtype=torch.bool) if rows.visible is None else rows.visible.expand_as(w)
+        kl = (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1)
+        sums.add("kl", kl * keep)
+        sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1) * keep)
+        sums.add("negative", ((w < 0) & visible).float().sum(dim=-1) * keep)
+        sums.add("weights", visible.float().sum(dim=-1) * keep)
+
+
+def weight_rows(
+    layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float
+) -> Callable[[Rows], Tensor]:
+    """Return a function that gives the signed normalised weights [B, K, G, C, seen] of a block of rows."""
+    if not has_rows(layer):
+        whole = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
+        return lambda rows: whole[:, :, :, rows.part, : rows.seen]
+    mixer: Any = layer.mixer
+    phi_q, phi_k, log_scale = mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
+    features = group(phi_q, k.shape[1])
+
+    def rows_of(rows: Rows) -> Tensor:
+        products, exponents = kernel_rows(features, phi_k, log_scale, rows)
+        scores = products if exponents is None else products * exponents.exp()
+        total = scores.sum(dim=-1, keepdim=True)
+        guard = torch.where(total < 0, -mixer.eps, mixer.eps)
+        return scores / torch.where(total.abs() < mixer.eps, guard, total)
+
+    return rows_of

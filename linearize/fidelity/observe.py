@@ -1,0 +1,60 @@
+"""Listen to the frozen softmax inside a converted model: its layers compute softmax and show q, k and v."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.feature_map import FeatureMapMixer
+from linearize.attention.interface import linear_attentions
+from linearize.attention.layer import LinearAttention, Observer
+from linearize.fidelity.rows import group, row_blocks, softmax_rows
+
+
+@contextlib.contextmanager
+def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Show every converted layer of `model` to `observer` while the block runs."""
+    layers = linear_attentions(model)
+    try:
+        for layer in layers.values():
+            layer.observer = observer
+        yield
+    finally:
+        for layer in layers.values():
+            layer.observer = None
+
+
+def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
+    """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
+    body = model.base_model
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
+    names = inspect.signature(body.forward).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+        inputs = {name: value for name, value in inputs.items() if name in names}
+    if "use_cache" in names:
+        inputs["use_cache"] = False
+    if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
+        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+    return body(**inputs)
+
+
+def has_rows(layer: LinearAttention) -> bool:
+    """Tell whether a layer's weights come from features alone, so that they can be walked in blocks of rows."""
+    return isinstance(layer.mixer, FeatureMapMixer) and getattr(layer.mixer, "window", None) is None
+
+
+@torch.no_grad()
+def softmax_output(
+    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """Return softmax's head outputs [B, H, T, V] in fp32, in blocks of rows: memory linear in T."""
+    queries = group(q, k.shape[1])
+    blocks = row_blocks(q, k, causal=layer.shape.causal, key_padding_mask=mask)
+    parts = [softmax_rows(queries, k, rows, scaling) @ v[:, :, None, : rows.seen].float() for rows in blocks]
+    return torch.cat(parts, dim=3).flatten(1, 2)
