@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,11 @@ ssl statistics string subprocess symtable tarfile tempfile textwrap threading ti
 tokenize trace traceback turtle types typing unittest/case unittest/mock urllib/parse urllib/request uuid warnings
 weakref webbrowser xml/dom/minidom xml/etree/ElementTree xml/sax/handler xmlrpc/client xmlrpc/server zipapp _pydecimal
 _pyio
-""".split()
+"""
 
 
-def prose() -> list[str]:
+@cache
+def prose() -> tuple[str, ...]:
     """Collect paragraphs of English prose: Python's manual topics and the docstrings of its standard library.
 
     Returns:
@@ -54,7 +56,7 @@ def prose() -> list[str]:
     found = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
     if not found:
         raise DataError("this Python has no manual topics and no sources to take prose from; pass a dataset.")
-    return list(found)
+    return tuple(found)
 
 
 def prose_table() -> tuple[Dataset, str]:
@@ -63,7 +65,7 @@ def prose_table() -> tuple[Dataset, str]:
 
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        Dataset.from_dict({"text": prose()}),
+        Dataset.from_dict({"text": list(prose())}),
         f"built-in English prose (manual topics and docstrings of Python {version})",
     )
 
@@ -86,7 +88,7 @@ def _topics() -> list[str]:
 
 
 def _docstrings(library: Path) -> Iterator[str]:
-    for name in MODULES:
+    for name in MODULES.split():
         file = library / f"{name}.py"
         if not file.is_file():
             continue

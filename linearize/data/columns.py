@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.data.config import DataConfig
+from linearize.data.hub import rows_of
 from linearize.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -
     """
     from datasets import Image
 
-    kinds = column_kinds(table)
-    if not kinds:
+    kinds = column_kinds(table, origin)
+    if not kinds or getattr(table, "num_rows", None) == 0:
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
     names = {"label": config.label_column}
     if modality == "text":
@@ -55,7 +56,7 @@ def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
 
 
-def column_kinds(table: Dataset | IterableDataset) -> dict[str, str]:
+def column_kinds(table: Dataset | IterableDataset, origin: str) -> dict[str, str]:
     """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name.
 
     Where a streamed table does not know its types, its first rows are looked at.
@@ -63,7 +64,7 @@ def column_kinds(table: Dataset | IterableDataset) -> dict[str, str]:
     if table.features is not None:
         return {name: _feature_kind(feature) for name, feature in table.features.items()}
     kinds: dict[str, str] = {}
-    for row in islice(table, PEEK):
+    for row in islice(rows_of(table, origin), PEEK):
         for name, value in row.items():
             if kinds.get(name, "null") == "null":
                 kinds[name] = _value_kind(value)
@@ -103,7 +104,7 @@ def class_names(table: Dataset | IterableDataset, origin: str) -> tuple[str, ...
     """
     from datasets import ClassLabel, Dataset
 
-    kind = column_kinds(table).get("label")
+    kind = column_kinds(table, origin).get("label")
     if kind == "class":
         assert table.features is not None and isinstance(table.features["label"], ClassLabel)
         return tuple(table.features["label"].names)
@@ -111,7 +112,7 @@ def class_names(table: Dataset | IterableDataset, origin: str) -> tuple[str, ...
         return None
     if not isinstance(table, Dataset):
         raise DataError(f"{origin}: got text labels in a stream, expected numbers; turn streaming off or number them.")
-    return tuple(sorted({label for label in table.unique("label") if label is not None}))
+    return tuple(sorted({label for label in table.unique("label") if label}))
 
 
 def merge_names(all_names: Sequence[tuple[str, ...] | None], origins: Iterable[str]) -> tuple[str, ...] | None:

@@ -13,10 +13,6 @@ from linearize.errors import ConfigError
 Mixture = tuple[tuple[str, float], ...]
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """Where the examples come from and how they become batches.
@@ -25,26 +21,50 @@ class DataConfig:
         ConfigError: On construction, if a value is out of range or two options exclude each other.
     """
 
-    dataset: str | Mixture | None = _option(
-        None,
-        "Hub name, Hub name:config, local file or folder; several as 'a.jsonl=0.7,b.txt=0.3'. "
-        "Without it: a stated Hub data set, or built-in data where the Hub is out of reach.",
+    dataset: str | Mixture | None = field(
+        default=None,
+        metadata={
+            "help": "Hub name, Hub name:config, local file or folder; several as 'a.jsonl=0.7,b.txt=0.3'. "
+            "Without it: a stated Hub data set, or built-in data where the Hub is out of reach."
+        },
     )
-    split: str = _option("train", "Split to read from a Hub data set or a folder; a single local file is read whole.")
-    text_column: str | None = _option(None, "Column of the text; found by its name when not given.")
-    text_pair_column: str | None = _option(None, "Column of the second text, for models that read pairs.")
-    image_column: str | None = _option(None, "Column of the image; found by its type when not given.")
-    label_column: str | None = _option(
-        None, "Column of the label, which batches then carry; any name turns on the class folders of an image folder."
+    split: str = field(
+        default="train",
+        metadata={"help": "Split to read from a Hub data set or a folder; a single local file is read whole."},
     )
-    max_length: int = _option(128, "Tokens per row; longer texts are cut.")
-    batch_size: int = _option(32, "Examples per batch and process.")
-    seed: int = _option(0, "Seed of the held-out choice, the order and the built-in crops.")
-    holdout: int = _option(64, "Examples set aside first, to measure on; never trained on, nor are their doubles.")
-    packing: bool = _option(False, "Join texts into rows of exactly max_length tokens (causal language models).")
-    bucketing: bool = _option(False, "Put texts of similar length in one batch, to pad less.")
-    streaming: bool = _option(False, "Read while training instead of loading first; for very large sets.")
-    limit: int | None = _option(None, "Train on at most this many examples; the held-out ones come on top.")
+    text_column: str | None = field(
+        default=None, metadata={"help": "Column of the text; found by its name when not given."}
+    )
+    text_pair_column: str | None = field(
+        default=None, metadata={"help": "Column of the second text, for models that read pairs."}
+    )
+    image_column: str | None = field(
+        default=None, metadata={"help": "Column of the image; found by its type when not given."}
+    )
+    label_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of the label, which batches then carry; "
+            "for image folders any name makes the class folders the labels."
+        },
+    )
+    max_length: int = field(default=128, metadata={"help": "Tokens per row; longer texts are cut."})
+    batch_size: int = field(default=32, metadata={"help": "Examples per batch and process."})
+    seed: int = field(default=0, metadata={"help": "Seed of the held-out choice, the order and the built-in crops."})
+    holdout: int = field(
+        default=64,
+        metadata={"help": "Examples set aside first, to measure on; never trained on, nor are their doubles."},
+    )
+    packing: bool = field(
+        default=False, metadata={"help": "Join texts into rows of exactly max_length tokens (causal language models)."}
+    )
+    bucketing: bool = field(default=False, metadata={"help": "Put texts of similar length in one batch, to pad less."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read while training instead of loading first; for very large sets."}
+    )
+    limit: int | None = field(
+        default=None, metadata={"help": "Train on at most this many examples; the held-out ones come on top."}
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", _as_dataset(self.dataset))

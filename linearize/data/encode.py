@@ -49,8 +49,10 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, max_length: int, names: tuple[str, ...] | None, packed: bool = False) -> None:
-        tokenizer = tokenizer if hasattr(tokenizer, "pad") else getattr(tokenizer, "tokenizer", tokenizer)
-        if not hasattr(tokenizer, "pad") or not hasattr(tokenizer, "convert_tokens_to_ids"):
+        # Image processors have a `pad` as well; this method only tokenizers have.
+        if not hasattr(tokenizer, "convert_tokens_to_ids"):
+            tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        if not hasattr(tokenizer, "convert_tokens_to_ids"):
             raise ConfigError(f"got a {type(tokenizer).__name__} for text, expected a tokenizer; pass the model's own.")
         self.tokenizer = deepcopy(tokenizer)
         self.tokenizer.model_max_length = NO_LIMIT
@@ -92,7 +94,8 @@ class TextEncoder:
         end = self.tokenizer.sep_token_id if end is None else end
         if end is None:
             raise ConfigError("got packing with a tokenizer that has no end or separator token; turn packing off.")
-        texts, buffer = iter(texts), []
+        texts = iter(texts)
+        buffer: list[int] = []
         while group := list(islice(texts, PACK_TEXTS)):
             for ids in self.tokenizer(group, return_attention_mask=False)["input_ids"]:
                 buffer += ids if ids and ids[-1] == end else [*ids, end]
@@ -185,7 +188,9 @@ def labels(examples: Sequence[Example], names: tuple[str, ...] | None) -> dict[s
     if not examples or examples[0].label is None:
         return {}
     if names is None:
-        return {"labels": torch.tensor([example.label for example in examples])}
+        values = [example.label for example in examples]
+        real = any(isinstance(value, float) for value in values)
+        return {"labels": torch.tensor(values, dtype=torch.float32 if real else torch.long)}
     numbers = {name: number for number, name in enumerate(names)}
     unknown = next((example.label for example in examples if example.label not in numbers), None)
     if unknown is not None:

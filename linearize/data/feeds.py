@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from linearize.data.hub import rows_of
 from linearize.data.images import decode, image_digest, raw_bytes
-from linearize.data.order import HOLDOUT, MIX, POOL, apportion, endless
+from linearize.data.order import MIX, POOL, apportion, endless
 from linearize.data.records import Example, Records, named_labels, text_digest, usable_label
 from linearize.errors import DataError
 
@@ -100,7 +101,7 @@ class StreamPart:
         Raises:
             DataError: If there are not more rows than that.
         """
-        for row in self.table:
+        for row in rows_of(self.table, self.origin):
             if not row_usable(row, self.names):
                 self.skipped += 1
             elif len(self.held) < number:
@@ -141,7 +142,6 @@ class StreamFeed:
         limits = [None] * len(parts) if limit is None else apportion(limit, self.weights)
         self.streams = []
         for part, most in zip(parts, limits, strict=True):
-            # The key of a row goes along only as far as this filter, and the class names come with the row.
             stream = part.table.filter(_wanted(known, part.names))
             stream = stream if most is None else stream.take(max(1, most))
             self.streams.append(stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
@@ -158,7 +158,7 @@ class StreamFeed:
     def pool(self, batch: int) -> int:
         return POOL
 
-    def held_examples(self) -> list[tuple[int, dict[str, Any]]]:
+    def held_items(self) -> list[tuple[int, dict[str, Any]]]:
         """Give the held-out rows as items."""
         return [(number, row) for number, part in enumerate(self.parts) for row in part.held]
 
@@ -174,7 +174,7 @@ class StreamFeed:
         for epoch in count():
             self.streams[part].set_epoch(epoch)
             got = False
-            for row in self.streams[part]:
+            for row in rows_of(self.streams[part], self.parts[part].origin):
                 got = True
                 yield row
             if not got:

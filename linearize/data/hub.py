@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from linearize.errors import DataError
+from linearize.errors import DataError, LinearizeError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 PROBE_SECONDS = 3.0
+OFFLINE = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -32,7 +33,7 @@ def unreachable(repo: str) -> str | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     if datasets_config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
+        return OFFLINE
     try:
         HfApi().dataset_info(repo, timeout=PROBE_SECONDS)
     except HfHubHTTPError:
@@ -69,9 +70,10 @@ def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDatase
         Exception
     ) as error:  # Anything at all may come out of a foreign data set; it is named, and kept as the cause.
         if reason is not None:
+            remedy = "unset it" if reason == OFFLINE else "connect to the network"
             raise DataError(
-                f"got data set {name!r}: no such file or folder here, not in the cache, and {reason}; "
-                "pass a local file or folder, or go online and unset the variable."
+                f"got data set {name!r}: no such file or folder, not in the cache, and {reason}; "
+                f"pass a local file or folder, or {remedy}."
             ) from error
         raise DataError(
             f"got Hub data set {name!r}, split {split!r}, which cannot be loaded: {cause(error)}"
@@ -85,6 +87,20 @@ def cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[dict[str, Any]]:
+    """Read the rows of a table; of a streamed one, a fault of the data shows only now.
+
+    Raises:
+        DataError: If the data cannot be read.
+    """
+    try:
+        yield from table
+    except LinearizeError:
+        raise
+    except Exception as error:  # Any reader's, any file system's.
+        raise DataError(f"{origin}: cannot be read on: {cause(error)}") from error
+
+
 @contextmanager
 def quiet(logs: bool = False) -> Iterator[None]:
     """Keep `datasets` from drawing progress bars: what is shown is the command line's business.
@@ -93,7 +109,7 @@ def quiet(logs: bool = False) -> Iterator[None]:
         logs: Whether to keep back its log lines as well, where the error raised says the same.
     """
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from datasets import logging as datasets_logging
+    from datasets.utils import logging as datasets_logging
 
     shown, level = not are_progress_bars_disabled(), datasets_logging.get_verbosity()
     disable_progress_bars()

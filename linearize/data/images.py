@@ -12,7 +12,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from linearize.data.hub import cause
-from linearize.data.records import Example, scan, named_labels
+from linearize.data.records import Example, named_labels, scan
 from linearize.errors import DataError
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz), images, or a .zip of images"
-# A .tsv has no quoting (GLUE's have lone quotes, which would swallow rows), and "NA" and "null" are words of a text.
+# A .tsv has no quoting (GLUE's have lone quotes, which would swallow rows), and "NA" and "null" may be texts.
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "csv": ("csv", {"keep_default_na": False}),
-    "tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": csv.QUOTE_NONE}),
+    "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
+    "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
 }
 
 
@@ -171,13 +171,14 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
     for file in files:
         if _is_empty(file, kind):
             raise DataError(f"{file.name!r} is empty: got no rows, expected at least one; check the file.")
+        if kind != "parquet" and file.suffix.lower() == ".gz" and re.search(r"[\[\]]", str(file)):
+            # `datasets` makes a URL of it, in which brackets hold an address.
+            raise DataError(f"got {str(file)!r}, a .gz file with a bracket in its path, expected none; rename it.")
     builder, options = READERS.get(kind, (kind, {}))
     try:
         with quiet(logs=True):
             if kind == "parquet" and any(file.suffix.lower() == ".gz" for file in files):
-                tables = [_parquet(file) for file in files]
-                table = concatenate_datasets(tables)
-                return table.to_iterable_dataset() if streaming else table
+                return concatenate_datasets([_parquet(file) for file in files])
             names = [glob.escape(str(file)) for file in files]
             table = load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.

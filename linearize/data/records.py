@@ -87,7 +87,8 @@ class PackedRecords:
     def __init__(self, rows: list[np.ndarray]) -> None:
         self.rows = rows
         self.sizes = np.array([len(row) for row in rows], dtype=np.int32)
-        self.skipped, self.names = 0, None
+        self.skipped = 0
+        self.names: tuple[str, ...] | None = None
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         return [Example(self.rows[row]) for row in rows]
@@ -102,8 +103,8 @@ def named_labels(labels: Sequence[Any], names: tuple[str, ...] | None) -> list[A
 
 
 def usable_label(label: Any, names: tuple[str, ...] | None) -> bool:
-    """Whether a label says something: not missing, not blank, and not the -1 of a test set without labels."""
-    if label is None or label == "":
+    """Whether a label says something: not missing, blank or NaN, and not the -1 of a test set without labels."""
+    if label is None or label == "" or label != label:
         return False
     return not (names is not None and isinstance(label, int) and not 0 <= label < len(names))
 
@@ -142,6 +143,8 @@ def _labelled(column: pa.ChunkedArray, is_class: bool) -> np.ndarray:
     good = pc.is_valid(column)
     if is_class:
         good = pc.and_(good, pc.fill_null(pc.greater_equal(column, 0), False))
+    elif pa.types.is_floating(column.type):
+        good = pc.and_(good, pc.invert(pc.fill_null(pc.is_nan(column), True)))
     elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         good = pc.and_(good, pc.fill_null(pc.not_equal(column, ""), False))
     return good.to_numpy()

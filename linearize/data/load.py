@@ -1,0 +1,232 @@
+"""The front door of the room: a config and a processor in, a source of batches out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
+from linearize.data.columns import Modality, class_names, merge_names, uniform
+from linearize.data.config import DataConfig
+from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
+from linearize.data.feeds import MapFeed, PackedFeed, StreamFeed, StreamPart
+from linearize.data.hub import cause, load_hub, unreachable
+from linearize.data.images import ImageFile, ImageFiles, ImageTable
+from linearize.data.local import looks_local, open_local
+from linearize.data.order import Split, split_off
+from linearize.data.records import PackedRecords, Records, TextRecords
+from linearize.data.source import Source
+from linearize.errors import ConfigError, DataError, unknown_name
+
+FETCH_ROWS = 1_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One opened data set of a mixture."""
+
+    data: Records | StreamPart
+    weight: float
+    origin: str
+
+
+def load_source(config: DataConfig, processor: Any, modality: Modality) -> Source:
+    """Open the data, set the held-out examples aside, and get ready to give batches.
+
+    Args:
+        config: Which data, and how it becomes batches.
+        processor: The model's tokenizer or image processor, or a processor that has it. It is not changed.
+        modality: ``"text"`` or ``"image"``.
+
+    Returns:
+        The source. Its description names the data that was chosen.
+
+    Raises:
+        ConfigError: If the modality, the processor and the config do not fit each other.
+        DataError: If the data cannot be found, read or used.
+    """
+    if modality not in ("text", "image"):
+        raise unknown_name("modality", str(modality), ("text", "image"))
+    if modality == "image":
+        for name in ("packing", "bucketing", "text_column", "text_pair_column"):
+            if getattr(config, name):
+                raise ConfigError(f"data: got {name} for a model that reads images, expected it for text; drop it.")
+    elif config.image_column:
+        raise ConfigError("data: got image_column for a model that reads text; drop it.")
+    encoder = make_encoder(processor, modality, config.max_length, None, config.packing)
+    parts, fallback = _open_all(config, modality)
+    encoder.names = merge_names([part.data.names for part in parts], [part.origin for part in parts])
+    streams = [part.data for part in parts if isinstance(part.data, StreamPart)]
+    if streams and len(streams) < len(parts):
+        raise DataError("got a mixture of streamed tables and image files, expected one kind; turn streaming off.")
+    if streams:
+        return _streamed(config, streams, encoder, parts)
+    return _mapped(config, [part.data for part in parts], encoder, parts, fallback)  # type: ignore[misc]
+
+
+def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]:
+    if config.sources:
+        return [_open(name, weight, config, modality) for name, weight in config.sources], False
+    name = DEFAULT_TEXT if modality == "text" else DEFAULT_IMAGES
+    reason = unreachable(name.partition(":")[0])
+    if reason is None:
+        try:
+            table = load_hub(name, config.split, config.streaming)
+            return [_part([table], 1.0, config, modality, _hub_origin(name, config))], False
+        except DataError as error:
+            if config.text_column or config.image_column or config.split != "train":
+                raise
+            reason = str(error)
+    for option in ("text_pair_column", "label_column"):
+        if getattr(config, option):
+            raise DataError(f"got {option}, which the built-in data does not have, and {reason}; pass a dataset.")
+    return [_builtin(config, modality, reason)], True
+
+
+def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
+    because = f", as no data set is given and {reason}"
+    if modality == "text":
+        table, called = prose_table()
+        return Part(TextRecords(table), 1.0, called + because)
+    crops = Crops((config.limit or CROPS) + config.holdout, config.seed)
+    called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are of the same two)"
+    return Part(crops, 1.0, called + because)
+
+
+def _open(name: str, weight: float, config: DataConfig, modality: Modality) -> Part:
+    path = Path(name).expanduser()
+    if path.exists() or looks_local(name):
+        origin = f"{'folder' if path.is_dir() else 'file'} {name}"
+        opened: Sequence[Any] = open_local(path, config.split, modality, config.streaming)
+    else:
+        origin = _hub_origin(name, config)
+        opened = [load_hub(name, config.split, config.streaming)]
+    return _part(opened, weight, config, modality, origin)
+
+
+def _hub_origin(name: str, config: DataConfig) -> str:
+    return f"Hub data set {name} (split {config.split})"
+
+
+def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Modality, origin: str) -> Part:
+    """Turn what was opened into records or a stream."""
+    from datasets import Dataset, concatenate_datasets
+
+    if isinstance(opened[0], ImageFile):
+        return Part(ImageFiles(list(opened), config.label_column is not None, origin), weight, origin)
+    tables = [uniform(table, config, modality, origin) for table in opened]
+    try:
+        table = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{origin}: got files whose columns do not fit together: {cause(error)}") from error
+    names = class_names(table, origin)
+    if config.streaming:
+        stream = table.to_iterable_dataset() if isinstance(table, Dataset) else table
+        return Part(StreamPart(stream, weight, names, origin), weight, origin)
+    records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
+    if not len(records.sizes):
+        raise DataError(f"{origin} is empty: got {records.skipped} rows, all blank or without a label; check it.")
+    return Part(records, weight, origin)
+
+
+def _mapped(
+    config: DataConfig,
+    records: list[Records],
+    encoder: TextEncoder | ImageEncoder,
+    parts: Sequence[Part],
+    fallback: bool,
+) -> Source:
+    weights = [part.weight for part in parts]
+    split = split_off(records, weights, config.holdout, config.limit, config.seed)
+    if config.packing:
+        assert isinstance(encoder, TextEncoder)
+        train, held = _packed(records, split, weights, encoder, config)
+    else:
+        train = MapFeed(records, split.train, weights, config.seed)
+        held = MapFeed(records, split.held, weights, config.seed)
+    assert train.size is not None and held.size is not None
+    skipped = sum(part.skipped for part in records)
+    counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
+    counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
+    counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
+    return Source(
+        description=f"{_called(parts)}: {counted}",
+        fallback=fallback,
+        num_train=train.size,
+        num_holdout=held.size,
+        skipped=skipped,
+        duplicates=split.duplicates,
+        label_names=encoder.names,
+        _config=config,
+        _encoder=encoder,
+        _train=train,
+        _held=range(held.size),
+        _fetch_held=held.fetch,
+    )
+
+
+def _packed(
+    records: Sequence[Records], split: Split, weights: Sequence[float], encoder: TextEncoder, config: DataConfig
+) -> tuple[MapFeed, MapFeed]:
+    """Pack training texts part by part, and all held-out ones together; texts keep the order they have in the data."""
+    train = []
+    for part, rows in zip(records, split.train, strict=True):
+        packed = list(encoder.pack(_texts(part, rows), keep_rest=False))
+        train.append(PackedRecords(packed or list(encoder.pack(_texts(part, rows), keep_rest=True))))
+    texts = (text for part, rows in zip(records, split.held, strict=True) for text in _texts(part, rows))
+    held = PackedRecords(list(encoder.pack(texts, keep_rest=True)))
+    everything = [np.arange(len(part.rows)) for part in train]
+    return (
+        MapFeed(train, everything, weights, config.seed),
+        MapFeed([held], [np.arange(len(held.rows))], [1.0], config.seed),
+    )
+
+
+def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
+    ordered = np.sort(rows).tolist()
+    for begin in range(0, len(ordered), FETCH_ROWS):
+        yield from (example.value for example in part.fetch(ordered[begin : begin + FETCH_ROWS]))
+
+
+def _streamed(
+    config: DataConfig, streams: list[StreamPart], encoder: TextEncoder | ImageEncoder, parts: Sequence[Part]
+) -> Source:
+    feed = StreamFeed(streams, config.holdout, config.limit, config.seed)
+    train: StreamFeed | PackedFeed = feed
+    held: Sequence[Any] = feed.held_items()
+    if config.packing:
+        assert isinstance(encoder, TextEncoder)
+        train = PackedFeed(feed, encoder)
+        held = list(encoder.pack((row["text"] for _, row in held), keep_rest=True))
+        held = PackedRecords(held).fetch(range(len(held)))
+    return Source(
+        description=f"{_called(parts)}: read while training, {len(held):,} {_unit(config, encoder)} held out",
+        fallback=False,
+        num_train=None,
+        num_holdout=len(held),
+        skipped=sum(stream.skipped for stream in streams),
+        duplicates=0,
+        label_names=encoder.names,
+        _config=config,
+        _encoder=encoder,
+        _train=train,
+        _held=held,
+        _fetch_held=train.fetch,
+    )
+
+
+def _called(parts: Sequence[Part]) -> str:
+    if len(parts) == 1:
+        return parts[0].origin
+    total = sum(part.weight for part in parts)
+    return "mixture of " + " and ".join(f"{part.weight / total:.0%} {part.origin}" for part in parts)
+
+
+def _unit(config: DataConfig, encoder: TextEncoder | ImageEncoder) -> str:
+    if isinstance(encoder, ImageEncoder):
+        return "images"
+    return f"rows of {config.max_length} tokens" if config.packing else "texts"

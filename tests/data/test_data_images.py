@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linearize.data import DataConfig, Source, load_source
+from linearize.errors import ConfigError, DataError
+
+Draw = Callable[..., None]
+
+
+@pytest.fixture
+def classes(tmp_path: Path, draw: Draw) -> Path:
+    """Ten reds and ten blues: a folder with a folder for each class; the shade tells the number."""
+    for number in range(10):
+        draw(tmp_path / "images" / "red" / f"{number}.png", (200 + number, 0, 0), (4 + number, 9))
+        draw(tmp_path / "images" / "blue" / f"{number}.png", (0, 0, 200 + number))
+    return tmp_path / "images"
+
+
+def zipped(folder: Path, target: Path) -> Path:
+    with zipfile.ZipFile(target, "w") as archive:
+        for file in sorted(folder.rglob("*.png")):
+            archive.write(file, file.relative_to(folder))
+        archive.writestr("__MACOSX/._0.png", b"no image")
+        archive.writestr("readme.md", b"no image")
+    return target
+
+
+def shades(source: Source, batches: int) -> list[tuple[int, int, int]]:
+    """Colour (of 255) and class of each image."""
+    found = []
+    for batch in islice(source.train_batches(), batches):
+        labels = batch.get("labels", torch.full((len(batch["pixel_values"]),), -1))
+        for image, label in zip(batch["pixel_values"], labels.tolist(), strict=True):
+            red, _, blue = (round(float(value) * 255) for value in image.mean(dim=(1, 2)))
+            found.append((red, blue, label))
+    return found
+
+
+def test_class_folders_and_zip_give_the_same(classes: Path, tmp_path: Path, image_processor: Any) -> None:
+    zip_path = zipped(classes, tmp_path / "a.zip")
+    results = []
+    for path in (classes, zip_path):
+        config = DataConfig(dataset=str(path), label_column="label", batch_size=5, holdout=5)
+        source = load_source(config, image_processor, "image")
+        assert (source.label_names, source.num_train, source.num_holdout) == (("blue", "red"), 15, 5)
+        batch = next(source.train_batches())
+        assert batch["pixel_values"].shape == (5, 3, 8, 8) and batch["pixel_values"].dtype == torch.float32
+        results.append(shades(source, 3))
+        assert all(label == (red > 0) and red + blue >= 200 for red, blue, label in results[-1])
+        assert len(set(results[-1])) == 15
+    assert results[0] == results[1]
+    assert not (tmp_path / "cache").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["a.zip", "images"]
+
+
+def test_held_out_images_and_their_doubles_are_never_trained_on(
+    classes: Path, tmp_path: Path, image_processor: Any
+) -> None:
+    both = tmp_path / "both"
+    both.mkdir()
+    zipped(classes, both / "a.zip")
+    zipped(classes, both / "b.zip")
+    source = load_source(DataConfig(dataset=str(both), batch_size=4, holdout=6), image_processor, "image")
+    assert source.num_train is not None and source.num_train + source.duplicates == 34 and source.duplicates >= 4
+    held = {tuple(image.flatten().tolist()) for b in source.holdout_batches() for image in b["pixel_values"]}
+    trained = {
+        tuple(image.flatten().tolist()) for b in islice(source.train_batches(), 40) for image in b["pixel_values"]
+    }
+    assert not held & trained and len(held | trained) == 20
+
+
+def test_ranks_and_resuming(classes: Path, image_processor: Any) -> None:
+    config = DataConfig(dataset=str(classes), batch_size=3, holdout=2)
+    source = load_source(config, image_processor, "image")
+    large = load_source(DataConfig(dataset=str(classes), batch_size=6, holdout=2), image_processor, "image")
+    whole = list(islice(large.train_batches(), 12))
+    for start in (0, 5, 11):
+        parts = [next(source.train_batches(start, rank, 2))["pixel_values"] for rank in (0, 1)]
+        assert torch.equal(torch.cat(parts), whole[start]["pixel_values"])
+
+
+def test_splits_of_image_folders(tmp_path: Path, draw: Draw, image_processor: Any) -> None:
+    for split, shade in (("train", 100), ("val", 200)):
+        for number in range(3):
+            draw(tmp_path / "splits" / split / "car" / f"{number}.png", (shade + number, 0, 0))
+    config = DataConfig(dataset=str(tmp_path / "splits"), label_column="label", batch_size=3, holdout=0)
+    source = load_source(config, image_processor, "image")
+    assert sorted(shades(source, 1)) == [(100, 0, 0), (101, 0, 0), (102, 0, 0)] and source.label_names == ("car",)
+    held = DataConfig(dataset=str(tmp_path / "splits"), split="validation", batch_size=3, holdout=0)
+    assert sorted(shades(load_source(held, image_processor, "image"), 1))[0] == (200, 0, -1)
+    # A class may be called train, and then it is no split.
+    for name in ("train", "plane"):
+        draw(tmp_path / "vehicles" / name / "test.png", (9, 0, 0))
+    config = DataConfig(dataset=str(tmp_path / "vehicles"), label_column="label", batch_size=2, holdout=0)
+    assert load_source(config, image_processor, "image").label_names == ("plane", "train")
+    zipped(tmp_path / "vehicles", tmp_path / "test-0.zip")
+    zipped(tmp_path / "splits", tmp_path / "all.zip")
+    (tmp_path / "zips").mkdir()
+    (tmp_path / "test-0.zip").rename(tmp_path / "zips" / "test-0.zip")
+    with pytest.raises(DataError, match="got split 'train', expected one of: test"):
+        load_source(DataConfig(dataset=str(tmp_path / "zips")), image_processor, "image")
+    inside = DataConfig(dataset=str(tmp_path / "all.zip"), split="validation", label_column="label", holdout=0)
+    assert load_source(inside, image_processor, "image").num_train == 3
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_in_a_table(classes: Path, tmp_path: Path, image_processor: Any, streaming: bool) -> None:
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    files = [str(file) for file in sorted(classes.rglob("*.png"))]
+    labels = [int("red" in file) for file in files]
+    features = Features({"img": Image(), "label": ClassLabel(names=["sea", "fire"])})
+    table = Dataset.from_dict({"img": [*files, None, files[0]], "label": [*labels, 0, -1]}, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    config = DataConfig(
+        dataset=str(tmp_path / "a.parquet"), label_column="label", batch_size=9, holdout=2, streaming=streaming
+    )
+    source = load_source(config, image_processor, "image")
+    assert source.label_names == ("sea", "fire") and source.num_train == (None if streaming else 18)
+    epoch = shades(source, 2)
+    assert len(set(epoch)) == 18 and all(label == (red > 0) for red, _, label in epoch)
+    held = source.holdout_batches()[0]
+    assert held["pixel_values"].shape == (2, 3, 8, 8)
+    again = next(source.train_batches(1))
+    assert torch.equal(again["pixel_values"], list(islice(source.train_batches(), 2))[1]["pixel_values"])
+
+
+def test_a_table_of_paths(classes: Path, tmp_path: Path, image_processor: Any) -> None:
+    lines = "".join(f"{file}\n" for file in sorted(classes.rglob("*.png")))
+    (tmp_path / "list.csv").write_text("file\n" + lines)
+    config = DataConfig(dataset=str(tmp_path / "list.csv"), image_column="file", batch_size=20, holdout=0)
+    assert len(set(shades(load_source(config, image_processor, "image"), 1))) == 20
+
+
+def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any) -> None:
+    from PIL import Image
+
+    Image.new("L", (5, 5), 77).save(tmp_path / "grey.png")
+    Image.new("RGBA", (5, 5), (77, 77, 77, 255)).save(tmp_path / "alpha.png")
+    Image.new("P", (5, 5)).save(tmp_path / "palette.gif")
+    source = load_source(DataConfig(dataset=str(tmp_path), batch_size=3, holdout=0), image_processor, "image")
+    assert sorted(shades(source, 1)) == [(0, 0, -1), (77, 77, -1), (77, 77, -1)]
+    from linearize.data.images import decode
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Lying on its side.
+    turned = io.BytesIO()
+    Image.new("RGB", (4, 9)).save(turned, "jpeg", exif=exif)
+    assert decode(turned.getvalue(), "a.jpg").size == (9, 4)
+
+
+def test_a_processor_around_the_image_processor(classes: Path, image_processor: Any) -> None:
+    class Both:
+        def __init__(self) -> None:
+            self.image_processor = image_processor
+
+    source = load_source(DataConfig(dataset=str(classes), holdout=2, batch_size=1), Both(), "image")
+    assert next(source.train_batches())["pixel_values"].shape == (1, 3, 8, 8)
+
+
+def test_what_is_wrong_is_named(classes: Path, tmp_path: Path, image_processor: Any, gpt_tokenizer: Any) -> None:
+    config = DataConfig(dataset=str(classes), holdout=0)
+    with pytest.raises(DataError, match="got images, expected text"):
+        load_source(config, gpt_tokenizer, "text")
+    with pytest.raises(ConfigError, match="expected an image processor"):
+        load_source(config, gpt_tokenizer, "image")
+    with pytest.raises(ConfigError, match="got packing for a model that reads images"):
+        load_source(DataConfig(packing=True), image_processor, "image")
+    (tmp_path / "a.txt").write_text("w1\n")
+    with pytest.raises(DataError, match="got 20 images and 1 tables or texts, expected one kind"):
+        load_source(DataConfig(dataset=str(tmp_path)), image_processor, "image")
+    with pytest.raises(DataError, match=r"got 0 columns that may be the image.*text \(text\)"):
+        load_source(DataConfig(dataset=str(tmp_path / "a.txt")), image_processor, "image")
+    loose = classes / "red"
+    with pytest.raises(DataError, match="in no class folder"):
+        load_source(DataConfig(dataset=str(loose), label_column="label"), image_processor, "image")
+    with zipfile.ZipFile(tmp_path / "none.zip", "w") as archive:
+        archive.writestr("a.txt", "x")
+    with pytest.raises(DataError, match=r"'none.zip' is empty: got no image"):
+        load_source(DataConfig(dataset=str(tmp_path / "none.zip")), image_processor, "image")
+
+
+@pytest.mark.parametrize("content", [b"no image", b""])
+def test_a_damaged_image_is_named(tmp_path: Path, image_processor: Any, content: bytes) -> None:
+    (tmp_path / "broken.jpg").write_bytes(content)
+    source = load_source(DataConfig(dataset=str(tmp_path), holdout=0, batch_size=1), image_processor, "image")
+    with pytest.raises(DataError, match=r"cannot decode image 'broken\.jpg': UnidentifiedImageError"):
+        next(source.train_batches())
+
+
+def test_a_processor_that_leaves_sizes_apart_is_refused(classes: Path) -> None:
+    from transformers import ViTImageProcessor
+
+    processor = ViTImageProcessor(do_resize=False)
+    source = load_source(DataConfig(dataset=str(classes), holdout=0, batch_size=20), processor, "image")
+    with pytest.raises(DataError, match="the image processor cannot make a batch"):
+        next(source.train_batches())

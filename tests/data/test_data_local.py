@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linearize.data import DataConfig, load_source
+from linearize.errors import DataError
+
+Write = Callable[[str, str], str]
+TEXTS = [f"w{number}" for number in range(6)]
+JSON_LINES = "".join(json.dumps({"text": text, "label": 1}) + "\n" for text in TEXTS)
+CSV = "text,label\n" + "".join(f"{text},1\n" for text in TEXTS)
+CONTENT = {
+    "jsonl": JSON_LINES,
+    "json": json.dumps([{"text": text} for text in TEXTS]),
+    "csv": CSV,
+    "tsv": CSV.replace(",", "\t"),
+    "txt": "\n".join(TEXTS) + "\n",
+}
+
+
+def trained_words(path: str, tokenizer: Any, **options: Any) -> list[int]:
+    """Numbers of the words of one epoch."""
+    source = load_source(DataConfig(dataset=path, holdout=0, batch_size=1, **options), tokenizer, "text")
+    number = source.num_train or 6
+    return sorted(batch["input_ids"][0, 0].item() - 5 for batch in islice(source.train_batches(), number))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "txt", "jsonl.gz", "json.gz", "csv.gz", "txt.gz"])
+def test_every_kind_of_file(write: Write, gpt_tokenizer: Any, ending: str, streaming: bool) -> None:
+    path = write(f"some, data.{ending}", CONTENT[ending.removesuffix(".gz")])
+    assert trained_words(path, gpt_tokenizer, streaming=streaming) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "parquet.gz"])
+def test_parquet(tmp_path: Path, gpt_tokenizer: Any, ending: str) -> None:
+    from datasets import Dataset
+
+    path = tmp_path / f"a.{ending}"
+    Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "plain.parquet")
+    content = (tmp_path / "plain.parquet").read_bytes()
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    assert trained_words(str(path), gpt_tokenizer) == [0, 1, 2, 3, 4, 5]
+    assert trained_words(str(path), gpt_tokenizer, streaming=True) == [0, 1, 2, 3, 4, 5]
+
+
+def test_tables_keep_their_texts_as_they_are(write: Write, gpt_tokenizer: Any) -> None:
+    lone_quote = write("a.tsv", 'text\tlabel\nw1 "w2\t1\nw3\t0\n')
+    assert trained_words(lone_quote, gpt_tokenizer) == [1, 3]
+    words = write("a.csv", 'text,label\nNA,1\nnull,0\n"w3, w4",1\n,1\n')
+    source = load_source(DataConfig(dataset=words, holdout=0, label_column="label"), gpt_tokenizer, "text")
+    assert (source.num_train, source.skipped, source.label_names) == (3, 1, None)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blank_rows_are_left_out_and_counted(write: Write, gpt_tokenizer: Any, streaming: bool) -> None:
+    lines = [{"text": None}, {"text": ""}, {"text": " \t"}, {"text": "w1"}, {"text": "w2"}]
+    path = write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    source = load_source(DataConfig(dataset=path, holdout=0, streaming=streaming), gpt_tokenizer, "text")
+    assert (source.skipped, source.num_train) == (3, None if streaming else 2)
+
+
+def test_a_folder_is_read_whole_or_by_split(write: Write, gpt_tokenizer: Any, tmp_path: Path) -> None:
+    write("whole/a.jsonl", CONTENT["jsonl"])
+    write("whole/deep/b.txt.gz", "w7\nw8\n")
+    write("whole/.hidden.txt", "w9\n")
+    write("whole/LICENSE", "w9\n")
+    assert trained_words(str(tmp_path / "whole"), gpt_tokenizer) == [0, 1, 2, 3, 4, 5, 7, 8]
+    write("split/train-0.jsonl.gz", '{"text": "w1"}\n')
+    write("split/train-1.jsonl.gz", '{"text": "w2"}\n')
+    write("split/dev.jsonl", '{"text": "w3"}\n')
+    write("split/eval/0.jsonl", '{"text": "w4"}\n')
+    folder = str(tmp_path / "split")
+    assert trained_words(folder, gpt_tokenizer) == [1, 2]
+    assert trained_words(folder, gpt_tokenizer, split="validation") == [3]
+    assert trained_words(folder, gpt_tokenizer, split="test") == [4]
+    with pytest.raises(DataError, match="got split 'other', expected one of: test, train, validation"):
+        trained_words(folder, gpt_tokenizer, split="other")
+
+
+def test_a_saved_data_set(gpt_tokenizer: Any, tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    table = Dataset.from_dict({"text": TEXTS})
+    table.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": table.select([0]), "test": table.select([1, 2])}).save_to_disk(tmp_path / "two")
+    assert trained_words(str(tmp_path / "one"), gpt_tokenizer) == [0, 1, 2, 3, 4, 5]
+    assert trained_words(str(tmp_path / "one"), gpt_tokenizer, streaming=True) == [0, 1, 2, 3, 4, 5]
+    assert trained_words(str(tmp_path / "two"), gpt_tokenizer, split="test") == [1, 2]
+    with pytest.raises(DataError, match="expected one of: test, train"):
+        trained_words(str(tmp_path / "two"), gpt_tokenizer, split="validation")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "found"),
+    [
+        ({"other": "x", "sentence": "w1"}, {}, 1),
+        ({"sentence": "x", "text": "w2"}, {}, 2),
+        ({"odd name": "w3", "number": 4}, {}, 3),
+        ({"text": "x", "odd": "w4"}, {"text_column": "odd"}, 4),
+    ],
+)
+def test_the_text_column_is_found(
+    write: Write, gpt_tokenizer: Any, row: dict[str, Any], options: dict[str, Any], found: int
+) -> None:
+    assert trained_words(write("a.jsonl", json.dumps(row)), gpt_tokenizer, **options) == [found]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (
+            {"a": "x", "b": "y", "n": 1},
+            {},
+            r"got 2 columns .* set text_column .*: a \(text\), b \(text\), n \(number\)",
+        ),
+        ({"n": 1}, {}, r"got 0 columns .*: n \(number\)"),
+        ({"text": "x"}, {"text_column": "body"}, r"got no column 'body', expected one of: text \(text\)"),
+        ({"text": "x", "n": 1}, {"text_column": "n"}, r"got number in column 'n', expected text"),
+        ({"text": "x"}, {"text_pair_column": "p"}, r"got no column 'p'"),
+        ({"text": "x"}, {"text_pair_column": "text"}, r"the same column for two purposes"),
+        ({"text": "x", "l": [1, 2]}, {"label_column": "l"}, r"got list in column 'l'"),
+    ],
+)
+def test_wrong_columns_are_named(
+    write: Write, gpt_tokenizer: Any, row: dict[str, Any], options: dict[str, Any], message: str, streaming: bool
+) -> None:
+    path = write("a.jsonl", json.dumps(row))
+    with pytest.raises(DataError, match=message) as caught:
+        load_source(DataConfig(dataset=path, holdout=0, streaming=streaming, **options), gpt_tokenizer, "text")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", ""), ("a.jsonl.gz", " \n"), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n\n"), ("a.tsv", "")],
+)
+def test_an_empty_file_is_called_empty(write: Write, gpt_tokenizer: Any, name: str, text: str) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        load_source(DataConfig(dataset=write(name, text)), gpt_tokenizer, "text")
+
+
+def test_nothing_but_blank_rows_is_called_empty(write: Write, gpt_tokenizer: Any) -> None:
+    path = write("a.jsonl", '{"text": " "}\n{"text": ""}\n')
+    with pytest.raises(DataError, match="is empty: got 2 rows, all blank"):
+        load_source(DataConfig(dataset=path), gpt_tokenizer, "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"text": "w1"}\n{nope\n', "cannot read 'a.jsonl' as json: ArrowInvalid"),
+        ("a[1].txt.gz", "w1", "a .gz file with a bracket in its path, expected none; rename it"),
+        ("a.parquet", "no parquet", "cannot read 'a.parquet' as parquet"),
+        ("a.xyz", "x", "got a file ending in '.xyz', expected .json"),
+        ("a.zip", "no zip", "cannot read 'a.zip' as a zip file"),
+    ],
+)
+def test_damaged_files_are_named(
+    write: Write, gpt_tokenizer: Any, capfd: pytest.CaptureFixture[str], name: str, text: str, message: str
+) -> None:
+    modality: Any = "image" if name == "a.zip" else "text"
+    processor = gpt_tokenizer if modality == "text" else (lambda **_: None)
+    with pytest.raises(DataError, match=message) as caught:
+        load_source(DataConfig(dataset=write(name, text)), processor, modality)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_brackets_in_a_name(write: Write, gpt_tokenizer: Any) -> None:
+    assert trained_words(write("a [1]*.jsonl", CONTENT["jsonl"]), gpt_tokenizer) == [0, 1, 2, 3, 4, 5]
+
+
+def test_damage_further_on_in_a_stream(write: Write, gpt_tokenizer: Any, tmp_path: Path) -> None:
+    write("folder/a.jsonl", CONTENT["jsonl"])
+    write("folder/b.jsonl", '{"text": "w1"}\n{nope\n')
+    config = DataConfig(dataset=str(tmp_path / "folder"), streaming=True, holdout=0, batch_size=1)
+    source = load_source(config, gpt_tokenizer, "text")
+    with pytest.raises(DataError, match="folder: cannot be read on: ArrowInvalid"):
+        list(source.train_batches())
+
+
+def test_a_damaged_gzip_and_bytes_that_are_no_text(tmp_path: Path, gpt_tokenizer: Any) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(b"no gzip")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff\n")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"w1 " * 5000)[:40])
+    for name in ("a.txt.gz", "b.txt", "c.txt.gz"):
+        with pytest.raises(DataError, match=f"cannot read '{name}'"):
+            load_source(DataConfig(dataset=str(tmp_path / name)), gpt_tokenizer, "text")
+
+
+def test_missing_paths_and_folders_without_data(tmp_path: Path, gpt_tokenizer: Any) -> None:
+    for name in ("missing.jsonl", "./missing", str(tmp_path / "missing")):
+        with pytest.raises(DataError, match="does not exist, expected a file or a folder"):
+            load_source(DataConfig(dataset=name), gpt_tokenizer, "text")
+    with pytest.raises(DataError, match="got no file of a known kind, expected"):
+        load_source(DataConfig(dataset=str(tmp_path)), gpt_tokenizer, "text")
+    with pytest.raises(DataError, match="no such file or folder, and not a Hub name"):
+        load_source(DataConfig(dataset="a/b/c"), gpt_tokenizer, "text")

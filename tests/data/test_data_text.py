@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from linearize.data import DataConfig, load_source
+from linearize.errors import ConfigError, DataError
+
+Rows = Callable[[str, list[dict[str, Any]]], str]
+
+
+def numbered(first: int, last: int, words: int = 1) -> list[dict[str, Any]]:
+    return [{"text": " ".join([f"w{number}"] * (1 + number % words))} for number in range(first, last)]
+
+
+def take(batches: Iterator[dict[str, torch.Tensor]], number: int) -> list[dict[str, torch.Tensor]]:
+    return list(islice(batches, number))
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def words_of(batches: list[dict[str, torch.Tensor]], column: int) -> list[int]:
+    return [token for batch in batches for token in batch["input_ids"][:, column].tolist()]
+
+
+def test_batches_are_padded_on_the_tokenizers_side(rows: Rows, bert_tokenizer: Any) -> None:
+    path = rows("a.jsonl", [{"text": "w1 w2 w3"}, {"text": "w4"}])
+    config = DataConfig(dataset=path, batch_size=2, holdout=0, seed=0)
+    batch = next(load_source(config, bert_tokenizer, "text").train_batches())
+    by_length = {int(mask.sum()): row for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)}
+    assert by_length[5].tolist() == [2, 6, 7, 8, 3]
+    assert by_length[3].tolist() == [2, 9, 3, 0, 0]
+    assert batch["token_type_ids"].tolist() == [[0] * 5] * 2
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    left = type(bert_tokenizer)(tokenizer_object=bert_tokenizer.backend_tokenizer, pad_token="[PAD]")
+    left.padding_side = "left"
+    batch = next(load_source(config, left, "text").train_batches())
+    assert sorted(batch["input_ids"].tolist()) == [[0, 0, 2, 9, 3], [2, 6, 7, 8, 3]]
+
+
+def test_long_texts_are_cut_and_pairs_are_told_apart(rows: Rows, bert_tokenizer: Any) -> None:
+    path = rows("a.jsonl", [{"a": "w1 " * 50, "b": "w2 w3"}] * 2)
+    config = DataConfig(
+        dataset=path, text_column="a", text_pair_column="b", max_length=8, batch_size=1, holdout=0, label_column=None
+    )
+    batch = next(load_source(config, bert_tokenizer, "text").train_batches())
+    assert batch["input_ids"].tolist() == [[2, 6, 6, 6, 3, 7, 8, 3]]
+    assert batch["token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_and_stays_as_it_was(rows: Rows, gpt_tokenizer: Any) -> None:
+    path = rows("a.jsonl", [{"text": "w1 w2"}, {"text": "w3"}])
+    batch = next(load_source(DataConfig(dataset=path, batch_size=2, holdout=0), gpt_tokenizer, "text").train_batches())
+    assert sorted(batch["input_ids"].tolist()) == [[6, 7], [8, 4]]
+    assert int(batch["attention_mask"].sum()) == 3
+    assert "token_type_ids" not in batch
+    assert gpt_tokenizer.pad_token is None and gpt_tokenizer.model_max_length != 10**9
+
+
+def test_held_out_texts_and_their_doubles_are_never_trained_on(rows: Rows, gpt_tokenizer: Any) -> None:
+    items = numbered(0, 100) + [{"text": f" w{number} "} for number in range(100)] + numbered(0, 50)
+    config = DataConfig(dataset=rows("a.jsonl", items), batch_size=10, holdout=40, seed=5)
+    source = load_source(config, gpt_tokenizer, "text")
+    assert (source.num_holdout, source.num_train) == (40, 250 - 40 - source.duplicates)
+    assert source.duplicates > 40
+    held = words_of(source.holdout_batches(), 0)
+    trained = words_of(take(source.train_batches(), 2 * 250 // 10), 0)
+    assert len(held) == 40 and not set(held) & set(trained)
+    assert set(held) | set(trained) == set(range(5, 105))
+    again = load_source(config, gpt_tokenizer, "text")
+    assert words_of(again.holdout_batches(), 0) == held
+    other = load_source(DataConfig(dataset=config.dataset, holdout=40, seed=6), gpt_tokenizer, "text")
+    assert words_of(other.holdout_batches(), 0) != held
+
+
+def test_a_limit_keeps_the_held_out_choice(rows: Rows, gpt_tokenizer: Any) -> None:
+    path = rows("a.jsonl", numbered(0, 100))
+    full = load_source(DataConfig(dataset=path, holdout=8), gpt_tokenizer, "text")
+    few = load_source(DataConfig(dataset=path, holdout=8, limit=12, batch_size=12), gpt_tokenizer, "text")
+    assert (few.num_train, few.num_holdout) == (12, 8)
+    assert words_of(few.holdout_batches(), 0) == words_of(full.holdout_batches(), 0)
+    assert len(set(words_of(take(few.train_batches(), 3), 0))) == 12
+
+
+@pytest.mark.parametrize("options", [{}, {"bucketing": True}, {"packing": True, "max_length": 6}])
+def test_resuming_gives_what_would_have_come(rows: Rows, gpt_tokenizer: Any, options: dict[str, Any]) -> None:
+    path = rows("a.jsonl", numbered(0, 300, words=9))
+    source = load_source(DataConfig(dataset=path, batch_size=8, holdout=10, **options), gpt_tokenizer, "text")
+    whole = take(source.train_batches(), 130)
+    for start in (0, 1, 36, 37, 99, 128):
+        resumed = take(source.train_batches(start), 2)
+        assert all(same(one, other) for one, other in zip(resumed, whole[start : start + 2], strict=True))
+    assert not same(whole[0], whole[1])
+
+
+def test_resuming_tokenises_no_skipped_text(rows: Rows, gpt_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rows("a.jsonl", numbered(0, 300))
+    source = load_source(DataConfig(dataset=path, batch_size=4, bucketing=True), gpt_tokenizer, "text")
+    fetched: list[int] = []
+    original = source._train.fetch
+    monkeypatch.setattr(source._train, "fetch", lambda items: (fetched.extend(items), original(items))[1])
+    next(source.train_batches(start=10_000_003))
+    assert len(fetched) == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"bucketing": True}, {"packing": True, "max_length": 6}])
+def test_ranks_share_the_global_batch(rows: Rows, bert_tokenizer: Any, options: dict[str, Any]) -> None:
+    path = rows("a.jsonl", numbered(0, 200, words=9))
+    small = load_source(DataConfig(dataset=path, batch_size=4, **options), bert_tokenizer, "text")
+    large = load_source(DataConfig(dataset=path, batch_size=12, **options), bert_tokenizer, "text")
+    ranks = [take(small.train_batches(5, rank, 3), 30) for rank in range(3)]
+    for whole, *parts in zip(take(large.train_batches(5), 30), *ranks, strict=True):
+        joined = {name: torch.cat([part[name] for part in parts]) for name in whole}
+        assert same(joined, whole)
+
+
+def test_bucketing_pads_less_and_loses_nothing(rows: Rows, gpt_tokenizer: Any) -> None:
+    path = rows("a.jsonl", numbered(0, 320, words=20))
+    padded = {}
+    for bucketing in (False, True):
+        config = DataConfig(dataset=path, batch_size=8, holdout=0, bucketing=bucketing)
+        epoch = take(load_source(config, gpt_tokenizer, "text").train_batches(), 40)
+        assert sorted(words_of(epoch, 0)) == list(range(5, 325))
+        padded[bucketing] = sum(int((batch["attention_mask"] == 0).sum()) for batch in epoch)
+    assert padded[True] < padded[False] / 5
+
+
+def test_packing_fills_every_row_and_keeps_the_order(rows: Rows, gpt_tokenizer: Any, bert_tokenizer: Any) -> None:
+    path = rows("a.jsonl", [{"text": "w1 w2"}, {"text": ""}, {"text": "w3 w4 w5"}, {"text": "w6"}])
+    config = DataConfig(dataset=path, packing=True, max_length=3, batch_size=3, holdout=0)
+    source = load_source(config, gpt_tokenizer, "text")
+    batch = next(source.train_batches())
+    assert (source.num_train, source.skipped) == (3, 1)
+    assert sorted(batch["input_ids"].tolist()) == [[4, 11, 4], [6, 7, 4], [8, 9, 10]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1]] * 3
+    batch = next(load_source(config, bert_tokenizer, "text").train_batches())
+    assert {tuple(row) for row in batch["input_ids"].tolist()} <= {(2, 6, 7), (3, 2, 8), (9, 10, 3), (2, 11, 3)}
+
+
+def test_packed_held_out_rows_keep_the_rest(rows: Rows, gpt_tokenizer: Any) -> None:
+    path = rows("a.jsonl", numbered(0, 20))
+    config = DataConfig(dataset=path, packing=True, max_length=8, holdout=5, batch_size=4)
+    source = load_source(config, gpt_tokenizer, "text")
+    (batch,) = source.holdout_batches()
+    assert batch["attention_mask"].tolist() == [[1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]]
+    assert (source.num_holdout, source.num_train) == (2, 3)
+    assert "3 rows of 8 tokens to train on, 2 held out" in source.description
+    short = DataConfig(dataset=path, packing=True, max_length=64, holdout=5, batch_size=1)
+    assert next(load_source(short, gpt_tokenizer, "text").train_batches())["input_ids"].shape == (1, 30)
+
+
+def test_a_mixture_keeps_its_weights_and_shares_the_holdout(rows: Rows, gpt_tokenizer: Any) -> None:
+    first, second = rows("a.jsonl", numbered(0, 40)), rows("b.jsonl", numbered(20, 200))
+    config = DataConfig(dataset=((first, 0.8), (second, 0.2)), batch_size=10, holdout=10)
+    source = load_source(config, gpt_tokenizer, "text")
+    held = words_of(source.holdout_batches(), 0)
+    trained = words_of(take(source.train_batches(), 100), 0)
+    assert sum(token < 45 for token in held) >= 8 and not set(held) & set(trained)
+    only_second = sum(token >= 45 for token in trained)
+    assert 0.13 < only_second / 1000 < 0.2
+    assert source.description.startswith("mixture of 80% file ")
+
+
+def test_labels_go_along(rows: Rows, bert_tokenizer: Any) -> None:
+    items = [{"text": f"w{n}", "kind": ["no", "yes", None][n % 3], "score": n / 2, "number": n} for n in range(30)]
+    path = rows("a.jsonl", items)
+    options: dict[str, Any] = {"dataset": path, "batch_size": 20, "holdout": 0}
+    source = load_source(DataConfig(label_column="kind", **options), bert_tokenizer, "text")
+    batch = next(source.train_batches())
+    assert (source.label_names, source.num_train, source.skipped) == (("no", "yes"), 20, 10)
+    assert batch["labels"].tolist() == [(token - 5) % 3 for token in batch["input_ids"][:, 1].tolist()]
+    batch = next(load_source(DataConfig(label_column="score", **options), bert_tokenizer, "text").train_batches())
+    assert batch["labels"].dtype == torch.float32
+    assert batch["labels"].tolist() == [(token - 5) / 2 for token in batch["input_ids"][:, 1].tolist()]
+    source = load_source(DataConfig(label_column="number", **options), bert_tokenizer, "text")
+    assert next(source.train_batches())["labels"].dtype == torch.int64 and source.label_names is None
+
+
+def test_labels_of_a_mixture_are_numbered_together(rows: Rows, bert_tokenizer: Any) -> None:
+    first = rows("a.jsonl", [{"text": f"w{n}", "label": "cat"} for n in range(5)])
+    second = rows("b.jsonl", [{"text": f"w{n}", "label": ["ant", "dog"][n % 2]} for n in range(5, 10)])
+    config = DataConfig(dataset=f"{first},{second}", label_column="label", batch_size=10, holdout=0)
+    source = load_source(config, bert_tokenizer, "text")
+    assert source.label_names == ("ant", "cat", "dog")
+    for batch in take(source.train_batches(), 3):
+        for token, label in zip(batch["input_ids"][:, 1].tolist(), batch["labels"].tolist(), strict=True):
+            assert label == (1 if token < 10 else 2 * ((token - 5) % 2))
+    third = rows("c.jsonl", [{"text": f"w{n}", "label": n} for n in range(5)])
+    with pytest.raises(DataError, match="class names in some and bare numbers in others"):
+        load_source(DataConfig(dataset=f"{first},{third}", label_column="label"), bert_tokenizer, "text")
+
+
+def test_a_text_without_tokens_still_has_a_row(rows: Rows) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}, unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("-", "removed")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    path = rows("a.jsonl", [{"text": "---"}, {"text": "-"}])
+    batch = next(load_source(DataConfig(dataset=path, batch_size=2, holdout=0), wrapped, "text").train_batches())
+    assert batch["input_ids"].tolist() == [[0], [0]] and batch["attention_mask"].tolist() == [[1], [1]]
+
+
+def test_too_little_data_is_refused(rows: Rows, gpt_tokenizer: Any) -> None:
+    path = rows("a.jsonl", numbered(0, 10))
+    with pytest.raises(DataError, match="got 10 usable examples and a holdout of 64"):
+        load_source(DataConfig(dataset=path), gpt_tokenizer, "text")
+    double = rows("b.jsonl", [{"text": "w1"}] * 10)
+    with pytest.raises(DataError, match="to train on that is not held out"):
+        load_source(DataConfig(dataset=double, holdout=1), gpt_tokenizer, "text")
+
+
+@pytest.mark.parametrize("start_rank_world", [(-1, 0, 1), (0, 1, 1), (0, -1, 2), (0, 0, 0)])
+def test_bad_ranks_are_refused_at_once(rows: Rows, gpt_tokenizer: Any, start_rank_world: tuple[int, int, int]) -> None:
+    source = load_source(DataConfig(dataset=rows("a.jsonl", numbered(0, 9)), holdout=1), gpt_tokenizer, "text")
+    with pytest.raises(ConfigError, match="rank below world_size"):
+        source.train_batches(*start_rank_world)
+
+
+def test_what_does_not_fit_the_model_is_refused(rows: Rows, gpt_tokenizer: Any, image_processor: Any) -> None:
+    path = rows("a.jsonl", numbered(0, 9))
+    with pytest.raises(ConfigError, match="expected a tokenizer"):
+        load_source(DataConfig(dataset=path), image_processor, "text")
+    with pytest.raises(ConfigError, match="unknown modality 'txt'"):
+        load_source(DataConfig(dataset=path), gpt_tokenizer, "txt")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="image_column for a model that reads text"):
+        load_source(DataConfig(dataset=path, image_column="text"), gpt_tokenizer, "text")
+    bare = type(gpt_tokenizer)(tokenizer_object=gpt_tokenizer.backend_tokenizer)
+    with pytest.raises(ConfigError, match="without a padding and an end token"):
+        load_source(DataConfig(dataset=path), bare, "text")
