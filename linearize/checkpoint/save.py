@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ def save(
     *,
     processor: Any = None,
     overwrite: bool = False,
+    provenance: dict[str, Any] | None = None,
+    extra_files: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> Path:
     """Save a converted model with its tokenizer or image processor, all or nothing.
@@ -93,6 +95,8 @@ def save(
         target: folder to make.
         processor: tokenizer, image processor or feature extractor, or several in a list; saved along.
         overwrite: whether a folder that holds something may be replaced.
+        provenance: how the model was made, as plain data; kept in config.json.
+        extra_files: further text files of the folder, by name.
         **kwargs: for `save_pretrained` (`max_shard_size` ...).
 
     Returns:
@@ -104,8 +108,12 @@ def save(
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
+    if provenance is not None:
+        model.config.linearize = {**model.config.linearize, "provenance": provenance}
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
+        for name, text in (extra_files or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
         for one in processors:
             if one is not None:
                 one.save_pretrained(folder)
