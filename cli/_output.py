@@ -1,0 +1,135 @@
+"""What the verbs print: tables, progress and JSON. People read stderr and stdout, programs read stdout with --json."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def console(*, to_stderr: bool = False) -> Console:
+    """Return a console that honours NO_COLOR and the terminal's width; 100 columns where there is no terminal."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 120, soft_wrap=False, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON document; NaN and infinity become null, as JSON has neither."""
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple[int, ...] = ()) -> Table:
+    """Build a table; cells are text, never markup."""
+    made = Table(title=escape(title), title_justify="left", title_style="bold", header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(escape(str(cell)) for cell in row))
+    return made
+
+
+def plan_table(plan: Any) -> Table:
+    """Show a plan: every attention, what becomes of it and why."""
+    rows = [
+        [
+            "" if layer.index is None else layer.index,
+            layer.module,
+            layer.kernel + (_arguments(layer.arguments) if layer.arguments else ""),
+            f"{layer.shape.heads}/{layer.shape.key_heads} x {layer.shape.head_dim}",
+            "causal" if layer.shape.causal else "both ways",
+            layer.reason,
+        ]
+        for layer in plan.layers
+    ]
+    title = f"{plan.architecture}: {len(plan.converted)} of {len(plan.layers)} attentions become linear"
+    return table(title, ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"], rows, right=(0,))
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return f" ({', '.join(f'{name}={value}' for name, value in arguments.items())})"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Format a figure; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def fidelity_table(before: Any, after: Any) -> Table:
+    """Show how close each layer is to softmax, before and after stage one."""
+
+    def pair(name: str, one: Any, two: Any, digits: int = 3) -> str:
+        return f"{number(one(name), digits)} > {number(two(name), digits)}"
+
+    figures = ("kl", "total_variation", "negative_share", "output_error")
+    rows = []
+    for old, new in zip(before.layers, after.layers, strict=True):
+        rows.append(
+            [
+                old.module,
+                old.kernel,
+                *(pair(f, lambda n, o=old: getattr(o, n), lambda n, w=new: getattr(w, n)) for f in figures),
+            ]
+        )
+    rows.append(["mean", "", *(pair(f, before.mean, after.mean) for f in figures)])
+    columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
+    title = f"Kernel against softmax, before > after stage one ({before.queries} held-out queries)"
+    return table(title, columns, rows, right=(2, 3, 4, 5))
+
+
+class StageOneProgress:
+    """A bar with the loss on a terminal, plain lines elsewhere."""
+
+    def __init__(self, out: Console) -> None:
+        self.out = out
+        self.bar: Progress | None = None
+        self.task: Any = None
+
+    def __call__(self, report: Any) -> None:
+        """Show a step."""
+        if not self.out.is_terminal:
+            if report.held_out is not None or report.step == 1:
+                self.out.print(self._line(report))
+            return
+        if self.bar is None:
+            columns = (TextColumn("stage one"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            self.bar = Progress(
+                *columns,
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[loss]}"),
+                console=self.out,
+            )
+            self.task = self.bar.add_task("stage one", total=report.steps, loss="")
+            self.bar.start()
+        losses = list(report.losses.values())
+        text = f"loss {report.loss:.3f} (layers {min(losses):.2f} to {max(losses):.2f})"
+        self.bar.update(self.task, completed=report.step, loss=text)
+        if report.held_out is not None:
+            self.bar.console.print(self._line(report))
+
+    @staticmethod
+    def _line(report: Any) -> str:
+        layers = " ".join(f"{loss:.2f}" for loss in report.losses.values())
+        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+        where = f"step {report.step}/{report.steps}, {report.seconds:.0f} s"
+        return f"{where}: loss {report.loss:.4f}{held_out}; per layer {layers}"
+
+    def stop(self) -> None:
+        """Take the bar off the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None

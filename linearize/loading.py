@@ -1,0 +1,170 @@
+"""Load what is to be converted: a model by Hub name or folder, with its tokenizer or image processor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, unknown_name
+
+TASKS = {
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "image-classification": "AutoModelForImageClassification",
+}
+"""Task names, as `pipeline` has them, and the Auto class that loads the head."""
+
+MODALITIES = {"input_ids": "text", "pixel_values": "image"}
+
+
+@dataclass
+class Loaded:
+    """A model ready to be converted.
+
+    Attributes:
+        model: in evaluation mode.
+        processor: tokenizer or image processor; None where the checkpoint has none.
+        modality: "text", "image" or "other".
+        name: what it was loaded from.
+    """
+
+    model: Any
+    processor: Any
+    modality: str
+    name: str
+
+
+def load_model(name: str, *, task: str | None = None, device: str = "cpu", revision: str | None = None) -> Loaded:
+    """Load a model with the head that its config names, or the one of a task.
+
+    Args:
+        name: Hub name or folder.
+        task: one of `TASKS`; None: the class in the config's `architectures`.
+        device: where to put it.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        CheckpointError: if the folder is no checkpoint or the Hub name cannot be reached.
+        UnsupportedModelError: if the model needs code of its own or is converted already.
+        UnknownNameError: for an unknown task.
+    """
+    import transformers
+
+    if task is not None and task not in TASKS:
+        raise unknown_name("task", task, TASKS)
+    raw = _read_config(name, revision)
+    if raw.get("model_type") == "linearize":
+        raise UnsupportedModelError(f"{name!r} is converted already; start from the original checkpoint")
+    architecture = (raw.get("architectures") or [None])[0]
+    loader: Any = getattr(transformers, TASKS[task] if task else str(architecture), None)
+    if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
+        loader = transformers.AutoModel
+    with _quiet(), _explained(name, architecture):
+        model = loader.from_pretrained(name, revision=revision)
+    modality = MODALITIES.get(model.main_input_name, "other")
+    if not MODALITIES.keys() & {model.main_input_name}:
+        modality = "other"
+    model.eval().to(check_device(device))
+    return Loaded(model, _load_processor(name, revision, modality), modality, name)
+
+
+def check_device(name: str) -> str:
+    """Return a device that is there; "auto" takes the fastest.
+
+    Raises:
+        ConfigError: if it is not there.
+    """
+    import torch
+
+    available = ["cpu"]
+    if torch.cuda.is_available():
+        available += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    if name == "auto":
+        return next((d for d in ("cuda", "mps") if d in available), "cpu")
+    if name not in available:
+        raise ConfigError(f"device: got {name!r}, but this machine has {', '.join(available)}; choose one of them")
+    return name
+
+
+def _read_config(name: str, revision: str | None) -> dict[str, Any]:
+    path = Path(name)
+    if path.exists() or name.startswith((".", "/", "~")):
+        file = path.expanduser() / "config.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{name!r} is no checkpoint: expected a folder with a config.json; give such a folder or a Hub name"
+            )
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download the checkpoint again") from None
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{file}: got a {type(raw).__name__}, expected an object; download it again")
+        return raw
+    from transformers import PreTrainedConfig
+
+    with _explained(name, None):
+        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+
+
+@contextlib.contextmanager
+def _explained(name: str, architecture: str | None) -> Any:
+    """Turn transformers' errors into one line that says what to do."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{name!r} runs code of its own, which linearize does not convert; use an architecture of transformers"
+            ) from error
+        if Path(name).exists():
+            raise CheckpointError(
+                f"{name!r} cannot be loaded{f' as {architecture}' if architecture else ''}: {first}"
+            ) from error
+        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+        mend = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
+        raise CheckpointError(
+            f"{name!r} is neither a folder nor a Hub name that can be reached; {mend}, or give the folder of a "
+            "downloaded checkpoint"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Keep transformers' loading bar and its list of unused head weights off the screen."""
+    from transformers.utils import logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _load_processor(name: str, revision: str | None, modality: str) -> Any:
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    auto: Any = {"text": AutoTokenizer, "image": AutoImageProcessor}.get(modality)
+    if auto is None:
+        return None
+    try:
+        with _quiet():
+            return auto.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
+        return None

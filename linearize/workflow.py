@@ -1,0 +1,250 @@
+"""The main job from end to end: load, plan, extend, distil, save. The command line calls this and prints."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import ConfigError
+from linearize.modeling.plan import Plan
+
+DISTILL_LENGTH = 256
+"""Tokens per training row unless asked otherwise: attention is learned well on short rows and these are cheap."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What a user may say about a conversion; the command line's options one by one."""
+
+    model: str
+    kernel: str | None = "hedgehog"
+    kernel_args: Mapping[str, Any] = field(default_factory=dict)
+    layers: str | None = None
+    keep_softmax: tuple[int, ...] = ()
+    window: int | None = None
+    task: str | None = None
+    revision: str | None = None
+    max_length: int | None = None
+    positions: str = "tile"
+    dataset: str | None = None
+    text_column: str | None = None
+    image_column: str | None = None
+    distill_length: int | None = None
+    distill_steps: int = 1000
+    batch_size: int = 32
+    learning_rate: float | None = None
+    loss: str = "auto"
+    holdout: int = 64
+    output: str | None = None
+    overwrite: bool = False
+    device: str = "auto"
+    precision: str = "no"
+    seed: int = 0
+
+    def target(self) -> str:
+        """Return the output folder: as asked, or `<model-name>-<kernel>`."""
+        return self.output or f"{Path(self.model).name}-{self.kernel or 'mixed'}"
+
+
+@dataclass
+class ConvertResult:
+    """What a conversion did."""
+
+    output: Path
+    plan: Plan
+    distillation: Any
+    positions: Any
+    data: str | None
+    parameters_added: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        distilled = None
+        if self.distillation is not None:
+            d = self.distillation
+            distilled = {
+                "steps": d.steps,
+                "best_step": d.best_step,
+                "held_out_loss": d.held_out,
+                "stopped": d.stopped,
+                "seconds": d.seconds,
+                "before": d.before.to_dict(),
+                "after": d.after.to_dict(),
+            }
+        return {
+            "output": str(self.output),
+            "plan": self.plan.to_dict(),
+            "positions": None if self.positions is None else asdict(self.positions),
+            "data": self.data,
+            "parameters_added": self.parameters_added,
+            "distillation": distilled,
+            "seconds": self.seconds,
+        }
+
+
+Listener = Callable[[str, Any], None]
+"""Called with an event's name and its data: "plan" (Plan), "positions", "data" (text), "step" (StepReport) ..."""
+
+
+def make_plan(options: ConvertOptions) -> tuple[Any, Plan]:
+    """Load the model and plan its conversion; nothing is changed or written."""
+    from linearize.loading import load_model
+    from linearize.surgery.plan import plan
+
+    loaded = load_model(options.model, task=options.task, device=options.device, revision=options.revision)
+    window: dict[str, Any] = {} if options.window is None else {"window": options.window}
+    decided = plan(
+        loaded.model,
+        options.kernel,
+        options.kernel_args,
+        layers=options.layers,
+        keep_softmax=options.keep_softmax,
+        seed=options.seed,
+        **window,
+    )
+    return loaded, decided
+
+
+def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) -> ConvertResult:
+    """Convert a checkpoint and save the result, all or nothing.
+
+    Args:
+        options: what to do.
+        listen: told what happens.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend; nothing is written then.
+    """
+    from linearize.checkpoint.save import check_target, save
+    from linearize.modeling.model import kernel_parameters
+    from linearize.registry import kernel_info, make_config
+    from linearize.surgery.apply import apply
+
+    tell = listen or (lambda name, data: None)
+    start = time.perf_counter()
+    # Everything that can be refused is refused before the first slow step.
+    if options.kernel is not None:
+        make_config(kernel_info(options.kernel), options.kernel_args)
+    check_target(options.target(), overwrite=options.overwrite)
+    config = _distill_config(options)
+    loaded, plan = make_plan(options)
+    tell("plan", plan)
+    source = _load_data(options, loaded) if options.distill_steps else None
+    tell("data", None if source is None else source.description)
+    positions = _extend(options, loaded)
+    tell("positions", positions)
+    model: Any = apply(loaded.model, plan)
+    distillation = None
+    if source is not None:
+        from linearize.distillation.loop import distill
+
+        distillation = distill(model, source, config, on_step=lambda report: tell("step", report))
+    tell("distilled", distillation)
+    result = ConvertResult(
+        Path(options.target()),
+        plan,
+        distillation,
+        positions,
+        None if source is None else source.description,
+        sum(p.numel() for p in kernel_parameters(model)),
+        0.0,
+    )
+    model.to("cpu")
+    save(
+        model,
+        options.target(),
+        processor=loaded.processor,
+        overwrite=options.overwrite,
+        provenance=_provenance(options, result),
+        extra_files=_log_files(distillation),
+    )
+    result.seconds = time.perf_counter() - start
+    tell("saved", result)
+    return result
+
+
+def _distill_config(options: ConvertOptions) -> Any:
+    from linearize.distillation.config import DistillConfig
+
+    return DistillConfig(
+        steps=options.distill_steps,
+        learning_rate=options.learning_rate,
+        loss=options.loss,
+        precision=options.precision,
+        seed=options.seed,
+    )
+
+
+def _extend(options: ConvertOptions, loaded: Any) -> Any:
+    if options.max_length is None:
+        return None
+    from linearize.surgery.positions import extend_positions, extend_processor
+
+    report = extend_positions(loaded.model, options.max_length, method=options.positions)
+    if loaded.processor is not None:
+        loaded.processor = extend_processor(loaded.processor, report, loaded.model)
+    return report
+
+
+def _load_data(options: ConvertOptions, loaded: Any) -> Any:
+    from linearize.data import DataConfig, load_source
+    from linearize.surgery.positions import current_length
+
+    if loaded.modality == "other":
+        raise ConfigError(
+            f"stage one knows text and images, but {type(loaded.model).__name__} takes "
+            f"{loaded.model.main_input_name}; pass --distill-steps 0, or call linearize.distill with your own batches"
+        )
+    if loaded.processor is None:
+        kind = "tokenizer" if loaded.modality == "text" else "image processor"
+        raise ConfigError(
+            f"{options.model!r} has no {kind}, which stage one needs; add one to the folder, or pass --distill-steps 0"
+        )
+    length = options.distill_length or DISTILL_LENGTH
+    if loaded.modality == "text":
+        length = min(length, current_length(loaded.model) or length)
+    data = DataConfig(
+        dataset=options.dataset,
+        text_column=options.text_column,
+        image_column=options.image_column,
+        max_length=length,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        holdout=options.holdout,
+    )
+    return load_source(data, loaded.processor, loaded.modality)
+
+
+def _provenance(options: ConvertOptions, result: ConvertResult) -> dict[str, Any]:
+    """What the checkpoint says about its own making; a folder's path is not the world's business, its name is."""
+    distilled = result.to_dict()["distillation"]
+    if distilled is not None:
+        for side in ("before", "after"):
+            distilled[side] = {
+                "mean": distilled[side]["mean"],
+                "layers": [{k: v for k, v in layer.items() if k != "heads"} for layer in distilled[side]["layers"]],
+            }
+    dataset = options.dataset
+    local = dataset is not None and Path(dataset).exists()
+    return {
+        "base_model": Path(options.model).name if Path(options.model).exists() else options.model,
+        "dataset": Path(dataset).name if dataset is not None and local else dataset,
+        "max_length": options.max_length,
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+        "seed": options.seed,
+        "distillation": distilled,
+    }
+
+
+def _log_files(distillation: Any) -> dict[str, str]:
+    """Return the per-step log as a file of the checkpoint."""
+    if distillation is None or not distillation.history:
+        return {}
+    lines = [json.dumps(asdict(report)) for report in distillation.history]
+    return {"distillation.jsonl": "\n".join(lines) + "\n"}
