@@ -1,17 +1,26 @@
 """Linear attention as pure functions on tensors: torch only, [B, H, T, D] layout, sums over tokens in fp32."""
 
 from linearize.ops.bidirectional import bidirectional_attention
+from linearize.ops.block import BlockState, block_attention, block_weights
 from linearize.ops.causal import causal_attention
 from linearize.ops.naive import kernel_weights, naive_attention
 from linearize.ops.recurrent import recurrent_attention
 from linearize.ops.state import State, empty_state
+from linearize.ops.window import WindowState, window_attention
+from linearize.ops.window_naive import window_weights
 
 __all__ = [
+    "BlockState",
     "State",
+    "WindowState",
     "bidirectional_attention",
+    "block_attention",
+    "block_weights",
     "causal_attention",
     "empty_state",
     "kernel_weights",
     "naive_attention",
     "recurrent_attention",
+    "window_attention",
+    "window_weights",
 ]
