@@ -51,7 +51,7 @@ class KernelInfo:
         source: paper, section and equation.
         url: where the paper is.
         config: frozen dataclass of the arguments, made with `option`.
-        build: class of the map or mixer; see `linearize.kernels.base`.
+        build: class of the map or mixer (see `linearize.kernels.base`); None for presets.
         feature_dim: (config, head_dim) -> F, None for mixers without a feature map.
         parameters: (config, head_dim) -> learnable numbers of one map of one head.
         parameters_formula: the same in words.
@@ -64,6 +64,11 @@ class KernelInfo:
         bidirectional: whether it works in bidirectional models.
         streamable: whether decoding needs constant memory only.
         maximum_positions: whether it needs the longest input length at conversion (argument `max_positions`).
+        max_head_dim: largest head size that it can take, None for any.
+        shared_parameters: (config, head_dim) -> learnable numbers that all heads of one map share.
+        output_parameters: (config, value_dim) -> learnable numbers per query head behind the attention (norms, powers).
+        preset: (config, layers) -> (kernel, arguments) for each layer, for a name that stands for a whole layer plan;
+            such a name has no mixer of its own.
         stage_one: default training of stage one.
     """
 
@@ -73,7 +78,7 @@ class KernelInfo:
     source: str
     url: str
     config: type
-    build: type
+    build: type | None
     feature_dim: Callable[[Any, int], int] | None
     parameters: Callable[[Any, int], int]
     parameters_formula: str
@@ -86,8 +91,20 @@ class KernelInfo:
     bidirectional: bool = True
     streamable: bool = True
     maximum_positions: bool = False
+    max_head_dim: int | None = None
+    shared_parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
+    output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
+    preset: Callable[[Any, int], list[tuple[str, dict[str, Any]]]] | None = None
     stage_one: StageOne = field(default_factory=StageOne)
 
+    @property
+    def windowed(self) -> bool:
+        """Whether a softmax window can be joined to it: it has a feature map and a denominator to share."""
+        return self.feature_dim is not None and self.normalized
+
+
+WINDOW = "window"
+"""The argument that every kernel with `windowed` takes beside its own: W of the softmax window, see `ops.window`."""
 
 _KERNELS: dict[str, KernelInfo] = {}
 _LOCK = threading.Lock()
@@ -101,16 +118,22 @@ def register_kernel(info: KernelInfo) -> KernelInfo:
         ConfigError: if the name is taken by another kernel, or the facts contradict each other.
     """
     known = _KERNELS.get(info.name)
-    if known is not None and known.build.__qualname__ != info.build.__qualname__:
-        raise ConfigError(
-            f"kernel {info.name!r} is registered already by {known.build.__qualname__}; choose another name"
-        )
+    if known is not None and _origin(known) != _origin(info):
+        raise ConfigError(f"kernel {info.name!r} is registered already by {_origin(known)}; choose another name")
     if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
+    if any(f.name == WINDOW for f in dataclasses.fields(info.config)):
+        raise ConfigError(f"kernel {info.name!r}: {WINDOW!r} is an argument of every kernel; give its own another name")
+    if (info.build is None) == (info.preset is None):
+        raise ConfigError(f"kernel {info.name!r}: got a build and a preset or neither, expected one of them")
     if not (info.causal or info.bidirectional):
         raise ConfigError(f"kernel {info.name!r}: works neither causally nor bidirectionally; set one of the two")
     _KERNELS[info.name] = info
     return info
+
+
+def _origin(info: KernelInfo) -> str:
+    return (info.build or info.config).__qualname__
 
 
 def kernel_info(name: str) -> KernelInfo:

@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from linearize.attention.mixer import HeadShape, Mixer, MixerState
-from linearize.kernels.base import Features
-from linearize.ops import State, bidirectional_attention, causal_attention, kernel_weights, recurrent_attention
+from linearize.kernels.base import FeatureMap, Features
+from linearize.ops import (
+    State,
+    WindowState,
+    bidirectional_attention,
+    causal_attention,
+    kernel_weights,
+    recurrent_attention,
+    window_attention,
+    window_weights,
+)
 from linearize.ops.state import EPS
 from linearize.registry import KernelInfo
 
@@ -21,14 +30,28 @@ class FeatureMapMixer(Mixer):
     """`o_i = phi(q_i) . sum_j phi(k_j) v_j / phi(q_i) . sum_j phi(k_j)`.
 
     The keys' map has one set of parameters per key/value head. Queries use the same map (each query head that of its
-    group), or one of their own per query head where the kernel's argument `tied` is false.
+    group), or one of their own per query head where the kernel's argument `tied` is false. With a window, near tokens
+    get softmax's weights instead, under the same denominator: see `linearize.ops.window`.
+
+    Attributes:
+        normalize: whether there is a denominator.
+        window: W of the softmax window, or None.
+        eps: smallest magnitude of a denominator.
     """
 
-    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
+    normalize = True
+
+    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, window: int | None = None) -> None:
         super().__init__(info, config, shape)
-        self.keys = info.build(config, shape.key_heads, shape.head_dim)
-        self.queries = None if getattr(config, "tied", True) else info.build(config, shape.heads, shape.head_dim)
+        self.window = window
+        self.keys = self.build_map(shape.key_heads)
+        self.queries = None if getattr(config, "tied", True) else self.build_map(shape.heads)
         self.eps = EPS if info.positive else SIGNED_EPS
+
+    def build_map(self, heads: int) -> FeatureMap:
+        """Build the map of so many heads."""
+        assert self.info.build is not None
+        return self.info.build(self.config, heads, self.shape.head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps; an untied query map starts as the keys' one."""
@@ -39,7 +62,13 @@ class FeatureMapMixer(Mixer):
         with torch.no_grad():
             mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
             for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
-                tensor.copy_(mine[name].repeat_interleave(groups, dim=0))
+                # What all heads share has one entry on the head axis in both.
+                shared = tensor.shape == mine[name].shape
+                tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
+
+    def prepare(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Change q [B, H, T, D] and k [B, K, S, D] in fp32 before they are mapped; here they stay as they are."""
+        return q, k
 
     def features(
         self,
@@ -47,27 +76,57 @@ class FeatureMapMixer(Mixer):
         k: Tensor,
         *,
         scaling: float,
+        key_padding_mask: Tensor | None = None,
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Map q [B, H, T, D] and k [B, K, S, D] -> phi(q) [B, H, T, F], phi(k) [B, K, S, F], log-scale [B, K, S]."""
+    ) -> tuple[Features, Features]:
+        """Map q [B, H, T, D] and k [B, K, S, D] -> the features of both, [B, H, T, F] and [B, K, S, F]."""
+        q, k = self.prepare(q.float(), k.float(), key_padding_mask)
         root = scaling**0.5 if self.keys.scale_inputs else 1.0
-        keys: Features = self.keys(k.float() * root, keys=True, positions=key_positions)
-        queries = q.float() * root
-        if self.queries is not None:
-            return self.queries(queries, keys=False, positions=query_positions).phi, *keys
-        return self._tied(queries, query_positions), *keys
+        keys: Features = self.keys(k * root, keys=True, positions=key_positions)
+        queries: Features = (
+            self._tied(q * root, query_positions)
+            if self.queries is None
+            else self.queries(q * root, keys=False, positions=query_positions)
+        )
+        return queries, keys
 
-    def _tied(self, q: Tensor, positions: Tensor | None) -> Tensor:
+    def _tied(self, q: Tensor, positions: Tensor | None) -> Features:
         """Map queries with the keys' map: the query heads of a group go along as further batch entries."""
         groups = self.shape.heads // self.shape.key_heads
         if groups == 1:
-            return self.keys(q, keys=False, positions=positions).phi
+            return self.keys(q, keys=False, positions=positions)
         batch, _, tokens, size = q.shape
         folded = q.reshape(batch, -1, groups, tokens, size).transpose(1, 2).reshape(batch * groups, -1, tokens, size)
         repeated = None if positions is None else positions.repeat_interleave(groups, dim=0)
-        phi = self.keys(folded, keys=False, positions=repeated).phi
-        return phi.reshape(batch, groups, -1, tokens, phi.shape[-1]).transpose(1, 2).flatten(1, 2)
+        found: Features = self.keys(folded, keys=False, positions=repeated)
+
+        def unfold(x: Tensor) -> Tensor:
+            return x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
+
+        return Features(unfold(found.phi), None if found.log_scale is None else unfold(found.log_scale))
+
+    def mapped(
+        self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Map a whole sequence -> phi(q) [B, H, T, F], phi(k) [B, K, T, F], log-scale of the keys [B, K, T] or None.
+
+        Stage one and the reports start here.
+        """
+        queries, keys = self._mapped(q, k, scaling, key_padding_mask)
+        return queries.phi, *keys
+
+    def _mapped(self, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> tuple[Features, Features]:
+        """Map a whole sequence; the queries are the last tokens of the keys' where there are fewer."""
+        positions, _ = self._positions(k, mask, None)
+        return self.features(
+            q,
+            k,
+            scaling=scaling,
+            key_padding_mask=mask,
+            query_positions=None if positions is None else positions[:, -q.shape[2] :],
+            key_positions=positions,
+        )
 
     def forward(
         self,
@@ -82,26 +141,67 @@ class FeatureMapMixer(Mixer):
     ) -> tuple[Tensor, MixerState | None]:
         """See `Mixer.forward`."""
         positions, seen = self._positions(k, key_padding_mask, state)
-        phi_q, phi_k, log_scale = self.features(
-            q, k, scaling=scaling, query_positions=positions, key_positions=positions
+        queries, keys = self.features(
+            q,
+            k,
+            scaling=scaling,
+            key_padding_mask=key_padding_mask,
+            query_positions=positions,
+            key_positions=positions,
         )
+        # In fp32 until `finish`: sums without a denominator would overflow fp16.
+        common: dict[str, Any] = {
+            "key_padding_mask": key_padding_mask,
+            "log_scale": keys.log_scale,
+            "return_state": return_state,
+            "eps": self.eps,
+        }
+        if self.window is None:
+            out, after = self._linear(queries.phi, keys.phi, v.float(), state, common)
+        else:
+            out, after = self._windowed(queries, keys, q, k, v, scaling, state, common)
+        out = self.finish(out).to(v.dtype)
+        if after is None:
+            return out, None
+        return out, after if seen is None else after | {"seen": seen}
+
+    def _linear(
+        self, phi_q: Tensor, phi_k: Tensor, v: Tensor, state: MixerState | None, common: dict[str, Any]
+    ) -> tuple[Tensor, MixerState | None]:
         op = bidirectional_attention
         if self.shape.causal:
-            op = recurrent_attention if k.shape[2] == 1 else causal_attention
-        out: Any = op(
-            phi_q,
-            phi_k,
+            op = recurrent_attention if phi_k.shape[2] == 1 else causal_attention
+        before = None if state is None else State(state["kv"], state["log_scale"])
+        out: Any = op(phi_q, phi_k, v, initial_state=before, normalize=self.normalize, **common)
+        return (out[0], out[1]._asdict()) if common["return_state"] else (out, None)
+
+    def _windowed(
+        self,
+        queries: Features,
+        keys: Features,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        state: MixerState | None,
+        common: dict[str, Any],
+    ) -> tuple[Tensor, MixerState | None]:
+        assert self.window is not None
+        before = None if state is None else WindowState(*(state[name] for name in WindowState._fields))
+        out: Any = window_attention(
+            queries.phi,
+            keys.phi,
+            q,
+            k,
             v,
-            key_padding_mask=key_padding_mask,
-            log_scale=log_scale,
-            initial_state=None if state is None else State(state["kv"], state["log_scale"]),
-            return_state=return_state,
-            eps=self.eps,
+            window=self.window,
+            scaling=scaling,
+            causal=self.shape.causal,
+            query_log_scale=queries.log_scale,
+            initial_state=before,
+            **common,
         )
-        if not return_state:
-            return out, None
-        mixed, after = out
-        return mixed, after._asdict() | ({} if seen is None else {"seen": seen})
+        return (out[0].float(), out[1]._asdict()) if common["return_state"] else (out.float(), None)
 
     def _positions(
         self, k: Tensor, mask: Tensor | None, state: MixerState | None
@@ -117,19 +217,22 @@ class FeatureMapMixer(Mixer):
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """See `Mixer.weights`; the queries are the last tokens of the keys' where there are fewer."""
-        positions, _ = self._positions(k, key_padding_mask, None)
-        phi_q, phi_k, log_scale = self.features(
+        queries, keys = self._mapped(q, k, scaling, key_padding_mask)
+        common: dict[str, Any] = {
+            "key_padding_mask": key_padding_mask,
+            "log_scale": keys.log_scale,
+            "causal": self.shape.causal,
+            "eps": self.eps,
+        }
+        if self.window is None:
+            return kernel_weights(queries.phi, keys.phi, normalize=self.normalize, **common)
+        return window_weights(
+            queries.phi,
+            keys.phi,
             q,
             k,
+            window=self.window,
             scaling=scaling,
-            query_positions=None if positions is None else positions[:, -q.shape[2] :],
-            key_positions=positions,
-        )
-        return kernel_weights(
-            phi_q,
-            phi_k,
-            key_padding_mask=key_padding_mask,
-            log_scale=log_scale,
-            causal=self.shape.causal,
-            eps=self.eps,
+            query_log_scale=queries.log_scale,
+            **common,
         )
