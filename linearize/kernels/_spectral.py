@@ -41,5 +41,5 @@ class SpectralMap(FeatureMap):
             self.tau.fill_(math.log(2.0))
 
     def log_norm(self, x: Tensor) -> Tensor:
-        """Return log h(x) [B, H, T]. Needed for keys only: a query's cancels."""
+        """Return log h(x) [B, H, T]."""
         return x.square().sum(dim=-1) * torch.exp(-self.tau.float())[:, None]

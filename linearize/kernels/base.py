@@ -7,6 +7,7 @@ heads, padding, causality, windows, states, caches, saving) is done around it.
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ class Features(NamedTuple):
 
     Attributes:
         phi: [B, H, T, F] fp32.
-        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. Asked for keys only: a positive
-            factor of a query cancels between numerator and denominator.
+        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. A query's is read only where a
+            softmax window is joined to the kernel: otherwise a positive factor of a query cancels between numerator
+            and denominator.
     """
 
     phi: Tensor
@@ -27,7 +29,7 @@ class Features(NamedTuple):
 
 
 class FeatureMap(nn.Module, abc.ABC):
-    """One map with parameters of its own for each head (leading axis of every parameter).
+    """One map with parameters of its own for each head (leading axis of every parameter and buffer; 1 where shared).
 
     Attributes:
         scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
@@ -44,19 +46,47 @@ class FeatureMap(nn.Module, abc.ABC):
         """Make an uninitialised learnable tensor [H, *shape] in fp32."""
         return nn.Parameter(torch.empty(self.heads, *shape, dtype=torch.float32))
 
+    def frozen(self, name: str, *shape: int) -> None:
+        """Add a buffer [H, *shape] in fp32 for random numbers: drawn in `reset_parameters` only, and saved."""
+        self.register_buffer(name, torch.empty(self.heads, *shape, dtype=torch.float32))
+
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill parameters and random buffers. Draw from `generator` (on the CPU) only: a seed gives one kernel."""
 
     @abc.abstractmethod
     def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
-        """Map `x` [B, H, T, D] fp32; `positions` [B, T] where the kernel is positional, None otherwise."""
+        """Map queries or keys.
+
+        Args:
+            x: [B, H, T, D] fp32.
+            keys: whether these are keys, for maps that are not the same for both.
+            positions: [B, T], counted from 0 without padding, where the kernel is positional; None otherwise.
+        """
+
+
+class FixedMap(FeatureMap):
+    """Base of maps that have nothing to fill."""
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class NoArguments:
+    """Arguments of kernels that have none."""
 
 
 def draw_normal(parameter: Tensor, generator: torch.Generator, std: float = 1.0) -> None:
     """Fill `parameter` with normal numbers drawn on the CPU, wherever it lies."""
     with torch.no_grad():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def draw_uniform(parameter: Tensor, generator: torch.Generator, bound: float) -> None:
+    """Fill `parameter` with numbers between -bound and bound drawn on the CPU, wherever it lies."""
+    with torch.no_grad():
+        parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:

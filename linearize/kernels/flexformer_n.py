@@ -38,7 +38,7 @@ class FlexformerN(SpectralMap):
         """See the module's formula."""
         angle, envelope = project(x, self.a), project(x, self.b).cos()
         phi = torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1) * self.n**-0.5
-        return Features(phi, self.log_norm(x) if keys else None)
+        return Features(phi, self.log_norm(x))
 
 
 register_kernel(

@@ -36,7 +36,7 @@ class FlexformerS(SpectralMap):
         """See the module's formula."""
         angle = project(x, self.weight)
         phi = torch.cat([angle.cos(), angle.sin()], dim=-1) * self.n**-0.5
-        return Features(phi, self.log_norm(x) if keys else None)
+        return Features(phi, self.log_norm(x))
 
 
 register_kernel(

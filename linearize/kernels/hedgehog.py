@@ -57,7 +57,7 @@ class Hedgehog(FeatureMap):
             return Features(torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1))
         both = torch.cat([y, -y], dim=-1)
         largest = both.amax(dim=-1, keepdim=True)
-        return Features(torch.exp(both - largest), largest[..., 0] if keys else None)
+        return Features(torch.exp(both - largest), largest[..., 0])
 
 
 register_kernel(

@@ -1,0 +1,76 @@
+"""cosFormer: ReLU features whose weights fall off with the distance of the tokens like a cosine.
+
+Paper: Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", https://arxiv.org/abs/2202.08791, section 3.2.
+
+    phi(x_i) = [relu(x_i) cos(pi i / 2 M) ; relu(x_i) sin(pi i / 2 M)]
+    phi(q_i) . phi(k_j) = relu(q_i) . relu(k_j) cos(pi (i - j) / 2 M)
+
+[B, H, T, D] -> [B, H, T, 2 D]; i counts the tokens of a text from 0, padding left out. Weights are non-negative.
+Differs from the paper: M is not the length of the batch at hand but a number fixed at conversion (`max_positions`, the
+longest input), so that one token alone has the features that it has in a batch. Tokens from position M on share the
+last angle, which keeps their weights non-negative.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linearize.errors import ConfigError
+from linearize.kernels.base import Features, FixedMap
+from linearize.registry import KernelInfo, option, register_kernel
+
+
+@dataclass(frozen=True)
+class CosformerConfig:
+    """Arguments of `cosformer`."""
+
+    max_positions: int | None = option(
+        None, "longest input M in tokens; none: what the model takes, filled in at conversion", low=1
+    )
+
+
+class Cosformer(FixedMap):
+    """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative."""
+
+    scale_inputs = False
+
+    def __init__(self, config: CosformerConfig, heads: int, head_dim: int) -> None:
+        super().__init__(config, heads, head_dim)
+        if config.max_positions is None:
+            raise ConfigError(
+                "kernel cosformer needs the longest input, and the model does not say it; "
+                "give max_positions=NUMBER among the kernel's arguments"
+            )
+        self.limit = config.max_positions
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        if positions is None:
+            positions = torch.arange(x.shape[2], device=x.device)[None]
+        angle = (positions.float().clamp(max=self.limit) * (math.pi / (2 * self.limit)))[:, None, :, None]
+        y = x.relu()
+        return Features(torch.cat([y * angle.cos(), y * angle.sin()], dim=-1))
+
+
+register_kernel(
+    KernelInfo(
+        name="cosformer",
+        summary="ReLU features reweighted by the cosine of the distance",
+        formula="phi(x_i) = [relu(x_i) cos(pi i / 2M) ; relu(x_i) sin(pi i / 2M)], i <= M",
+        source="Qin et al. 2022 (cosFormer), section 3.2",
+        url="https://arxiv.org/abs/2202.08791",
+        config=CosformerConfig,
+        build=Cosformer,
+        feature_dim=lambda config, d: 2 * d,
+        parameters=lambda config, d: 0,
+        parameters_formula="0",
+        learnable=False,
+        positive=True,
+        positional=True,
+        maximum_positions=True,
+    )
+)

@@ -1,0 +1,36 @@
+"""ReLU attention inside non-overlapping blocks of w = 64 tokens: TransNormer T1's layers of the first half.
+
+Papers: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, sections 4.3
+and 5; Zhang, Titov and Sennrich 2021, "Sparse Attention with Linear Units" (ReLA), https://arxiv.org/abs/2104.07012.
+
+    o_i = g * RMSNorm(sum_j relu(scaling q_i . k_j) v_j),   j in the block of i
+
+No feature map; g: [V] is learned per query head. Weights do not sum to one. See `linearize.attention.diag`.
+Differs from the paper: ReLA's gate, which reads the layer's input, is left out.
+"""
+
+from __future__ import annotations
+
+from linearize.attention.diag import DiagConfig, DiagRela
+from linearize.kernels._transnormer import PAPER, URL
+from linearize.registry import KernelInfo, StageOne, register_kernel
+
+register_kernel(
+    KernelInfo(
+        name="diag_rela",
+        summary="ReLU attention with RMSNorm inside blocks of 64 tokens",
+        formula="o_i = g RMSNorm(sum_j relu(scaling q_i.k_j) v_j), j in the block of i",
+        source=f"{PAPER}, sections 4.3 and 5; Zhang et al. 2021 (ReLA)",
+        url=URL,
+        config=DiagConfig,
+        build=DiagRela,
+        feature_dim=None,
+        parameters=lambda config, d: 0,
+        output_parameters=lambda config, v: v,
+        parameters_formula="V",
+        learnable=True,
+        positive=True,
+        normalized=False,
+        stage_one=StageOne(learning_rate=1e-2, loss="output"),
+    )
+)

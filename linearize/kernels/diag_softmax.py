@@ -1,0 +1,32 @@
+"""Softmax attention inside non-overlapping blocks of w = 64 tokens: TransNormer T2's layers of the first half.
+
+Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, sections 4.3
+and 5.
+
+    o_i = sum_j softmax_j(scaling q_i . k_j) v_j,   j in the block of i
+
+No feature map and nothing to learn; see `linearize.attention.diag`.
+"""
+
+from __future__ import annotations
+
+from linearize.attention.diag import DiagAttention, DiagConfig
+from linearize.kernels._transnormer import PAPER, URL
+from linearize.registry import KernelInfo, register_kernel
+
+register_kernel(
+    KernelInfo(
+        name="diag_softmax",
+        summary="softmax inside blocks of 64 tokens",
+        formula="o_i = sum_j softmax_j(scaling q_i.k_j) v_j, j in the block of i",
+        source=f"{PAPER}, sections 4.3 and 5",
+        url=URL,
+        config=DiagConfig,
+        build=DiagAttention,
+        feature_dim=None,
+        parameters=lambda config, d: 0,
+        parameters_formula="0",
+        learnable=False,
+        positive=True,
+    )
+)

@@ -1,0 +1,49 @@
+"""1 + elu: the first linear attention's map, nothing to learn.
+
+Paper: Katharopoulos et al. 2020, "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention",
+https://arxiv.org/abs/2006.16236, eq. 7.
+
+    phi(x) = 1 + elu(x)      [B, H, T, D] -> [B, H, T, D], positive
+
+Computed as exp(min(x, 0)) + max(x, 0), which is the same without cancelling 1 against -1 for negative x.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from linearize.kernels.base import Features, FixedMap, NoArguments
+from linearize.registry import KernelInfo, register_kernel
+
+
+class Elu(FixedMap):
+    """Map [B, H, T, D] -> [B, H, T, D], positive."""
+
+    scale_inputs = False
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        return Features(one_plus_elu(x))
+
+
+def one_plus_elu(x: Tensor) -> Tensor:
+    """Return 1 + elu(x), exact for very negative x too."""
+    return x.clamp(max=0.0).exp() + x.relu()
+
+
+register_kernel(
+    KernelInfo(
+        name="elu",
+        summary="1 + elu of each entry",
+        formula="phi(x) = 1 + elu(x)",
+        source="Katharopoulos et al. 2020 (Transformers are RNNs), eq. 7",
+        url="https://arxiv.org/abs/2006.16236",
+        config=NoArguments,
+        build=Elu,
+        feature_dim=lambda config, d: d,
+        parameters=lambda config, d: 0,
+        parameters_formula="0",
+        learnable=False,
+        positive=True,
+    )
+)

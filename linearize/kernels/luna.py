@@ -1,0 +1,133 @@
+"""LUNA: learned projections to single numbers, each passed through a bank of learned scalar functions.
+
+Paper: Shahbazi et al. 2025, "LUNA: Linear Universal Neural Attention with Generalization Guarantees",
+https://arxiv.org/abs/2512.08061, eq. 11, listing 1, section 5.4.
+
+    phi(x) = h(x) / sqrt(M) [psi_l(w_i . x + b_i)]_{i <= M, l <= L},   psi_l(u) = relu(c_l + v_l . relu(s_l u + t_l))
+
+w: [M, d], b: [M]; psi_l: a scalar MLP 1 -> 64 -> 1 for each channel (or one MLP 1 -> 64 -> L, `shared_mlp`);
+M = L = 8, so F = 64. [B, H, T, D] -> [B, H, T, M L], non-negative; l runs fastest, as in the listing. Queries and keys
+come unscaled. No gate h by default, as in the paper's best variant; `envelope` adds h(x) = sigmoid(G x + g), one number
+in [0, 1] per channel. With `shared_heads` all heads of a layer share one set of parameters, as in listing 1. Starting
+values are the listing's, except that c starts at 0.5, so that no channel begins dead.
+
+psi is piecewise linear in u with one knot per hidden unit, so it is evaluated by looking up the segment: the same
+function as the written-out MLP, without its 64 times larger intermediate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linearize.kernels.base import FeatureMap, Features, draw_normal, draw_uniform, project
+from linearize.registry import KernelInfo, StageOne, option, register_kernel
+
+
+@dataclass(frozen=True)
+class LunaConfig:
+    """Arguments of `luna`."""
+
+    projections: int = option(8, "number M of projections", low=1, high=1024)
+    channels: int = option(8, "number L of scalar functions", low=1, high=1024)
+    hidden: int = option(64, "hidden units of a scalar MLP", low=1, high=4096)
+    shared_heads: bool = option(False, "whether all heads share one set of parameters (listing 1)")
+    shared_mlp: bool = option(False, "one MLP 1 -> hidden -> L instead of L MLPs 1 -> hidden -> 1")
+    envelope: bool = option(False, "whether each channel is multiplied by a learned gate of the token")
+    tied: bool = option(True, "whether queries and keys share one map")
+
+    def numbers(self, head_dim: int) -> int:
+        """Count the learnable numbers of one set."""
+        mlp = self.hidden * (2 + self.channels) if self.shared_mlp else 3 * self.hidden * self.channels
+        gate = self.channels * (head_dim + 1) if self.envelope else 0
+        return self.projections * (head_dim + 1) + mlp + self.channels + gate
+
+
+class Luna(FeatureMap):
+    """Map [B, H, T, D] -> [B, H, T, M L], non-negative."""
+
+    scale_inputs = False
+
+    def __init__(self, config: LunaConfig, heads: int, head_dim: int) -> None:
+        super().__init__(config, 1 if config.shared_heads else heads, head_dim)
+        banks = 1 if config.shared_mlp else config.channels
+        self.weight, self.bias = self.learned(config.projections, head_dim), self.learned(config.projections)
+        self.slope, self.offset = self.learned(banks, config.hidden), self.learned(banks, config.hidden)
+        self.out_weight, self.out_bias = self.learned(config.channels, config.hidden), self.learned(config.channels)
+        self.gate = self.learned(config.channels, head_dim) if config.envelope else None
+        self.gate_bias = self.learned(config.channels) if config.envelope else None
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw as listing 1 does: Gaussian projections, PyTorch's defaults for the MLPs."""
+        draw_normal(self.weight, generator, self.head_dim**-0.5)
+        draw_uniform(self.slope, generator, 1.0)
+        draw_uniform(self.offset, generator, 1.0)
+        draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
+        with torch.no_grad():
+            self.bias.zero_()
+            self.out_bias.fill_(0.5)
+        if self.gate is not None and self.gate_bias is not None:
+            draw_uniform(self.gate, generator, self.head_dim**-0.5)
+            draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        u = project(x, self.weight) + self.bias.float()[:, None]
+        psi = self._psi(u) * self.config.projections**-0.5
+        if self.gate is not None and self.gate_bias is not None:
+            psi = psi * (project(x, self.gate) + self.gate_bias.float()[:, None]).sigmoid()[..., None, :]
+        return Features(psi.flatten(-2))
+
+    def _psi(self, u: Tensor) -> Tensor:
+        """Apply the scalar functions: [B, H, T, M] -> [B, H, T, M, L]."""
+        batch, heads, tokens, count = u.shape
+        sets = self.heads
+        knots, slopes, intercepts = self._segments()
+        # One row of numbers per set of parameters and channel: [sets, L, (H / sets) B T M].
+        rows = u.transpose(0, 1).reshape(sets, 1, -1).expand(-1, self.config.channels, -1)
+        segment = torch.searchsorted(knots, rows.detach().contiguous())
+        y = (slopes.gather(-1, segment) * rows + intercepts.gather(-1, segment)).relu()
+        return y.reshape(sets, -1, heads // sets, batch, tokens, count).permute(3, 0, 2, 4, 5, 1).flatten(1, 2)
+
+    def _segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each psi before its ReLU in pieces: knots [sets, L, hidden], slopes, intercepts [.., hidden + 1]."""
+        shape = (self.heads, self.config.channels, self.config.hidden)
+        s, t = self.slope.float().expand(shape), self.offset.float().expand(shape)
+        v = self.out_weight.float()
+        # A unit without slope is always on or always off.
+        flat = torch.where(t > 0, torch.inf, -torch.inf)
+        knots, order = torch.where(s == 0, flat, -t / s).detach().sort(dim=-1)
+        rising = (s > 0).gather(-1, order)
+
+        def table(per_unit: Tensor) -> Tensor:
+            """Sum what is switched on in each segment: rising units left of it, the others right of it."""
+            part = per_unit.gather(-1, order)
+            on, off = part.masked_fill(~rising, 0.0), part.masked_fill(rising, 0.0)
+            on = torch.nn.functional.pad(on.cumsum(dim=-1), (1, 0))
+            off = torch.nn.functional.pad(off.flip(-1).cumsum(dim=-1).flip(-1), (0, 1))
+            return on + off
+
+        return knots, table(v * s), table(v * t) + self.out_bias.float()[..., None]
+
+
+register_kernel(
+    KernelInfo(
+        name="luna",
+        summary="learned projections through a bank of learned scalar MLPs",
+        formula="phi(x) = h(x) [psi_l(w_i.x + b_i)]_{i,l} / sqrt(M), psi_l = relu(MLP 1 -> hidden -> 1), h = 1 | "
+        "sigmoid(G x + g)",
+        source="Shahbazi et al. 2025 (LUNA), eq. 11, listing 1, section 5.4",
+        url="https://arxiv.org/abs/2512.08061",
+        config=LunaConfig,
+        build=Luna,
+        feature_dim=lambda config, d: config.projections * config.channels,
+        parameters=lambda config, d: 0 if config.shared_heads else config.numbers(d),
+        shared_parameters=lambda config, d: config.numbers(d) if config.shared_heads else 0,
+        parameters_formula="M (d + 1) + L (3 hidden + 1)",
+        learnable=True,
+        positive=True,
+        stage_one=StageOne(learning_rate=1e-2),
+    )
+)

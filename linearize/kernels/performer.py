@@ -1,0 +1,88 @@
+"""Performer (FAVOR+): positive random features of the softmax kernel, with orthogonal directions.
+
+Paper: Choromanski et al. 2021, "Rethinking Attention with Performers", https://arxiv.org/abs/2009.14794, lemma 1 and
+section 2.4 (orthogonal random features).
+
+    phi(x) = [exp(w_i . x - |x|^2 / 2)]_{i <= m} / sqrt(m),   E[phi(x) . phi(y)] = exp(x . y),   w_i ~ N(0, I)
+
+[B, H, T, D] -> [B, H, T, m], positive; x is scaled by scaling^1/2, so x . y is the score that softmax would see. The
+directions are orthogonal in blocks of d, their lengths those of Gaussian vectors. They are drawn once, at conversion.
+The largest exponent of a token is split off as its log-scale.
+Differs from the paper: no small number is added to the features. (LUNA's eq. 8 quotes this map with w of variance
+1 / sqrt(d); the variance at which it estimates the kernel is sqrt(d) in its scaling, that is 1 in this one.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linearize.kernels.base import FeatureMap, Features, project
+from linearize.registry import KernelInfo, option, register_kernel
+
+
+@dataclass(frozen=True)
+class PerformerConfig:
+    """Arguments of `performer`."""
+
+    features: int | None = option(None, "number m of features; none: d ln d, rounded down", low=1, high=65536)
+    orthogonal: bool = option(True, "whether directions are orthogonal in blocks of d")
+
+    def count(self, head_dim: int) -> int:
+        """Return m for a head size."""
+        return self.features if self.features is not None else max(1, int(head_dim * math.log(head_dim)))
+
+
+class Performer(FeatureMap):
+    """Map [B, H, T, D] -> [B, H, T, m], positive."""
+
+    def __init__(self, config: PerformerConfig, heads: int, head_dim: int) -> None:
+        super().__init__(config, heads, head_dim)
+        self.m = config.count(head_dim)
+        self.weight: Tensor
+        self.frozen("weight", self.m, head_dim)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw the directions."""
+        draw = orthogonal_normal if self.config.orthogonal else torch.randn
+        with torch.no_grad():
+            self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        exponent = project(x, self.weight) - 0.5 * x.square().sum(dim=-1, keepdim=True)
+        largest = exponent.amax(dim=-1, keepdim=True)
+        return Features(torch.exp(exponent - largest) * self.m**-0.5, largest[..., 0])
+
+
+def orthogonal_normal(heads: int, rows: int, size: int, *, generator: torch.Generator) -> Tensor:
+    """Draw [heads, rows, size]: rows are Gaussian each, and orthogonal to the others of their block of `size`."""
+    blocks = -(-rows // size)
+    square = torch.randn(heads, blocks, size, size, generator=generator, dtype=torch.float64)
+    basis, upper = torch.linalg.qr(square)
+    # Without the signs of the diagonal the basis would not be uniformly distributed.
+    basis = basis * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    lengths = torch.randn(heads, rows, size, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    return (basis.transpose(-1, -2).reshape(heads, blocks * size, size)[:, :rows] * lengths).float()
+
+
+register_kernel(
+    KernelInfo(
+        name="performer",
+        summary="FAVOR+: positive orthogonal random features of the softmax kernel",
+        formula="phi(x) = [exp(w_i.x - |x|^2 / 2)]_i / sqrt(m), w_i ~ N(0, I) orthogonal, x scaled by scaling^1/2",
+        source="Choromanski et al. 2021 (Performer), lemma 1, section 2.4",
+        url="https://arxiv.org/abs/2009.14794",
+        config=PerformerConfig,
+        build=Performer,
+        feature_dim=lambda config, d: config.count(d),
+        parameters=lambda config, d: 0,
+        parameters_formula="0",
+        learnable=False,
+        positive=True,
+        random=True,
+    )
+)

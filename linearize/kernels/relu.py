@@ -1,0 +1,44 @@
+"""ReLU of each entry, nothing to learn.
+
+Paper: Zhang et al. 2024, "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry",
+https://arxiv.org/abs/2402.04347, section 3 (compared feature maps); after Kasai et al. 2021, https://arxiv.org/abs/2103.13076.
+
+    phi(x) = max(x, 0)      [B, H, T, D] -> [B, H, T, D], non-negative
+
+A query without a positive entry has no weights: its output is 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from linearize.kernels.base import Features, FixedMap, NoArguments
+from linearize.registry import KernelInfo, register_kernel
+
+
+class Relu(FixedMap):
+    """Map [B, H, T, D] -> [B, H, T, D], non-negative."""
+
+    scale_inputs = False
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        return Features(x.relu())
+
+
+register_kernel(
+    KernelInfo(
+        name="relu",
+        summary="ReLU of each entry",
+        formula="phi(x) = max(x, 0)",
+        source="Zhang et al. 2024 (Hedgehog), section 3; after Kasai et al. 2021",
+        url="https://arxiv.org/abs/2402.04347",
+        config=NoArguments,
+        build=Relu,
+        feature_dim=lambda config, d: d,
+        parameters=lambda config, d: 0,
+        parameters_formula="0",
+        learnable=False,
+        positive=True,
+    )
+)

@@ -1,0 +1,74 @@
+"""T2R: a learned linear map per head with a ReLU. With stage one on it is the Hedgehog paper's "T2R-HH".
+
+Paper: Kasai et al. 2021, "Finetuning Pretrained Transformers into RNNs", https://arxiv.org/abs/2103.13076,
+section 2.2; compared in Zhang et al. 2024 (Hedgehog), https://arxiv.org/abs/2402.04347, section 4.2.
+
+    phi(x) = relu(W x + b)        W: [F, d], b: [F] per head, F = d by default
+
+[B, H, T, D] -> [B, H, T, F], non-negative; queries and keys come unscaled. W starts Gaussian with deviation d^-1/2.
+Differs from the paper: by default queries and keys share one map (`tied`). A query whose features are all 0 has no
+weights: its output is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linearize.kernels.base import FeatureMap, Features, draw_normal, project
+from linearize.registry import KernelInfo, StageOne, option, register_kernel
+
+
+@dataclass(frozen=True)
+class T2rConfig:
+    """Arguments of `t2r`."""
+
+    features: int | None = option(None, "feature size F; none: the head size", low=1, high=65536)
+    tied: bool = option(True, "whether queries and keys share one map")
+
+    def count(self, head_dim: int) -> int:
+        """Return F for a head size."""
+        return self.features if self.features is not None else head_dim
+
+
+class T2r(FeatureMap):
+    """Map [B, H, T, D] -> [B, H, T, F], non-negative."""
+
+    scale_inputs = False
+
+    def __init__(self, config: T2rConfig, heads: int, head_dim: int) -> None:
+        super().__init__(config, heads, head_dim)
+        features = config.count(head_dim)
+        self.weight = self.learned(features, head_dim)
+        self.bias = self.learned(features)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draw W, clear b."""
+        draw_normal(self.weight, generator, self.head_dim**-0.5)
+        with torch.no_grad():
+            self.bias.zero_()
+
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        return Features((project(x, self.weight) + self.bias.float()[:, None]).relu())
+
+
+register_kernel(
+    KernelInfo(
+        name="t2r",
+        summary="learned linear map with ReLU",
+        formula="phi(x) = relu(W x + b)",
+        source="Kasai et al. 2021 (T2R), section 2.2; Zhang et al. 2024 (Hedgehog), section 4.2",
+        url="https://arxiv.org/abs/2103.13076",
+        config=T2rConfig,
+        build=T2r,
+        feature_dim=lambda config, d: config.count(d),
+        parameters=lambda config, d: config.count(d) * (d + 1),
+        parameters_formula="F (d + 1)",
+        learnable=True,
+        positive=True,
+        stage_one=StageOne(learning_rate=1e-2),
+    )
+)

@@ -1,0 +1,22 @@
+"""TransNormer T2, a layer plan: softmax attention in blocks, then NormAttention with 1 + elu.
+
+Paper: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs/2210.10340, sections 4.2, 4.3 and 5.
+
+    first half of the layers:  diag_softmax, blocks of w = 64 tokens
+    second half of the layers: norm_1elu
+
+With an odd number of layers the second half is the larger one. The parts are in
+`linearize.attention.diag` and `linearize.attention.norm`.
+"""
+
+from __future__ import annotations
+
+from linearize.kernels._transnormer import register_preset
+
+register_preset(
+    "transnormer_t2",
+    "diag_softmax",
+    "norm_1elu",
+    parameters_formula="V per head and layer of the second half",
+    positive=True,
+)
