@@ -1,0 +1,83 @@
+"""What the generated tests share: every kernel of the registry with its variants, no list by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.registry import kernel_infos
+
+KERNELS = [info for info in kernel_infos() if info.preset is None]
+NAMES = [info.name for info in KERNELS]
+BATCH, HEADS, KEY_HEADS, DIM, WIDTH = 2, 4, 2, 16, 6
+
+
+def needed(info):
+    """Arguments without which the kernel cannot be built."""
+    return {"max_positions": 64} if info.maximum_positions else {}
+
+
+def variants(info):
+    """The defaults, and every switch and choice of the kernel turned to its other values, one at a time."""
+    found = [needed(info)]
+    for field in dataclasses.fields(info.config):
+        if isinstance(field.default, bool):
+            found.append(needed(info) | {field.name: not field.default})
+        for choice in field.metadata.get("choices") or ():
+            if choice != field.default:
+                found.append(needed(info) | {field.name: choice})
+    return found
+
+
+CASES = [(info, arguments) for info in KERNELS for arguments in variants(info)]
+IDS = ["-".join([info.name, *(f"{k}={v}" for k, v in arguments.items())]) for info, arguments in CASES]
+DIRECTIONS = ["bidirectional", "causal"]
+
+
+def directions(info):
+    """In which of the two a kernel works."""
+    return [name for name in DIRECTIONS if getattr(info, name)]
+
+
+def make_mixer(
+    info, arguments=None, *, causal, heads=HEADS, key_heads=KEY_HEADS, dim=DIM, width=WIDTH, window=None, seed=0
+):
+    """A ready mixer in evaluation mode."""
+    shape = HeadShape(heads, key_heads, dim, width, causal)
+    mixer = build_mixer(info.name, needed(info) if arguments is None else arguments, shape, window)
+    mixer.reset_parameters(torch.Generator().manual_seed(seed))
+    return mixer.eval()
+
+
+def make_inputs(tokens, *, batch=BATCH, heads=HEADS, key_heads=KEY_HEADS, dim=DIM, width=WIDTH, seed=0, scale=1.0):
+    """Random q, k, v of one call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count, size):
+        return torch.randn(batch, count, tokens, size, generator=generator) * scale
+
+    return draw(heads, dim), draw(key_heads, dim), draw(key_heads, width)
+
+
+def naive(mixer, q, k, v, mask=None):
+    """The output by the written-out weights."""
+    weights = mixer.weights(q, k, scaling=DIM**-0.5, key_padding_mask=mask)
+    return mixer.finish(weights @ v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)).to(v.dtype)
+
+
+def run(mixer, q, k, v, mask=None, **kwargs):
+    """The output by the fast way, and the state."""
+    return mixer(q, k, v, scaling=DIM**-0.5, key_padding_mask=mask, **kwargs)
+
+
+def stepwise(mixer, q, k, v, mask=None, *, prefill=0):
+    """The output of decoding: a first run of tokens, then one by one."""
+    outputs, state = [], None
+    starts = [slice(0, prefill)] if prefill else []
+    for part in [*starts, *(slice(i, i + 1) for i in range(prefill, q.shape[2]))]:
+        piece = None if mask is None else mask[:, part]
+        out, state = run(mixer, q[:, :, part], k[:, :, part], v[:, :, part], piece, state=state, return_state=True)
+        outputs.append(out)
+    return torch.cat(outputs, dim=2), state
