@@ -29,10 +29,10 @@ class LinearAttention(nn.Module):
         cache_layer: the state of the running generation, set by the host's pre-hook for one call.
     """
 
-    def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape) -> None:
+    def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
-        self.mixer: Mixer = build_mixer(kernel, arguments, shape)
+        self.mixer: Mixer = build_mixer(kernel, arguments, shape, window)
         self.observer: Observer | None = None
         self.cache_layer: LinearStateLayer | None = None
 
@@ -70,4 +70,5 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""
-        return f"kernel={self.kernel!r}, {self.shape}"
+        window = getattr(self.mixer, "window", None)
+        return f"kernel={self.kernel!r}, {self.shape}" + (f", window={window}" if window else "")

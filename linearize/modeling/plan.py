@@ -26,6 +26,7 @@ class LayerPlan:
         arguments: the kernel's arguments that differ from its defaults.
         reason: why the layer stays.
         cache_index: the host's `layer_idx`, None where it has none.
+        window: W of the softmax window joined to the kernel, or None.
     """
 
     module: str
@@ -35,6 +36,7 @@ class LayerPlan:
     arguments: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     cache_index: int | None = None
+    window: int | None = None
 
     @property
     def converted(self) -> bool:
@@ -99,6 +101,9 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     values["shape"] = HeadShape(**values["shape"])
     if not isinstance(values["module"], str) or not isinstance(values["kernel"], str):
         raise TypeError("module and kernel of a layer are names")
+    window = values.get("window")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"window of a layer: got {window!r}, expected a whole number of tokens or null")
     if not isinstance(values.get("arguments", {}), dict):
         raise TypeError("arguments of a layer are a mapping")
     return LayerPlan(**values)

@@ -21,6 +21,7 @@ def convert(
     *,
     layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None = None,
     keep_softmax: Iterable[int] = (),
+    window: int | None = None,
     max_length: int | None = None,
     positions: str = "tile",
     seed: int = 0,
@@ -32,10 +33,11 @@ def convert(
 
     Args:
         model: any transformers model whose attention goes through the attention interface.
-        kernel: name of the kernel for all layers that `layers` does not name.
+        kernel: name of the kernel for all layers that `layers` does not name, or of a preset.
         kernel_args: its arguments.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers to leave as they are.
+        window: W of a softmax window joined to the kernels (see `linearize.ops.window`); None: none.
         max_length: longest input it shall take, in tokens; None: as before.
         positions: how learned positions are extended, "tile" or "interpolate".
         seed: for the kernels' starting values.
@@ -58,6 +60,8 @@ def convert(
         kernel_args,
         layers=layers,
         keep_softmax=keep_softmax,
+        window=window,
+        max_length=max_length,
         seed=seed,
         example_inputs=example_inputs,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.modeling.plan import SOFTMAX
+from linearize.registry import kernel_info, make_config
 
 
 def parse_indices(text: str, where: str) -> list[int]:
@@ -63,13 +64,13 @@ def assign(
 
     Args:
         count: number of attentions that can be converted.
-        kernel: for all layers that `layers` does not name; None only if it names all.
+        kernel: for all layers that `layers` does not name, a preset too; None only if it names all.
         arguments: of `kernel`.
         layers: kernel, or (kernel, arguments), per layer number; or the text form.
         keep_softmax: layers to leave as they are.
 
     Raises:
-        ConfigError: if a layer is missing, named twice or beyond the last one.
+        ConfigError: if a layer is missing, named twice or beyond the last one, or a single layer is to be a preset.
     """
     named = parse_layers(layers) if isinstance(layers, str) else dict(layers or {})
     kept = list(keep_softmax)
@@ -81,17 +82,46 @@ def assign(
     both = sorted(set(named) & set(kept))
     if both:
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
+    rest = [] if kernel is None else expand(count, kernel, arguments)
     chosen: list[tuple[str, dict[str, Any]]] = []
     for index in range(count):
         if index in kept:
             chosen.append((SOFTMAX, {}))
         elif index in named:
-            entry = named[index]
-            chosen.append((entry, {}) if isinstance(entry, str) else (entry[0], dict(entry[1])))
-        elif kernel is not None:
-            chosen.append((kernel, dict(arguments)))
+            chosen.append(_entry(index, named[index]))
+        elif rest:
+            chosen.append(rest[index])
         else:
             raise ConfigError(
                 f"layer {index} has no kernel: name it in layers or keep_softmax, or give a kernel for the rest"
             )
     return chosen
+
+
+def expand(count: int, kernel: str, arguments: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
+
+    Raises:
+        ConfigError: for an unknown kernel, or a wrong argument of a preset.
+    """
+    info = kernel_info(kernel)
+    if info.preset is not None:
+        return [(name, dict(values)) for name, values in info.preset(make_config(info, arguments), count)]
+    return [(kernel, dict(arguments)) for _ in range(count)]
+
+
+def _entry(index: int, entry: Any) -> tuple[str, dict[str, Any]]:
+    """Read what was given for one layer: a name, or a name and arguments."""
+    if isinstance(entry, str):
+        name, arguments = entry, {}
+    else:
+        try:
+            name, arguments = entry[0], dict(entry[1])
+        except (TypeError, ValueError, IndexError, KeyError):
+            raise ConfigError(f"layer {index}: got {entry!r}, expected a kernel or (kernel, arguments)") from None
+    if name != SOFTMAX and kernel_info(name).preset is not None:
+        raise ConfigError(
+            f"layer {index}: {name!r} is a plan for all layers of a model, not a kernel of one; name its parts here, "
+            "or give it as the model's kernel"
+        )
+    return name, arguments

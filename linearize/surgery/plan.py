@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.attention.mixer import HeadShape, build_mixer, check_window
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
-from linearize.registry import kernel_info
+from linearize.registry import WINDOW, kernel_info
 from linearize.surgery.layers import assign
+from linearize.surgery.positions import current_length
 from linearize.surgery.probe import Call, probe
 
 
@@ -25,6 +26,8 @@ def plan(
     *,
     layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None = None,
     keep_softmax: Iterable[int] = (),
+    window: int | None = None,
+    max_length: int | None = None,
     seed: int = 0,
     example_inputs: Mapping[str, Tensor] | None = None,
 ) -> Plan:
@@ -32,10 +35,13 @@ def plan(
 
     Args:
         model: any transformers model whose attention goes through the attention interface.
-        kernel: name of the kernel for all layers that `layers` does not name.
+        kernel: name of the kernel for all layers that `layers` does not name, or of a preset.
         kernel_args: its arguments.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers to leave as they are.
+        window: W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
+            denominator (see `linearize.ops.window`); single layers take it among their arguments in `layers`.
+        max_length: longest input that the model shall take, for kernels that depend on it; None: what it takes now.
         seed: for the kernels' starting values.
         example_inputs: inputs for the trial run, where they cannot be made up from the config.
 
@@ -64,9 +70,9 @@ def plan(
             f"all {len(reachable)} attentions of {type(model).__name__} are kept as softmax, nothing is left to "
             "convert; name fewer layers in keep_softmax"
         )
-    decided = tuple(
-        layer if layer.index is None else _decide(layer, *chosen[layer.index], seed=seed) for layer in found
-    )
+    chosen = [_complete(model, name, arguments, window, max_length) for name, arguments in chosen]
+    _check_used(window, chosen)
+    decided = tuple(layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in found)
     return Plan(type(model).__name__, model.config.model_type, decided, seed)
 
 
@@ -116,14 +122,39 @@ def _why_kept(call: Call) -> str:
     return ""
 
 
-def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any], seed: int) -> LayerPlan:
+def _complete(
+    model: PreTrainedModel, kernel: str, arguments: dict[str, Any], window: int | None, max_length: int | None
+) -> tuple[str, dict[str, Any]]:
+    """Add to a layer's arguments what is the same for all layers: the window, and the longest input."""
+    if kernel == SOFTMAX:
+        return kernel, arguments
+    info = kernel_info(kernel)
+    if window is not None and info.windowed:
+        arguments = {WINDOW: window} | arguments
+    if info.maximum_positions and arguments.get("max_positions") is None:
+        arguments = arguments | {"max_positions": max_length or current_length(model)}
+    return kernel, arguments
+
+
+def _check_used(window: int | None, chosen: list[tuple[str, dict[str, Any]]]) -> None:
+    """Refuse a window that no layer can have."""
+    names = [name for name, _ in chosen if name != SOFTMAX]
+    if window is not None and not any(kernel_info(name).windowed for name in names):
+        check_window(kernel_info(names[0]), window)
+
+
+def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPlan:
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
+    own = {name: value for name, value in arguments.items() if name != WINDOW}
+    window = arguments.get(WINDOW)
+    if isinstance(window, str) and window.isdigit():
+        window = int(window)
     # Building it checks name, arguments, direction and sizes before the model is touched.
-    mixer = build_mixer(kernel, arguments, layer.shape)
+    mixer = build_mixer(kernel, own, layer.shape, window)
     defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
     changed = {name: value for name, value in dataclasses.asdict(mixer.config).items() if value != defaults[name]}
-    return dataclasses.replace(layer, kernel=kernel, arguments=changed)
+    return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window)
 
 
 def _why_none(model: PreTrainedModel, found: list[LayerPlan]) -> str:
