@@ -11,10 +11,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -118,12 +119,14 @@ def distill(
     config = config or DistillConfig()
     if not is_linearized(model):
         raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
-    return _Run(model, data, config, on_step, accelerator or _accelerator(model, config)).run()
+    return _Run(model, data, config, on_step, accelerator or _accelerator(model)).run()
 
 
-def _accelerator(model: PreTrainedModel, config: DistillConfig) -> Accelerator:
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return Accelerator(mixed_precision=config.precision, cpu=on_cpu)
+def _accelerator(model: PreTrainedModel) -> Accelerator:
+    # Accelerate's state is one per process: the first one made decides, and a later one must not contradict it.
+    if AcceleratorState._shared_state:
+        return Accelerator()
+    return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
 
 
 class _Run:
@@ -247,8 +250,13 @@ class _Run:
         """Run the frozen model once; losses (and gradients) are taken on the way."""
         self.training = train
         moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-        with torch.no_grad(), observed(self.model, self._observe), self.accelerator.autocast():
+        with torch.no_grad(), observed(self.model, self._observe), self._autocast():
             run_body(self.model, moved)
+
+    def _autocast(self) -> Any:
+        """The precision of the frozen model: as asked, or as the user's `accelerate config` says."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
+        return self.accelerator.autocast() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _observe(
         self, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float

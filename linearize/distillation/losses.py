@@ -8,8 +8,9 @@ products are s_ij, z_i = sum_j s_ij:
 Loss and gradient come from one pass over blocks of rows, as fused cross-entropies do it; no T x T matrix is kept.
 
 Maps whose products can be negative need more, for a logarithm behind a clamp neither sees nor mends them: z_i sums the
-positive part only (it cannot cross zero), the logarithm goes on as a straight line below a small fraction of the row's
-mean (so that a wanted key with a negative product is pulled up), and the negative mass over z_i is a penalty.
+positive part only, at least a fraction of the row's magnitude (it cannot cross zero); the logarithm goes on as a
+straight line below a small fraction of the row's mean (so that a wanted key with a negative product is pulled up); and
+the negative mass over z_i is a penalty.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from linearize.fidelity.rows import group, kernel_rows, row_blocks, softmax_rows
 from linearize.ops.state import FLOOR
 
 TINY = 1e-30
+SIGNED_TINY = 1e-6
+"""Smallest row mass of a signed map: its features are of the order of one."""
+
 KNEE = 1e-2
-"""Where the logarithm of a signed map becomes a line, as a fraction of the row's mean positive product."""
+"""Where the logarithm of a signed map becomes a line, as a fraction of the row's mean magnitude."""
 
 
 class Targets(NamedTuple):
@@ -141,16 +145,18 @@ def _signed_row(products: Tensor, exponents: Tensor | None, target: Tensor, pena
     factors = None if exponents is None else exponents.exp()
     scores = products if factors is None else products * factors
     positive = scores.clamp(min=0.0)
-    z = positive.sum(dim=-1, keepdim=True).clamp(min=TINY)
     negative = (positive - scores).sum(dim=-1, keepdim=True)
+    mass = positive.sum(dim=-1, keepdim=True)
+    least = KNEE * (mass + negative).clamp(min=SIGNED_TINY)
+    z = torch.maximum(mass, least)
     keys = scores.shape[-1] if exponents is None else (exponents > FLOOR).sum(dim=-1, keepdim=True).clamp(min=1)
-    knee = (z * KNEE / keys).clamp(min=TINY)
+    knee = least / keys
     above = scores > knee
     safe = torch.where(above, scores, knee)
     logs = safe.log() + torch.where(above, 0.0, (scores - knee) / knee)
     loss = z.log() - (target * logs).sum(dim=-1, keepdim=True) + penalty * negative / z
-    # The knee is a yardstick: it is held constant in the gradient.
-    slope = (1.0 - penalty * negative / z) / z
+    # The knee and the least normaliser are yardsticks: they are held constant in the gradient.
+    slope = torch.where(mass > least, (1.0 - penalty * negative / z) / z, 0.0)
     grad = torch.where(scores > 0, slope, -penalty / z) - target / safe
     grad = grad if factors is None else grad * factors
     seen = target.sum(dim=-1, keepdim=True)

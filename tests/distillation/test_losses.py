@@ -85,7 +85,9 @@ def test_signed_loss_equals_naive(causal, scaled):
     keys = torch.arange(1.0, 38.0)[:, None] if causal else torch.full((37, 1), 37.0)
     assert (z > 0).all()
     assert (scores < 0).any()
-    knee = (z * KNEE / keys).detach().clamp(min=1e-30)
+    least = KNEE * scores.abs().sum(-1, keepdim=True).detach()
+    assert (z > least).all()
+    knee = least / keys
     above = scores > knee
     logs = torch.where(above, scores.clamp(min=1e-38), knee).log() + torch.where(above, 0.0, (scores - knee) / knee)
     losses = z.clamp(min=1e-30).log() - (target * logs).sum(-1, keepdim=True)

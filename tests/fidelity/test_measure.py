@@ -1,0 +1,80 @@
+"""The figures of a layer equal those of written-out matrices, and padding counts nothing."""
+
+import pytest
+import torch
+from tiny import converted, inputs_of
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import DataError
+from linearize.fidelity import measure
+from linearize.fidelity.observe import observed, run_body
+
+
+def written_out(model, batch, kernel_of):
+    """KL, total variation, negative share and output error of the first layer, the plain way."""
+    found = {}
+
+    def observe(layer, q, k, v, mask, scaling):
+        if found:
+            return
+        groups = q.shape[1] // k.shape[1]
+        keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
+        visible = visible.tril() if layer.shape.causal else visible
+        visible = visible.expand(q.shape[0], 1, *visible.shape)
+        valid = torch.ones(q.shape[0], q.shape[2])
+        if mask is not None:
+            visible, valid = visible & mask[:, None, None].bool(), mask.float()
+        t = (q @ keys.transpose(-1, -2) * scaling).masked_fill(~visible, -torch.inf).softmax(-1)
+        w = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
+        valid = valid[:, None].expand(-1, q.shape[1], -1)
+        kl = (t * (t.clamp(min=1e-30).log() - w.clamp(min=1e-6).log())).sum(-1)
+        tv = 0.5 * (t - w).abs().sum(-1)
+        negative = ((w < 0) & visible).float().sum(-1)
+        found["kl"] = float((kl * valid).sum() / valid.sum())
+        found["total_variation"] = float((tv * valid).sum() / valid.sum())
+        found["negative_share"] = float((negative * valid).sum() / (visible.float().sum(-1) * valid).sum())
+        error = ((w @ values - t @ values).square().sum(-1) * valid).sum()
+        found["output_error"] = float((error / ((t @ values).square().sum(-1) * valid).sum()).sqrt())
+
+    with torch.no_grad(), observed(model, observe):
+        run_body(model, batch)
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_figures_equal_written_out_matrices(name, kernel):
+    model = converted(name, kernel=kernel)
+    batch = inputs_of(model)
+    layer = measure(model, [batch]).layers[0]
+    for figure, value in written_out(model, batch, kernel).items():
+        assert getattr(layer, figure) == pytest.approx(value, rel=2e-4, abs=1e-6), figure
+    assert layer.kernel == kernel
+    assert len(layer.heads["kl"]) == 4
+    assert sum(layer.heads["kl"]) / 4 == pytest.approx(layer.kl)
+
+
+def test_padding_counts_nothing():
+    model = converted("bert")
+    batch = inputs_of(model)
+    figures = measure(model, [batch])
+    assert figures.queries == int(batch["attention_mask"].sum())
+    longer = {k: torch.cat([v, torch.zeros(3, 5, dtype=v.dtype)], dim=1) for k, v in batch.items()}
+    again = measure(model, [longer])
+    assert again.queries == figures.queries
+    for one, two in zip(figures.layers, again.layers, strict=True):
+        assert one.kl == pytest.approx(two.kl, rel=1e-4)
+        assert one.output_error == pytest.approx(two.output_error, rel=1e-4)
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    model = converted("bert").train()
+    measure(model, [inputs_of(model)])
+    assert model.training
+    assert all(layer.observer is None for layer in linear_attentions(model).values())
+
+
+def test_nothing_to_measure_on_is_an_error():
+    with pytest.raises(DataError, match="no batch"):
+        measure(converted("bert"), [])
