@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
@@ -63,10 +65,12 @@ def attention_forward(
             raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
     mask = _key_padding_mask(module, attention_mask)
     if layer.observer is not None:
-        layer.observer(layer, query, key, value, mask, scaling)
+        instead = layer.observer(layer, query, key, value, mask, scaling)
+        if instead is not None:
+            return instead.transpose(1, 2).contiguous(), None
         return softmax_forward(module, query, key, value, mask, scaling=scaling, causal=layer.shape.causal)
     weights = None
-    if kwargs.get("output_attentions"):
+    if _weights_wanted(kwargs):
         weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
     out = layer(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), weights
@@ -94,7 +98,13 @@ def softmax_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with softmax through transformers' own SDPA function; takes a 2-D key padding mask or a 4-D mask."""
+    """Attend with softmax through transformers' own SDPA function; takes a 2-D key padding mask or a 4-D mask.
+
+    Returns:
+        Output [B, T, H, V] and, only if the host asks for them, the weights [B, H, T, S].
+    """
+    wanted = _weights_wanted(kwargs)
+    kwargs.pop("output_attentions", None)
     if causal is None:
         causal = bool(kwargs.pop("is_causal", None) or getattr(module, "is_causal", False))
     kwargs.pop("is_causal", None)
@@ -107,10 +117,29 @@ def softmax_forward(
         mask = past[None, None] if mask is None else mask & past
         # A left-padded row would have nothing to attend to, and softmax over nothing is NaN: it sees itself.
         mask = mask | (past & ~past.tril(keys - tokens - 1))
+    causal = causal and mask is None
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return sdpa(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal and mask is None, **kwargs
-    )
+    out, _ = sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs)
+    return out, softmax_weights(query, key, mask, scaling=scaling, causal=causal) if wanted else None
+
+
+def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
+    """Write out softmax's weights [B, H, T, S], which SDPA does not give; q [B, H, T, D], k [B, K, S, D]."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2) * scaling
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.float().softmax(dim=-1).to(query.dtype)
+
+
+def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the caller of the model asked for attention weights; some hosts do not hand that on."""
+    if kwargs.get("output_attentions"):
+        return True
+    collected = _active_collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
 
 
 def mask_function(

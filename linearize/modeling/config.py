@@ -5,17 +5,23 @@ A model type of its own keeps stock transformers from loading the checkpoint as 
 
 from __future__ import annotations
 
+import importlib
+import os
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from linearize.attention.mixer import IMPLEMENTATION
-from linearize.errors import CheckpointError, ConfigError
+from linearize.attention.mixer import IMPLEMENTATION, build_mixer
+from linearize.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.plan import Plan
 
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
+ENTRY = "modeling_linearize"
+"""Name of the module in a checkpoint's folder that loads it where linearize is not installed."""
 
 
 class LinearizeConfig(PreTrainedConfig):
@@ -29,17 +35,51 @@ class LinearizeConfig(PreTrainedConfig):
         """Build the config of the right class.
 
         Raises:
-            CheckpointError: if the section is missing, damaged or of a newer format, or the original's model type is
-                unknown to the installed transformers.
+            CheckpointError: if the section is missing, damaged or of a newer format, the original's model type is
+                unknown to the installed transformers, or another value is of the wrong kind.
+            ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
         """
         if cls is not LinearizeConfig:
-            return super().from_dict(config_dict, **kwargs)
+            return _read(super().from_dict, config_dict, **kwargs)
         section = check_section(config_dict.get("linearize"))
         return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Write the section even where a default equals it."""
-        return super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": self.linearize}
+        """Write the section even where a default equals it, and where the code is."""
+        own = {"model_type": MODEL_TYPE, "linearize": self.linearize}
+        return super().to_diff_dict() | own | {"auto_map": {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, and beside it the code that runs the model where linearize is not installed."""
+        os.makedirs(save_directory, exist_ok=True)
+        for name, text in _code(Plan.from_dict(self.linearize or {})).items():
+            (Path(save_directory) / name).write_text(text, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _code(plan: Plan) -> dict[str, str]:
+    """Return the checkpoint's own code by file name."""
+    if __name__.startswith("linearize."):
+        return importlib.import_module("linearize.checkpoint.remote").code_files(plan)
+    # This very code came with a checkpoint: it travels on.
+    return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
+
+
+def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """Call transformers' `from_dict`; whatever it stumbles over is damage to the file."""
+    try:
+        return from_dict(config_dict, **kwargs)
+    except LinearizeError:
+        raise
+    except Exception as error:
+        # huggingface_hub's validation keeps our own errors as the cause of its own.
+        if isinstance(error.__cause__, LinearizeError):
+            raise error.__cause__ from None
+        text = " ".join(str(error).split())
+        raise CheckpointError(
+            f"config.json does not describe a model ({type(error).__name__}: {text[:300]}); the file is damaged or was "
+            "edited, or an argument that stands in for one of its values is wrong: convert the model again"
+        ) from error
 
 
 def check_section(section: Any) -> dict[str, Any]:
@@ -47,6 +87,7 @@ def check_section(section: Any) -> dict[str, Any]:
 
     Raises:
         CheckpointError: saying what is wrong.
+        ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
     """
     if not isinstance(section, dict):
         raise CheckpointError(
@@ -61,8 +102,19 @@ def check_section(section: Any) -> dict[str, Any]:
             f"config.json: the checkpoint has format version {version}, this linearize reads up to {FORMAT_VERSION}; "
             "upgrade it: pip install -U linearize"
         )
-    Plan.from_dict(section)
+    _check_kernels(Plan.from_dict(section))
     return section
+
+
+def _check_kernels(plan: Plan) -> None:
+    """Build every kernel once, without memory: unknown names and wrong arguments show before the model is built."""
+    seen = []
+    for layer in plan.converted:
+        what = (layer.kernel, layer.arguments, layer.shape, layer.window)
+        if what not in seen:
+            seen.append(what)
+            with torch.device("meta"):
+                build_mixer(*what)
 
 
 def base_config_class(model_type: str) -> type[PreTrainedConfig]:
@@ -126,6 +178,8 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
             "__module__": __name__,
             "__doc__": f"Config of a converted model; see `{base.__name__}`.",
             "__annotations__": {},
+            # transformers would copy this one file and name this class: we write more files and name the entry.
+            "_auto_class": None,
         },
     )
     from linearize.modeling.auto import register_architecture

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
+from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.plan import Plan
+from linearize.modeling.weights import HUB_OPTIONS, check_weights
 
 
 class LinearizedModel:
@@ -23,16 +32,20 @@ class LinearizedModel:
     _keep_in_fp32_modules_strict: Any = ("linear_attention",)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        register_interface()
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         attach(self, Plan.from_dict(config.linearize))  # type: ignore[arg-type]
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load as transformers does; kernels that the file lacks are an error, never a fresh start.
+        """Load as transformers does, but only where config.json and the weights belong together.
 
         Raises:
-            CheckpointError: if the weights of a kernel are missing or have another size.
+            CheckpointError: if the folder is damaged, or weights of a kernel are missing or have another size.
         """
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if name is not None and not kwargs.keys() & {"state_dict", "gguf_file"}:
+            check_checkpoint(name, **kwargs)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         for what in ("missing_keys", "mismatched_keys"):
             bad = sorted(str(key) for key in info.get(what, ()) if ".linear_attention." in str(key))
@@ -42,6 +55,8 @@ class LinearizedModel:
                     f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}); the checkpoint is incomplete: "
                     "download it again or convert the model again"
                 )
+        # So that it is saved under the names that a freshly converted model is saved under.
+        model._weight_conversions = None
         return (model, info) if output_loading_info else model
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,10 +77,13 @@ class LinearizedModel:
         return LinearizeCache(config, _cache_indices(self))  # type: ignore[arg-type]
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> None:
+        _check_generation(generation_config, generation_mode)
         given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
         made = model_kwargs.get("past_key_values")
         if made is None or made is given:
             return
@@ -75,6 +93,43 @@ class LinearizedModel:
             model_kwargs["past_key_values"] = self.new_cache()
 
 
+def _check_generation(generation_config: Any, mode: Any) -> None:
+    """Refuse what a running sum cannot do, before the first token.
+
+    Raises:
+        ConfigError: for assisted decoding, and for caches of another kind.
+    """
+    if "assisted" in str(mode) or generation_config.is_assistant:
+        raise ConfigError(
+            "assisted (speculative) and prompt-lookup decoding take tokens back, but a model with linear attention "
+            "remembers a running sum, which cannot be cropped; generate without an assistant"
+        )
+    kind = generation_config.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise ConfigError(
+            f"got cache_implementation={kind!r}, but a model with linear attention has a cache of its own, whose size "
+            "does not grow with the context; leave the argument out"
+        )
+
+
+def check_checkpoint(name: Any, **options: Any) -> None:
+    """Check that a folder's (or Hub repository's) config.json and weights belong together, without reading weights.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    hub = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
+    values, _ = PreTrainedConfig.get_config_dict(name, **hub)
+    if values.get("model_type") != MODEL_TYPE or "quantization_config" in values:
+        return
+    config = LinearizeConfig.from_dict(values)
+    saved = str((config.architectures or [""])[0]).removeprefix("Linearized")
+    base = getattr(transformers, saved, None)
+    # A class of the user's own can be anything; its kernels are checked after loading.
+    if isinstance(base, type) and issubclass(base, PreTrainedModel):
+        check_weights(name, model_class(base, type(config)), config, **hub)
+
+
 _CLASSES: dict[Any, Any] = {}
 
 
@@ -82,9 +137,11 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     """Make (once) the class of converted models of `base`."""
     if base in _CLASSES:
         return _CLASSES[base]
+    name = f"Linearized{base.__name__}"
+    _share_renamings(name, base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     _CLASSES[base] = type(
-        f"Linearized{base.__name__}",
+        name,
         (LinearizedModel, base),
         {
             "__module__": __name__,
@@ -94,6 +151,15 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
         },
     )
     return _CLASSES[base]
+
+
+def _share_renamings(name: str, base: type[PreTrainedModel]) -> None:
+    """Let weights be renamed between file and model as those of the original are: transformers goes by class name."""
+    mapping = get_checkpoint_conversion_mapping(base.__name__)
+    if mapping is None and base.config_class is not None:
+        mapping = get_checkpoint_conversion_mapping(base.config_class.model_type)
+    if mapping is not None:
+        register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
 def attach(model: PreTrainedModel, plan: Plan) -> None:
@@ -118,7 +184,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             continue
         if hasattr(host, "linear_attention"):
             continue
-        attention = LinearAttention(layer.kernel, layer.arguments, layer.shape)
+        attention = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window)
         if not any(t.is_meta for t in [*attention.parameters(), *attention.buffers()]):
             attention.reset_parameters(plan.seed + (layer.index or 0))
             reference = next(host.parameters(), None)
@@ -126,9 +192,14 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
                 attention.to(reference.device)
         host.linear_attention = attention
         attention.train(host.training)
-        host.register_forward_pre_hook(_hand_over_cache, with_kwargs=True)
-    if any(layer.shape.causal for layer in plan.converted) and not model.config.is_encoder_decoder:
-        root.register_forward_pre_hook(_default_cache, with_kwargs=True)
+        if plan.base_model_type in REDIRECTED:
+            redirect(host)
+        else:
+            host.register_forward_pre_hook(_hand_over_cache, with_kwargs=True)
+    if any(layer.shape.causal for layer in plan.converted):
+        root.register_forward_pre_hook(_mask_while_tracing, with_kwargs=True)
+        if not model.config.is_encoder_decoder:
+            root.register_forward_pre_hook(_default_cache, with_kwargs=True)
 
 
 def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -145,6 +216,20 @@ def _default_cache(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
         return None
     made = LinearizeCache(root.config.get_text_config(decoder=True), _cache_indices(root))
     return args, kwargs | {"past_key_values": made}
+
+
+def _mask_while_tracing(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Say that no token is padding where torch.compile or torch.export would otherwise prepare for packed sequences.
+
+    transformers looks for packed sequences in position_ids; while tracing it cannot look and assumes them.
+    """
+    if not torch.compiler.is_compiling() or len(args) > 1:
+        return None
+    given = ("attention_mask", "past_key_values", "position_ids", "inputs_embeds", "decoder_input_ids")
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is None or any(kwargs.get(name) is not None for name in given):
+        return None
+    return args, kwargs | {"attention_mask": torch.ones_like(tokens)}
 
 
 def _cache_indices(model: nn.Module) -> set[int]:

@@ -12,6 +12,7 @@ from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_
 from linearize.modeling.model import attach, model_class
 from linearize.modeling.plan import Plan
 from linearize.surgery.plan import plan as make_plan
+from linearize.surgery.timm import is_timm, wrap
 
 
 def convert(
@@ -32,7 +33,8 @@ def convert(
     The kernels start untrained: `linearize.distill` teaches them to imitate softmax.
 
     Args:
-        model: any transformers model whose attention goes through the attention interface.
+        model: any transformers model whose attention goes through the attention interface; or what `timm.create_model`
+            gave, which comes back wrapped as a transformers model.
         kernel: name of the kernel for all layers that `layers` does not name, or of a preset.
         kernel_args: its arguments.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
@@ -54,6 +56,8 @@ def convert(
         >>> model = AutoModelForMaskedLM.from_pretrained("roberta-base")
         >>> model = linearize.convert(model, kernel="hedgehog", max_length=4096)
     """
+    if is_timm(model):
+        model = wrap(model)
     decided = make_plan(
         model,
         kernel,

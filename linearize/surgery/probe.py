@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from linearize.attention.interface import ALTERING
+from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError
 
 _NAME = "linearize_probe"
@@ -94,23 +95,37 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) ->
     Raises:
         UnsupportedModelError: if the trial run fails.
     """
-    recorder = _Recorder()
+    made = inputs is None
     inputs = dict(inputs) if inputs is not None else example_inputs(model)
     training = model.training
     model.eval()
     try:
-        with _recording(model, recorder), torch.no_grad():
-            model(**inputs)
+        return _run(model, inputs)
     except UnsupportedModelError:
         raise
     except Exception as error:
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
+        # A head may want more (several choices, an end token in the decoder); the attentions are in the model below.
+        below: Any = model.base_model
+        if made and below is not model:
+            with contextlib.suppress(Exception):
+                return _run(below, example_inputs(below))
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items() if torch.is_tensor(value))
         raise UnsupportedModelError(
             f"a trial run of {type(model).__name__} on {shapes} failed ({type(error).__name__}: {_first_line(error)}); "
             "pass example_inputs=... that its forward accepts"
         ) from error
     finally:
         model.train(training)
+
+
+def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
+    if model.config.model_type in REDIRECTED:
+        from linearize.surgery import timm
+
+        return timm.probe(model, inputs)
+    recorder = _Recorder()
+    with _recording(model, recorder), torch.no_grad():
+        model(**inputs)
     return recorder.calls
 
 

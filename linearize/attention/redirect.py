@@ -1,0 +1,75 @@
+"""Attention that calls `F.scaled_dot_product_attention` itself, with no interface to register with (timm).
+
+The host keeps everything it does before and after: projections, norms, rotary positions, gates. Only that one call goes
+to the kernel instead, through torch's own override mechanism, and only inside the host's forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from linearize.attention.interface import attention_forward
+
+REDIRECTED = ("timm_wrapper",)
+"""`model_type` of the transformers models whose attentions are of this kind."""
+
+
+class Redirect(TorchFunctionMode):
+    """While entered, sends scaled dot-product attention to the attention of one host."""
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self.host = host
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass every function on but the one."""
+        kwargs = kwargs or {}
+        return self.attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend with the host's kernel; arguments as of the function it stands in for, q [B, H, T, D] -> [B, H, T, V].
+
+        A mask per pair of tokens is refused by `attention_forward`.
+        """
+        out, _ = attention_forward(self.host, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)
+        return out.transpose(1, 2)
+
+
+class RedirectedHost:
+    """Mixed into the class of a host, first in the order of inheritance."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's own forward with its attention redirected."""
+        with Redirect(self):  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def redirect(host: nn.Module) -> None:
+    """Make `host`, which has a `linear_attention`, use it."""
+    if isinstance(host, RedirectedHost):
+        return
+    base = type(host)
+    if base not in _CLASSES:
+        name = f"Linearized{base.__name__}"
+        _CLASSES[base] = type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
+    host.__class__ = _CLASSES[base]
+    # timm's switch between the fused function and a formula written out.
+    if hasattr(host, "fused_attn"):
+        host.fused_attn = True  # type: ignore[assignment]

@@ -1,0 +1,194 @@
+"""Does a weights file belong to its config.json? Answered from the file's header, before any weight is read.
+
+A damaged or edited folder is refused whole: no partial model, and no memory for sizes that only config.json claims.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
+
+from linearize.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000
+HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+Header = dict[str, tuple[int, ...]]
+"""Shape of every tensor of a checkpoint by its name."""
+
+
+def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], config: Any, **options: Any) -> None:
+    """Hold the weights of a checkpoint against the model that its config.json describes.
+
+    Args:
+        name: folder, or name on the Hub.
+        model: class of the saved model.
+        config: the checkpoint's own config, without a caller's changes.
+        **options: of `from_pretrained`; those about the Hub are used.
+
+    Raises:
+        CheckpointError: if a file is missing or cut off, or a tensor is missing, too many or of another size.
+    """
+    header = read_header(name, **options)
+    if header is None:
+        return
+    _check_depth(config, header)
+    try:
+        with torch.device("meta"):
+            empty = model(config)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"config.json describes no model that can be built ({type(error).__name__}: {first_line(error)}); "
+            "the file is damaged or was edited: convert the model again"
+        ) from error
+    named = revert_weight_conversion(empty, empty.state_dict())
+    expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
+    _compare(header, expected, _optional(empty, {*header, *expected}))
+
+
+def _optional(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names that a file may leave out: of several tied tensors it holds one, and what the class says."""
+    pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    attributes = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save")
+    patterns = [re.compile(pattern) for key in attributes for pattern in getattr(model, key, None) or ()]
+    return {*pairs, *pairs.values(), *(name for name in names if any(p.search(name) for p in patterns))}
+
+
+def _compare(header: Header, expected: Header, optional: set[str]) -> None:
+    missing = sorted(set(expected) - set(header) - optional)
+    extra = sorted(set(header) - set(expected) - optional)
+    other = sorted(key for key in set(header) & set(expected) if header[key] != expected[key])
+    advice = "config.json and the weights do not belong together: download the checkpoint again or convert again"
+    if missing:
+        raise CheckpointError(f"the weights file lacks {_some(missing)}, which config.json asks for; {advice}")
+    if extra:
+        raise CheckpointError(f"the weights file holds {_some(extra)}, which config.json does not know; {advice}")
+    if other:
+        key = other[0]
+        raise CheckpointError(
+            f"the weights file has {_some(other)} in another size than config.json asks for ({key}: got "
+            f"{list(header[key])}, expected {list(expected[key])}); {advice}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _check_depth(config: Any, header: Header) -> None:
+    """Refuse a number of layers that the file cannot hold, before modules are made for each of them."""
+    configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
+    for one in configs:
+        for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
+            count = getattr(one, key, None)
+            if isinstance(count, int) and count > len(header):
+                raise CheckpointError(
+                    f"config.json: got {key} {count}, but the weights file holds only {len(header)} tensors; "
+                    "the file was edited: restore it or convert the model again"
+                )
+
+
+def read_header(name: str | os.PathLike[str], **options: Any) -> Header | None:
+    """Read the names and shapes of all tensors of a checkpoint, and check that no file is cut off.
+
+    Args:
+        name: folder, or name on the Hub.
+        **options: of `from_pretrained`; those about the Hub are used.
+
+    Returns:
+        The shapes; None where the weights are not in safetensors files of the usual names (then nothing can be said).
+
+    Raises:
+        CheckpointError: if a file is missing or damaged.
+    """
+    hub = {key: value for key, value in options.items() if key in HUB_OPTIONS and value is not None}
+    single = _find(name, SINGLE, hub)
+    if single is not None:
+        return _file_header(single)
+    index = _find(name, INDEX, hub)
+    if index is None:
+        _complain_if_empty(name, hub)
+        return None
+    header: Header = {}
+    for shard in _shards(index):
+        path = _find(name, shard, hub)
+        if path is None:
+            raise CheckpointError(f"the weights file {shard!r} is missing; download the checkpoint again")
+        header |= _file_header(path)
+    return header
+
+
+def _find(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> str | None:
+    return cached_file(
+        name,
+        file,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
+    )
+
+
+def _complain_if_empty(name: str | os.PathLike[str], hub: dict[str, Any]) -> None:
+    folder = os.path.join(name, hub.get("subfolder") or "")
+    if not os.path.isdir(folder):
+        return
+    if not any(file.endswith((".safetensors", ".bin", ".index.json")) for file in os.listdir(folder)):
+        raise CheckpointError(f"{str(name)!r} has no weights file ({SINGLE}); copy or download the checkpoint again")
+
+
+def _shards(index: str) -> Iterable[str]:
+    try:
+        with open(index, encoding="utf-8") as handle:
+            files = set(json.load(handle)["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
+    for file in files:
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{INDEX} names {file!r}, expected safetensors files beside it; the file was edited")
+    return sorted(files)
+
+
+def _file_header(path: str) -> Header:
+    """Read a safetensors header: 8 bytes of length, JSON, then the data that its offsets must cover exactly."""
+    damaged = f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            if length > min(_MAX_HEADER, size - 8):
+                raise CheckpointError(damaged)
+            entries = json.loads(handle.read(length))
+        entries.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        header = {str(key): tuple(int(n) for n in entry["shape"]) for key, entry in entries.items()}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
+        raise CheckpointError(damaged) from None
+    if 8 + length + end != size:
+        raise CheckpointError(damaged)
+    return header
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text: our messages are one line each."""
+    return (str(error).strip().splitlines() or ["no message"])[0]

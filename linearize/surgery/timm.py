@@ -1,0 +1,158 @@
+"""timm models: found out by running them once, and wrapped as transformers models, so that they are saved like any.
+
+timm's attentions have no interface to register with. What they have in common is that they call
+`F.scaled_dot_product_attention` themselves, so that is where they are watched here and redirected once converted
+(`linearize.attention.redirect`). Attentions that write the softmax out (LeViT, CaiT, XCiT ...) are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from linearize.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from linearize.surgery.probe import Call
+
+
+def is_timm(model: nn.Module) -> bool:
+    """Tell whether a model is a bare timm model, not one wrapped by transformers."""
+    return not isinstance(model, PreTrainedModel) and hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes")
+
+
+def wrap(model: nn.Module, model_args: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """Make a transformers model of a bare timm model; both hold the same weights.
+
+    Args:
+        model: what `timm.create_model` gave.
+        model_args: the arguments that `timm.create_model` was given beside the name and `num_classes`; found out for
+            `img_size`, needed for any other that changes the weights.
+
+    Returns:
+        `TimmWrapperForImageClassification`, or `TimmWrapperModel` where there is no classifier.
+
+    Raises:
+        ConfigError: if timm does not build the same model from these arguments.
+    """
+    from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
+
+    facts: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+    classes = int(model.num_classes)  # type: ignore[arg-type]
+    arguments = dict(model_args or {})
+    patches = getattr(model, "patch_embed", None)
+    size = getattr(patches, "img_size", None)
+    facts = {key: value for key, value in facts.items() if _is_plain(value)}
+    if size is not None:
+        size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+        if size != tuple(facts.get("input_size", (3, 224, 224)))[-2:]:
+            arguments.setdefault("img_size", list(size))
+        facts["input_size"] = [facts.get("input_size", (3,))[0], *size]
+    values = {"architecture": facts.get("architecture"), "num_classes": classes, "pretrained_cfg": facts}
+    labels = {"num_labels": classes} if classes else {}
+    config = TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels)
+    made: Any = TimmWrapperForImageClassification if classes else TimmWrapperModel
+    with torch.device("meta"):
+        empty = made(config)
+    _check_same(model, empty.timm_model, arguments)
+    with torch.device("meta"):
+        wrapped = made(config)
+    wrapped.timm_model = model
+    wrapped.train(model.training)
+    wrapped.config.architectures = [made.__name__]
+    return wrapped
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool, list, tuple, type(None)))
+
+
+def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Hold the model against what a checkpoint of it would be loaded into."""
+    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    other = {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
+    if mine == other:
+        return
+    name = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))[0]
+    raise ConfigError(
+        f"timm model: {name} is {mine.get(name)}, but timm builds {other.get(name)} from its name and "
+        f"{dict(arguments)}; "
+        "wrap it first: linearize.surgery.timm.wrap(model, model_args={the arguments of create_model})"
+    )
+
+
+def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
+    """Run a wrapped timm model once and return its attention calls in order.
+
+    Raises:
+        UnsupportedModelError: if no attention is called, though there are modules of that name.
+    """
+    watcher = _Watcher()
+    with _following(model, watcher), torch.no_grad(), watcher:
+        model(**inputs)
+    if not watcher.calls and any("attention" in type(m).__name__.lower() for m in model.modules()):
+        raise UnsupportedModelError(
+            f"timm's {model.config.architecture!r} has attention, but it writes softmax out instead of calling "
+            "torch's scaled_dot_product_attention, so it cannot be reached; use a ViT, DeiT, EVA or DINO model"
+        )
+    return watcher.calls
+
+
+class _Watcher(TorchFunctionMode):
+    """Writes down the scaled dot-product attentions that run, with the module that calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.running: list[nn.Module] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self.running:
+            self._note(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _note(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: Any = 0, is_causal: Any = 0, **_: Any
+    ) -> None:
+        from linearize.surgery.probe import Call
+
+        q_shape, k_shape, v_shape = ((1,) * (4 - t.ndim) + tuple(t.shape) for t in (q, k, v))
+        kind = "none" if attn_mask is None else "bias"
+        self.calls.append(
+            Call(self.running[-1], q_shape, k_shape, v_shape, mask=kind, altered="", is_causal=bool(is_causal))
+        )
+
+
+@contextlib.contextmanager
+def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
+    """Keep the watcher informed of which module runs."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        watcher.running.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        watcher.running.pop()
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    # timm's switch between the fused function and a formula written out.
+    unfused: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
+    for module in unfused:
+        module.fused_attn = True
+    try:
+        yield
+    finally:
+        for module in unfused:
+            module.fused_attn = False
+        for handle in handles:
+            handle.remove()

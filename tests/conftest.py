@@ -1,0 +1,10 @@
+"""Every test runs offline and on one thread: results must not depend on the network or on the machine's load."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+torch.set_num_threads(1)

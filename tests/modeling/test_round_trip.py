@@ -1,0 +1,243 @@
+"""Convert, save, load through every Auto class: the same numbers, and the same class of the original."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from tiny import converted, inputs_of, original, outputs
+from transformers import AutoConfig, AutoModel
+
+import linearize
+from linearize.attention.interface import linear_attentions
+from linearize.attention.mixer import IMPLEMENTATION
+from linearize.errors import ConfigError
+
+TEXT_HEADS = [
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForMultipleChoice",
+    "AutoModelForQuestionAnswering",
+]
+DECODER_HEADS = [
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+]
+IMAGE_HEADS = ["AutoModel", "AutoModelForImageClassification"]
+MATRIX = [
+    *[(name, head) for name in ("bert", "roberta", "distilbert", "modernbert") for head in TEXT_HEADS],
+    *[(name, head) for name in ("gpt2", "llama", "qwen2") for head in DECODER_HEADS],
+    *[(name, head) for name in ("vit", "deit", "dinov2", "clip") for head in IMAGE_HEADS],
+    *[(name, head) for name in ("mistral", "gemma3") for head in ("AutoModel", "AutoModelForCausalLM")],
+    *[("bart", head) for head in ("AutoModel", "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification")],
+]
+
+
+@pytest.mark.parametrize(("name", "head"), MATRIX, ids=[f"{n}-{h.removeprefix('Auto')}" for n, h in MATRIX])
+def test_save_and_load_through_auto_class(name, head, tmp_path):
+    model = converted(name, head)
+    linearize.save(model, tmp_path / "out")
+    loaded, info = getattr(transformers, head).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert isinstance(loaded, type(original(name, head)))
+    assert len(linear_attentions(loaded)) == len(linear_attentions(model)) >= 2
+    want, got = model.state_dict(), loaded.state_dict()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    inputs = inputs_of(model)
+    before, after = outputs(model, inputs), outputs(loaded, inputs)
+    # Weights that lie elsewhere in memory may be summed in another order by a matrix-vector product.
+    for one, two in zip(before, after, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+def test_differs_from_softmax_and_starts_close_to_it(tmp_path):
+    model = original("bert")
+    inputs = inputs_of(model)
+    before = outputs(model, inputs)[0]
+    after = outputs(linearize.convert(model), inputs)[0]
+    assert 1e-4 < (before - after).abs().max() < 1.0
+
+
+def test_second_round_writes_the_same_files(tmp_path):
+    linearize.save(converted("bert", "AutoModelForMaskedLM"), tmp_path / "one")
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "two")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "two")
+    again.save_pretrained(tmp_path / "three")
+    files = sorted(path.name for path in (tmp_path / "three").iterdir())
+    assert set(files) == {path.name for path in (tmp_path / "two").iterdir()}
+    for name in files:
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "three" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("bert", "AutoModelForSequenceClassification"), ("vit", "AutoModelForImageClassification")]
+)
+def test_num_labels_may_change_on_load(name, head, tmp_path):
+    linearize.save(converted(name), tmp_path / "base")
+    model = getattr(transformers, head).from_pretrained(tmp_path / "base", num_labels=7)
+    assert outputs(model, inputs_of(model))[0].shape == (3, 7)
+    linearize.save(model, tmp_path / "head")
+    other = getattr(transformers, head).from_pretrained(tmp_path / "head", num_labels=4, ignore_mismatched_sizes=True)
+    assert outputs(other, inputs_of(other))[0].shape == (3, 4)
+    assert other.config.num_labels == 4
+    assert all(
+        torch.equal(one, two)
+        for a, b in zip(linear_attentions(model).values(), linear_attentions(other).values(), strict=True)
+        for one, two in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+def test_another_head_than_saved_keeps_the_body(tmp_path):
+    model = converted("bert", "AutoModelForMaskedLM")
+    linearize.save(model, tmp_path / "out")
+    body = AutoModel.from_pretrained(tmp_path / "out", add_pooling_layer=False)
+    inputs = inputs_of(model)
+    want = outputs(model, inputs, output_hidden_states=True)
+    with torch.no_grad():
+        hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
+    assert len(want) == 1
+    torch.testing.assert_close(outputs(body, inputs)[0], hidden, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "gpt2", "llama", "vit", "modernbert"])
+def test_output_attentions_and_hidden_states(name, tmp_path):
+    linearize.save(converted(name), tmp_path / "out")
+    model = AutoModel.from_pretrained(tmp_path / "out")
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True, output_hidden_states=True)
+    layers = model.config.num_hidden_layers
+    assert len(out.hidden_states) == layers + 1
+    assert len(out.attentions) == layers
+    for weight in out.attentions:
+        tokens = out.hidden_states[0].shape[1]
+        assert weight.shape == (3, 4, tokens, tokens)
+        torch.testing.assert_close(weight.sum(-1), torch.ones(3, 4, tokens), rtol=0, atol=1e-5)
+        if "attention_mask" in inputs:
+            assert weight[0, ..., -3:].abs().max() == 0
+        if name in ("gpt2", "llama"):
+            assert weight.triu(1).abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_on_load_keeps_kernels_in_fp32(dtype, tmp_path):
+    model = converted("llama", "AutoModelForCausalLM")
+    linearize.save(model, tmp_path / "out")
+    low = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    assert low.model.embed_tokens.weight.dtype == dtype
+    assert {p.dtype for layer in linear_attentions(low).values() for p in layer.parameters()} == {torch.float32}
+    inputs = inputs_of(model)
+    got = outputs(low, inputs)[0]
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), outputs(model, inputs)[0], rtol=0, atol=0.02)
+    linearize.save(low, tmp_path / "low")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "low")
+    assert again.dtype == dtype
+    assert torch.equal(outputs(again, inputs)[0], got)
+
+
+def test_device_map_and_shards(tmp_path):
+    model = converted("gpt2", "AutoModelForCausalLM")
+    linearize.save(model, tmp_path / "out", max_shard_size="20KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="auto")
+    inputs = inputs_of(model)
+    torch.testing.assert_close(outputs(loaded, inputs)[0], outputs(model, inputs)[0], rtol=0, atol=2e-6)
+
+
+def test_config_and_tokenizer_and_processor_from_the_folder(tmp_path):
+    from transformers import AutoImageProcessor, AutoTokenizer, BertTokenizer, ViTImageProcessor
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog"]
+    tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(words)})
+    linearize.save(converted("bert"), tmp_path / "text", processor=tokenizer)
+    config = AutoConfig.from_pretrained(tmp_path / "text")
+    assert config.model_type == "linearize"
+    assert isinstance(config, transformers.BertConfig)
+    assert AutoTokenizer.from_pretrained(tmp_path / "text")("a cat").input_ids == [2, 5, 6, 3]
+    linearize.save(converted("vit"), tmp_path / "image", processor=ViTImageProcessor(size={"height": 30, "width": 30}))
+    assert AutoImageProcessor.from_pretrained(tmp_path / "image").size["height"] == 30
+
+
+@pytest.mark.parametrize("wanted", ["sdpa", "eager", "flash_attention_2"])
+def test_another_attention_implementation_is_refused(wanted, tmp_path):
+    linearize.save(converted("bert"), tmp_path / "out")
+    with pytest.raises(ConfigError, match=f"attn_implementation='{wanted}'"):
+        AutoModel.from_pretrained(tmp_path / "out", attn_implementation=wanted)
+    model = AutoModel.from_pretrained(tmp_path / "out", attn_implementation=IMPLEMENTATION)
+    with pytest.raises(ConfigError, match="softmax"):
+        model.set_attn_implementation(wanted)
+    with pytest.raises(ConfigError, match=f"attn_implementation='{wanted}'"):
+        type(model).from_pretrained(tmp_path / "out", attn_implementation=wanted)
+
+
+def test_without_linearize_imported_loading_is_an_error_and_never_softmax(tmp_path):
+    linearize.save(converted("bert"), tmp_path / "out")
+    code = (
+        "import sys, transformers\n"
+        "for more in ({}, {'trust_remote_code': False}):\n"
+        "    try:\n"
+        f"        transformers.AutoModel.from_pretrained({str(tmp_path / 'out')!r}, **more)\n"
+        "    except ValueError as error:\n"
+        "        assert 'trust_remote_code=True' in str(error), error\n"
+        "    else:\n"
+        "        sys.exit('loaded')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fresh_process_needs_only_the_import(tmp_path):
+    linearize.save(converted("bert"), tmp_path / "out")
+    code = (
+        "import linearize, sys\n"
+        "assert 'torch' not in sys.modules\n"
+        "from transformers import AutoModel\n"
+        f"print(type(AutoModel.from_pretrained({str(tmp_path / 'out')!r})).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "LinearizedBertModel", done.stderr
+
+
+def test_config_json_has_its_own_model_type_and_no_path(tmp_path):
+    linearize.save(converted("bert"), tmp_path / "out")
+    text = (tmp_path / "out" / "config.json").read_text()
+    values = json.loads(text)
+    assert values["model_type"] == "linearize"
+    assert values["linearize"]["base_model_type"] == "bert"
+    assert values["auto_map"] == {"AutoConfig": "modeling_linearize.LinearizeConfig"}
+    assert str(tmp_path) not in text
+
+
+def test_pipelines_run_without_complaint(tmp_path, caplog):
+    from transformers import BertTokenizer, pipeline
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog"]
+    tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(words)})
+    transformers.utils.logging.enable_propagation()
+    try:
+        for head, task in [
+            ("AutoModelForSequenceClassification", "text-classification"),
+            ("AutoModelForTokenClassification", "token-classification"),
+            ("AutoModelForMaskedLM", "fill-mask"),
+            ("AutoModel", "feature-extraction"),
+        ]:
+            folder = tmp_path / task
+            linearize.save(converted("bert", head), folder, processor=tokenizer)
+            with caplog.at_level(logging.WARNING, logger="transformers"):
+                assert pipeline(task, model=str(folder))("a [MASK] dog")
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []

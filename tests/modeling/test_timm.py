@@ -1,0 +1,171 @@
+"""timm models: wrapped, converted, saved, loaded as any transformers model; other kinds of attention are told apart."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import outputs, stir
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, TimmWrapperConfig
+
+import linearize
+from linearize.attention.interface import linear_attentions
+from linearize.errors import ConfigError, UnsupportedModelError
+from linearize.surgery.timm import wrap
+
+timm = pytest.importorskip("timm")
+
+SMALL = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4}
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", SMALL),
+    "vit-no-class-token": ("vit_tiny_patch16_224", {**SMALL, "class_token": False, "global_pool": "avg"}),
+    "vit-qk-norm": ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}),
+    "vit-registers": ("vit_small_patch14_reg4_dinov2", {**SMALL, "img_size": 28}),
+    "deit-distilled": ("deit_tiny_distilled_patch16_224", SMALL),
+    "eva-rope": ("eva02_tiny_patch14_224", {**SMALL, "img_size": 28}),
+    "dinov3-rope": ("vit_small_patch16_dinov3", SMALL),
+    "siglip-pool": ("vit_base_patch16_siglip_224", SMALL),
+    "test_vit": ("test_vit", {}),
+    "test_vit4": ("test_vit4", {}),
+}
+
+
+def bare(name: str, classes: int = 5):
+    architecture, arguments = MODELS[name]
+    torch.manual_seed(0)
+    model = timm.create_model(architecture, pretrained=False, num_classes=classes, **arguments).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Fresh timm weights are so small that every attention is uniform.
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model, dict(arguments)
+
+
+def images(model, batch: int = 3):
+    return {"pixel_values": torch.randn(batch, *model.config.pretrained_cfg["input_size"])}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_convert_save_load(name, tmp_path):
+    model, arguments = bare(name)
+    wrapped = wrap(model, arguments)
+    pixels = images(wrapped)
+    softmax = outputs(wrapped, pixels)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(model(pixels["pixel_values"]), softmax, rtol=0, atol=0)
+    plan = linearize.plan(wrapped)
+    linearize.apply(wrapped, plan)
+    stir(wrapped)
+    layers = linear_attentions(wrapped)
+    assert len(layers) == len(plan.converted) == len(wrapped.timm_model.blocks)
+    linear = outputs(wrapped, pixels)[0]
+    assert (linear - softmax).abs().max() > 1e-4
+    linearize.save(wrapped, tmp_path / "out")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(outputs(loaded, pixels)[0], linear, rtol=0, atol=2e-6)
+    compiled = torch.compile(loaded, fullgraph=True, backend="eager")
+    torch.testing.assert_close(outputs(compiled, pixels)[0], linear, rtol=0, atol=2e-6)
+    torch._dynamo.reset()
+
+
+def test_pooling_attention_stays(tmp_path):
+    model, arguments = bare("siglip-pool")
+    plan = linearize.plan(wrap(model, arguments))
+    assert [layer.reason for layer in plan.layers if not layer.converted] == ["cross-attention"]
+
+
+def test_observer_sees_queries_after_norm_and_rotation():
+    model, arguments = bare("eva-rope")
+    wrapped = wrap(model, arguments)
+    pixels = images(wrapped)
+    before = outputs(wrapped, pixels)[0]
+    linearize.convert(wrapped)
+    seen = []
+    for layer in linear_attentions(wrapped).values():
+        layer.observer = lambda layer, q, k, v, mask, scaling: seen.append((q.shape, mask, scaling))
+    torch.testing.assert_close(outputs(wrapped, pixels)[0], before, rtol=0, atol=2e-6)
+    assert seen == [(torch.Size([3, 4, 5, 8]), None, 8**-0.5)] * 2
+
+
+def test_bare_model_is_wrapped_by_convert(tmp_path):
+    model = timm.create_model("test_vit", pretrained=False, num_classes=4, img_size=64)
+    converted = linearize.convert(model)
+    assert type(converted).__name__ == "LinearizedTimmWrapperForImageClassification"
+    assert converted.timm_model is model
+    linearize.save(converted, tmp_path / "out")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert loaded.config.num_labels == 4
+    assert outputs(loaded, {"pixel_values": torch.zeros(1, 3, 64, 64)})[0].shape == (1, 4)
+
+
+def test_arguments_of_create_model_that_are_not_known_are_asked_for():
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, **SMALL)
+    with pytest.raises(ConfigError, match="model_args"):
+        wrap(model)
+
+
+def test_no_classifier_gives_the_base_model(tmp_path):
+    model = linearize.convert(timm.create_model("test_vit", pretrained=False, num_classes=0))
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModel.from_pretrained(tmp_path / "out")
+    pixels = images(loaded)
+    assert outputs(loaded, pixels)[0].shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("resnet18", {}, "not a Transformer"),
+        ("levit_128s", {}, "writes softmax out"),
+        ("beit_base_patch16_224", SMALL, "additive bias"),
+        ("cait_xxs24_224", {}, "only cross-attention"),
+    ],
+)
+def test_what_cannot_be_converted_says_why(name, arguments, message):
+    model = timm.create_model(name, pretrained=False, num_classes=5, **arguments)
+    with pytest.raises(UnsupportedModelError, match=message):
+        linearize.plan(wrap(model, arguments))
+
+
+def test_pipeline_and_processor_from_the_folder(tmp_path):
+    from PIL import Image
+    from transformers import pipeline
+
+    model = linearize.convert(timm.create_model("test_vit", pretrained=False, num_classes=5))
+    linearize.save(model, tmp_path / "out")
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    assert type(processor).__name__ == "TimmWrapperImageProcessor"
+    classify = pipeline("image-classification", model=str(tmp_path / "out"))
+    found = classify(Image.new("RGB", (200, 150), (200, 30, 30)))
+    assert len(found) == 5
+    assert sum(one["score"] for one in found) == pytest.approx(1, abs=1e-5)
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["pretrained_cfg"]["input_size"] == [3, 160, 160]
+
+
+def test_local_timm_folder(tmp_path):
+    """A folder as timm's own push writes it: its config.json has `architecture` and no `model_type`."""
+    from safetensors.torch import save_file
+
+    model = timm.create_model("test_vit", pretrained=False, num_classes=5).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    values = {"architecture": "test_vit", "num_classes": 5, "pretrained_cfg": {"input_size": [3, 160, 160]}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert isinstance(loaded.config, TimmWrapperConfig)
+    linearize.convert(loaded)
+    linearize.save(loaded, tmp_path / "out")
+    again = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert len(linear_attentions(again)) == len(model.blocks)
+
+
+def test_other_resolution_than_trained(tmp_path):
+    model = wrap(timm.create_model("test_vit", pretrained=False, num_classes=5))
+    from linearize.surgery.positions import current_length, extend_positions
+
+    longer = extend_positions(model, 2 * current_length(model))
+    linearize.convert(model)
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert outputs(loaded, {"pixel_values": torch.zeros(1, 3, *longer.image_size)})[0].shape == (1, 5)
