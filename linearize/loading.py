@@ -68,7 +68,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     loader: Any = getattr(transformers, TASKS[task] if task else str(architecture), None)
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
         loader = transformers.AutoModel
-    with _quiet(), _explained(name, architecture):
+    with quiet(), _explained(name, architecture):
         model = loader.from_pretrained(name, revision=revision)
     modality = MODALITIES.get(model.main_input_name, "other")
     if not MODALITIES.keys() & {model.main_input_name}:
@@ -142,8 +142,8 @@ def _explained(name: str, architecture: str | None) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
-    """Keep transformers' loading bar and its list of unused head weights off the screen."""
+def quiet() -> Any:
+    """Keep transformers' own bars and its list of unused head weights off the screen."""
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -164,7 +164,7 @@ def _load_processor(name: str, revision: str | None, modality: str) -> Any:
     if auto is None:
         return None
     try:
-        with _quiet():
+        with quiet():
             return auto.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None

@@ -121,6 +121,7 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
     from linearize.checkpoint.save import check_target, save
+    from linearize.loading import quiet
     from linearize.modeling.model import kernel_parameters
     from linearize.registry import kernel_info, make_config
     from linearize.surgery.apply import apply
@@ -155,14 +156,15 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
         0.0,
     )
     model.to("cpu")
-    save(
-        model,
-        options.target(),
-        processor=loaded.processor,
-        overwrite=options.overwrite,
-        provenance=_provenance(options, result),
-        extra_files=_log_files(distillation),
-    )
+    with quiet():
+        save(
+            model,
+            options.target(),
+            processor=loaded.processor,
+            overwrite=options.overwrite,
+            provenance=_provenance(options, result),
+            extra_files=_log_files(distillation),
+        )
     result.seconds = time.perf_counter() - start
     tell("saved", result)
     return result

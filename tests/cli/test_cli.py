@@ -1,0 +1,304 @@
+"""The command line on tiny models: what it prints, what it writes, and how it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from linearize.cli import main
+from linearize.cli.main import VERBS, build_parser
+from tiny import original
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, ViTImageProcessor, pipeline
+
+import linearize
+from linearize.distillation import loop
+
+SENTENCE = "the cat sat on a mat and then it ran far away from all of us who saw how very fast one can be"
+WORDS = SENTENCE.split()
+FAMILIES = {
+    "roberta": ("AutoModelForMaskedLM", "fill-mask"),
+    "gpt2": ("AutoModelForCausalLM", "text-generation"),
+    "llama": ("AutoModelForCausalLM", "text-generation"),
+    "vit": ("AutoModelForImageClassification", "image-classification"),
+}
+
+
+def tokenizer():
+    specials = ["<pad>", "<unk>", "<mask>", "<s>", "</s>"]
+    vocabulary = {word: i for i, word in enumerate([*specials, *dict.fromkeys(WORDS)])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints of tiny models, with tokenizer or image processor, and a data set."""
+    root = tmp_path_factory.mktemp("models")
+    for name, (head, _) in FAMILIES.items():
+        # RoBERTa's table has two rows for itself.
+        overrides = {"max_position_embeddings": 66} if name == "roberta" else {}
+        original(name, head, **overrides).save_pretrained(root / name)
+        processor = ViTImageProcessor(size={"height": 30, "width": 30}) if name == "vit" else tokenizer()
+        processor.save_pretrained(root / name)
+    lines = [json.dumps({"sentence": " ".join(WORDS[i % 7 :] + WORDS[: i % 5]), "n": i}) for i in range(60)]
+    (root / "data.jsonl").write_text("\n".join(lines))
+    (root / "empty.jsonl").write_text("")
+    return root
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def logits(model, name):
+    with torch.no_grad():
+        if name == "vit":
+            return model(torch.linspace(-1, 1, 2 * 3 * 900).reshape(2, 3, 30, 30)).logits
+        return model(torch.arange(20).reshape(2, 10)).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, capsys, monkeypatch):
+    head, task = FAMILIES[name]
+    kept = {}
+    # What the conversion holds in memory just before it saves, to compare with what comes back.
+    import linearize.checkpoint.save as save_module
+
+    real = save_module.save
+
+    def spy(model, *args, **kwargs):
+        kept["logits"] = logits(model.eval(), name)
+        return real(model, *args, **kwargs)
+
+    monkeypatch.setattr(save_module, "save", spy)
+    data = [] if name == "vit" else ["--dataset", folders / "data.jsonl", "--text-column", "sentence"]
+    out = tmp_path / "out"
+    code, text, _ = run(
+        capsys, "convert", folders / name, "--kernel", "hedgehog", *data, "--distill-steps", 3, "--holdout", 8,
+        "--batch-size", 4, "--output", out, "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+    assert "2 of 2 attentions become linear" in text
+    assert "Saved" in text
+    loaded = getattr(transformers, head).from_pretrained(out)
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.clone()
+    assert torch.equal(logits(loaded, name), kept["logits"])
+    assert len((out / "distillation.jsonl").read_text().splitlines()) == 3
+    assert pipeline(task, str(out), device="cpu").model.config.model_type == "linearize"
+
+
+def test_longer_inputs_and_json(folders, tmp_path, capsys):
+    out = tmp_path / "long"
+    code, text, _ = run(
+        capsys, "convert", folders / "gpt2", "--max-length", 200, "--distill-steps", 2, "--dataset",
+        folders / "data.jsonl", "--output", out, "--json", "--device", "cpu", "--holdout", 8,
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads(text)
+    assert result["positions"]["new_length"] == 200
+    assert result["distillation"]["steps"] == 2
+    assert result["parameters_added"] == 2 * 4 * (8 * 8 + 8)
+    assert result["distillation"]["after"]["mean"]["kl"] < result["distillation"]["before"]["mean"]["kl"]
+    assert transformers.AutoTokenizer.from_pretrained(out).model_max_length == 200
+    model = transformers.AutoModel.from_pretrained(out)
+    with torch.no_grad():
+        assert model(torch.randint(0, 90, (1, 200))).last_hidden_state.shape[1] == 200
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--keep-softmax", "0")
+    assert code == 0
+    assert "1 of 2 attentions become linear" in text
+    assert "kept on request" in text
+    assert list(tmp_path.iterdir()) == []
+    code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--json")
+    assert [layer["kernel"] for layer in json.loads(text)["layers"]] == ["hedgehog", "hedgehog"]
+
+
+def test_default_output_is_model_and_kernel(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, _ = run(capsys, "convert", folders / "gpt2", "--kernel", "flexformer_n", "--distill-steps", 0)
+    assert code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt2-flexformer_n"]
+
+
+BAD = {
+    "kernel": (["--kernel", "hedghog"], "Did you mean 'hedgehog'"),
+    "argument": (["--kernel-arg", "activatoin=exp"], "Did you mean 'activation'"),
+    "value": (["--kernel-arg", "activation=tanh"], "expected one of softmax, exp"),
+    "pair": (["--kernel-arg", "activation"], "expected NAME=VALUE"),
+    "twice": (["--kernel-arg", "bias=true", "--kernel-arg", "bias=false"], "given twice"),
+    "kept": (["--keep-softmax", "0,1"], "nothing is left to convert"),
+    "layer": (["--keep-softmax", "7"], "layer 7 does not exist"),
+    "ranges": (["--keep-softmax", "one"], "expected layer numbers"),
+    "task": (["--task", "fil-mask"], "Did you mean 'fill-mask'"),
+    "length": (["--max-length", "3"], "64"),
+    "column": (["--dataset", "DATA", "--text-column", "txet"], "sentence"),
+    "empty": (["--dataset", "EMPTY"], "empty"),
+    "missing": (["--dataset", "./nowhere.jsonl"], "nowhere.jsonl"),
+    "device": (["--device", "cuda:9"], "this machine has cpu"),
+    "precision": (["--precision", "int4"], "expected one of no, bf16, fp16"),
+    "loss": (["--loss", "l2"], "expected one of auto, weights, output, both"),
+    "steps": (["--distill-steps", "-1"], "at least 0"),
+    "option": (["--kernal", "hedgehog"], "Did you mean --kernel"),
+    "number": (["--batch-size", "many"], "invalid int value"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case, folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    extra, words = BAD[case]
+    places = {"DATA": folders / "data.jsonl", "EMPTY": folders / "empty.jsonl"}
+    code, _, err = run(capsys, "convert", folders / "gpt2", *[places.get(a, a) for a in extra])
+    assert code == 2
+    assert err.startswith("linearize: error: ")
+    assert len(err.strip().splitlines()) == 1
+    assert words in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_that_cannot_be_had(folders, tmp_path, capsys):
+    for name, words in (
+        (folders, "is no checkpoint: expected a folder with a config.json"),
+        ("nobody/nothing", "HF_HUB_OFFLINE"),
+        ("./not-here", "is no checkpoint"),
+    ):
+        code, _, err = run(capsys, "convert", name)
+        assert code == 2
+        assert words in err
+        assert len(err.strip().splitlines()) == 1
+    (tmp_path / "config.json").write_text('{"model_type": "bert", ')
+    code, _, err = run(capsys, "convert", tmp_path)
+    assert (code, "cannot be read as JSON" in err) == (2, True)
+
+
+def test_output_that_holds_something_is_refused_unless_overwritten(folders, tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("keep me")
+    arguments = ["convert", folders / "gpt2", "--distill-steps", 0, "--output", tmp_path]
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "--overwrite" in err
+    assert (tmp_path / "precious.txt").read_text() == "keep me"
+    assert run(capsys, *arguments, "--overwrite")[0] == 0
+    assert (tmp_path / "config.json").exists()
+    assert not (tmp_path / "precious.txt").exists()
+
+
+def test_interrupt_leaves_nothing_behind(folders, tmp_path, capsys, monkeypatch):
+    def interrupt(self, *args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop._Run, "_step", interrupt)
+    out = tmp_path / "out"
+    code, _, err = run(
+        capsys, "convert", folders / "gpt2", "--dataset", folders / "data.jsonl", "--output", out, "--holdout", 8
+    )
+    assert code == 130
+    assert "interrupted" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_in_stage_one_names_layer_and_step(folders, tmp_path, capsys):
+    model = original("gpt2", "AutoModelForCausalLM")
+    with torch.no_grad():
+        model.transformer.wpe.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    capsys.readouterr()
+    code, _, err = run(
+        capsys, "convert", tmp_path / "model", "--dataset", folders / "data.jsonl", "--output", out, "--holdout", 8
+    )
+    assert code == 2
+    assert "layer h.0.attn at step 0" in err
+    assert "--learning-rate" in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(folders, tmp_path, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", full)
+    code, _, err = run(capsys, "convert", folders / "gpt2", "--distill-steps", 0, "--output", tmp_path / "out")
+    assert code == 2
+    assert "No space left on device" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_during_the_save_leaves_no_half_checkpoint(folders, tmp_path):
+    """The process dies inside save_pretrained: only a hidden folder may be left, never the final name."""
+    code = (
+        "import os, sys, transformers\n"
+        "from linearize.cli import main\n"
+        "transformers.PreTrainedTokenizerFast.save_pretrained = lambda *a, **k: os._exit(9)\n"
+        "main(sys.argv[1:])"
+    )
+    arguments = ["convert", folders / "gpt2", "--distill-steps", "0", "--output", tmp_path / "out"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, check=False)
+    assert done.returncode == 9
+    assert not (tmp_path / "out").exists()
+    assert all(path.name.startswith(".new-out-") for path in tmp_path.iterdir())
+
+
+def test_kernels_table_one_and_json(capsys):
+    code, text, _ = run(capsys, "kernels")
+    assert code == 0
+    assert "hedgehog" in text and "599,040" in text
+    code, text, _ = run(capsys, "kernels", "--json")
+    facts = {f["name"]: f for f in json.loads(text)}
+    assert facts["hedgehog"]["feature_size"] == 128
+    # 12 layers, 12 heads: d^2 + d; n d + 1; 2 n d + 1 with n = d = 64.
+    assert facts["hedgehog"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 64)
+    assert facts["flexformer_s"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 1)
+    assert facts["flexformer_n"]["extra_parameters_bert_base"] == 144 * (2 * 64 * 64 + 1)
+    code, text, _ = run(capsys, "kernels", "flexformer_n")
+    assert "cos a_i.x cos b_i.x" in text and "init_scale" in text and "2606.27748" in text
+    code, _, err = run(capsys, "kernels", "hedgheog")
+    assert (code, "Did you mean 'hedgehog'" in err) == (2, True)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself_with_an_example(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert f"linearize {verb}" in text.split("examples:")[1]
+    build_parser(verb)
+
+
+def test_top_level(capsys):
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {verb} " in text for verb in VERBS)
+    assert main(["--version"]) == 0
+    assert linearize.__version__ in capsys.readouterr().out
+    assert main(["convret"]) == 2
+    assert "Did you mean 'convert'" in capsys.readouterr().err
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = (
+        "import sys; from linearize.cli import main; main(['convert', '--help']); "
+        "sys.exit(3 if 'torch' in sys.modules or 'transformers' in sys.modules else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
