@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.mixer import HeadShape, Mixer, MixerState
-from linearize.kernels.base import FeatureMap, Features
+from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import (
     State,
     WindowState,
@@ -34,28 +34,26 @@ class FeatureMapMixer(Mixer):
     get softmax's weights instead, under the same denominator: see `linearize.ops.window`.
 
     Attributes:
-        normalize: whether there is a denominator.
         window: W of the softmax window, or None.
         eps: smallest magnitude of a denominator.
     """
 
-    normalize = True
-
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, window: int | None = None) -> None:
         super().__init__(info, config, shape)
         self.window = window
-        self.keys = self.build_map(shape.key_heads)
-        self.queries = None if getattr(config, "tied", True) else self.build_map(shape.heads)
+        build: Any = info.build
+        self.inputs: Inputs | None = build.inputs(config, shape.heads, shape.key_heads, shape.head_dim)
+        self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
+        tied = getattr(config, "tied", True)
+        self.queries: FeatureMap | None = None if tied else build(config, shape.heads, shape.head_dim)
         self.eps = EPS if info.positive else SIGNED_EPS
 
-    def build_map(self, heads: int) -> FeatureMap:
-        """Build the map of so many heads."""
-        assert self.info.build is not None
-        return self.info.build(self.config, heads, self.shape.head_dim)
-
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill the maps; an untied query map starts as the keys' one."""
+        """Fill the maps and what is around them; an untied query map starts as the keys' one."""
         self.keys.reset_parameters(generator)
+        for around in (self.inputs, self.output):
+            if around is not None:
+                around.reset_parameters()
         if self.queries is None:
             return
         groups = self.shape.heads // self.shape.key_heads
@@ -65,10 +63,6 @@ class FeatureMapMixer(Mixer):
                 # What all heads share has one entry on the head axis in both.
                 shared = tensor.shape == mine[name].shape
                 tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
-
-    def prepare(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Change q [B, H, T, D] and k [B, K, S, D] in fp32 before they are mapped; here they stay as they are."""
-        return q, k
 
     def features(
         self,
@@ -81,7 +75,9 @@ class FeatureMapMixer(Mixer):
         key_positions: Tensor | None = None,
     ) -> tuple[Features, Features]:
         """Map q [B, H, T, D] and k [B, K, S, D] -> the features of both, [B, H, T, F] and [B, K, S, F]."""
-        q, k = self.prepare(q.float(), k.float(), key_padding_mask)
+        q, k = q.float(), k.float()
+        if self.inputs is not None:
+            q, k = self.inputs(q, k, key_padding_mask)
         root = scaling**0.5 if self.keys.scale_inputs else 1.0
         keys: Features = self.keys(k * root, keys=True, positions=key_positions)
         queries: Features = (
@@ -172,7 +168,7 @@ class FeatureMapMixer(Mixer):
         if self.shape.causal:
             op = recurrent_attention if phi_k.shape[2] == 1 else causal_attention
         before = None if state is None else State(state["kv"], state["log_scale"])
-        out: Any = op(phi_q, phi_k, v, initial_state=before, normalize=self.normalize, **common)
+        out: Any = op(phi_q, phi_k, v, initial_state=before, normalize=self.keys.normalize, **common)
         return (out[0], out[1]._asdict()) if common["return_state"] else (out, None)
 
     def _windowed(
@@ -225,7 +221,7 @@ class FeatureMapMixer(Mixer):
             "eps": self.eps,
         }
         if self.window is None:
-            return kernel_weights(queries.phi, keys.phi, normalize=self.normalize, **common)
+            return kernel_weights(queries.phi, keys.phi, normalize=self.keys.normalize, **common)
         return window_weights(
             queries.phi,
             keys.phi,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linearize.errors import ConfigError
+from linearize.kernels.base import BlockKernel, Kernel, Output
 from linearize.registry import KernelInfo, kernel_info, make_config
 
 IMPLEMENTATION = "linearize"
@@ -55,6 +56,9 @@ class Mixer(nn.Module, abc.ABC):
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
         super().__init__()
         self.info, self.config, self.shape = info, config, shape
+        self.output: Output | None = None
+        if info.build is not None and issubclass(info.build, Kernel):
+            self.output = info.build.output(config, shape.heads, shape.value_dim)
 
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -93,11 +97,11 @@ class Mixer(nn.Module, abc.ABC):
         """
 
     def finish(self, mixed: Tensor) -> Tensor:
-        """Do what follows the weighted sum of the values [B, H, T, V] in fp32: nothing, unless a mixer says so.
+        """Do what follows the weighted sum of the values [B, H, T, V] in fp32: nothing, unless the kernel says so.
 
         For every mixer, `forward` is `finish(weights @ v)`.
         """
-        return mixed
+        return mixed if self.output is None else self.output(mixed)
 
 
 def build_mixer(kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> Mixer:
@@ -113,15 +117,17 @@ def build_mixer(kernel: str, arguments: Mapping[str, Any], shape: HeadShape, win
         ConfigError: for an unknown kernel or argument, a value out of range, or a kernel that does not work in this
             direction, with this head size or with a window.
     """
+    from linearize.attention.block import BlockMixer
     from linearize.attention.feature_map import FeatureMapMixer
-    from linearize.kernels.base import FeatureMap
 
     info = kernel_info(kernel)
     config = make_config(info, arguments)
     check_shape(info, shape)
     check_window(info, window)
     assert info.build is not None
-    build: Any = FeatureMapMixer if issubclass(info.build, FeatureMap) else info.build
+    build: Any = info.build
+    if issubclass(build, Kernel):
+        build = BlockMixer if issubclass(build, BlockKernel) else FeatureMapMixer
     return build(info, config, shape, window) if window is not None else build(info, config, shape)
 
 

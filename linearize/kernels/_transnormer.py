@@ -1,4 +1,14 @@
-"""What the TransNormer presets and their parts share."""
+"""What the TransNormer presets and their parts share: the block length, NormAttention and its norm.
+
+Paper: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs/2210.10340, eq. 13-14, sections 4.2,
+4.3 and 5, appendix D.
+
+    o_i = g * RMSNorm(phi(q_i) . sum_j phi(k_j) v_j^T),   RMSNorm(x) = x / sqrt(mean(x^2) + 1e-6)
+
+g: [V] is learned per query head, 1 at the start: after softmax the next projection expects vectors of a size that
+RMSNorm alone cannot give.
+Differs from the paper: the norm is taken per head (a converted layer's heads differ in size), and g is per head.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +16,80 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from linearize.kernels.base import FixedMap, NoArguments, Output
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 URL = "https://arxiv.org/abs/2210.10340"
 PAPER = "Qin et al. 2022 (TransNormer)"
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class TransnormerConfig:
-    """Arguments of `transnormer_t1` and `transnormer_t2`."""
+class BlockConfig:
+    """Arguments of `diag_softmax`, `diag_rela` and the two presets."""
 
-    block: int = option(64, "tokens per block of the first half's DiagAttention, w", low=1, high=65536)
+    block: int = option(64, "tokens per block of DiagAttention, w", low=1, high=65536)
+
+
+class RmsNorm(Output):
+    """Divide the output of each head by its root mean square, and multiply it with a learned gain."""
+
+    def __init__(self, heads: int, value_dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(heads, value_dim, dtype=torch.float32))
+
+    def reset_parameters(self) -> None:
+        """Start with a gain of 1."""
+        with torch.no_grad():
+            self.gain.fill_(1.0)
+
+    def forward(self, mixed: Tensor) -> Tensor:
+        """Normalise the sums [B, H, T, V]."""
+        return mixed * torch.rsqrt(mixed.square().mean(dim=-1, keepdim=True) + EPS) * self.gain.float()[:, None]
+
+
+class NormMap(FixedMap):
+    """Base of the maps of NormAttention: there is no denominator. Inputs come unscaled."""
+
+    scale_inputs = False
+    normalize = False
+
+    @classmethod
+    def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
+        """Make the norm."""
+        return RmsNorm(heads, value_dim)
+
+
+def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) -> None:
+    """Register one of the two kernels of NormAttention."""
+    register_kernel(
+        KernelInfo(
+            name=name,
+            summary=f"no denominator: RMSNorm of the sums, phi = {phi}",
+            formula=f"o = g RMSNorm(phi(Q) (phi(K)^T V)), phi(x) = {phi}",
+            source=f"{PAPER}, eq. 13-14, sections 4.2 and 5",
+            url=URL,
+            config=NoArguments,
+            build=build,
+            feature_dim=lambda config, d: d,
+            parameters=lambda config, d: 0,
+            output_parameters=lambda config, v: v,
+            parameters_formula="V",
+            learnable=True,
+            positive=positive,
+            normalized=False,
+            stage_one=StageOne(learning_rate=1e-2, loss="output"),
+        )
+    )
 
 
 def layer_plan(diag: str, norm: str) -> Callable[[Any, int], list[tuple[str, dict[str, Any]]]]:
     """Make the preset: DiagAttention in the first half of the layers (rounded down), NormAttention in the others."""
 
-    def preset(config: TransnormerConfig, layers: int) -> list[tuple[str, dict[str, Any]]]:
+    def preset(config: BlockConfig, layers: int) -> list[tuple[str, dict[str, Any]]]:
         first = layers // 2
         return [(diag, {"block": config.block})] * first + [(norm, {})] * (layers - first)
 
@@ -30,7 +97,7 @@ def layer_plan(diag: str, norm: str) -> Callable[[Any, int], list[tuple[str, dic
 
 
 def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str, positive: bool) -> None:
-    """Register one of the two."""
+    """Register one of the two layer plans."""
     register_kernel(
         KernelInfo(
             name=name,
@@ -38,7 +105,7 @@ def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str,
             formula=f"layers 0 to L/2 - 1: {diag}; layers L/2 to L - 1: {norm}",
             source=f"{PAPER}, sections 4.2, 4.3 and 5",
             url=URL,
-            config=TransnormerConfig,
+            config=BlockConfig,
             build=None,
             preset=layer_plan(diag, norm),
             feature_dim=None,

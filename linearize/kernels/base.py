@@ -1,7 +1,7 @@
-"""What a feature-map kernel is: a module that maps the queries or keys of all heads at once.
+"""What a kernel is: a module that maps the queries or keys of all heads at once, or attention inside blocks.
 
-A kernel file holds a frozen config dataclass, a `FeatureMap` and one `register_kernel` call. Everything else (grouped
-heads, padding, causality, windows, states, caches, saving) is done around it.
+A kernel file holds a frozen config dataclass, a `FeatureMap` (or `BlockKernel`) and one `register_kernel` call.
+Everything else (grouped heads, padding, causality, windows, states, caches, saving) is done around it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,65 @@ class Features(NamedTuple):
     log_scale: Tensor | None = None
 
 
-class FeatureMap(nn.Module, abc.ABC):
+class Output(nn.Module, abc.ABC):
+    """What follows the weighted sum of the values: a norm, a learned scale."""
+
+    @abc.abstractmethod
+    def reset_parameters(self) -> None:
+        """Fill the parameters."""
+
+    @abc.abstractmethod
+    def forward(self, mixed: Tensor) -> Tensor:
+        """Change the sums [B, H, T, V] in fp32."""
+
+
+class Inputs(nn.Module, abc.ABC):
+    """What precedes the map, and knows queries from keys."""
+
+    @abc.abstractmethod
+    def reset_parameters(self) -> None:
+        """Fill parameters and buffers."""
+
+    @abc.abstractmethod
+    def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Change q [B, H, T, D] and k [B, K, S, D] in fp32, token by token; mask [B, S]."""
+
+
+class Kernel:
+    """What all kernels may say about the way around them."""
+
+    @classmethod
+    def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Inputs | None:
+        """Make what precedes the map; None: nothing does."""
+        return None
+
+    @classmethod
+    def output(cls, config: Any, heads: int, value_dim: int) -> Output | None:
+        """Make what follows the attention; None: nothing does."""
+        return None
+
+
+class BlockKernel(Kernel):
+    """Attention inside blocks of `config.block` tokens: no features. Never built, only described.
+
+    Attributes:
+        softmax: softmax of the scores; otherwise their ReLU.
+    """
+
+    softmax = True
+
+
+class FeatureMap(nn.Module, Kernel, abc.ABC):
     """One map with parameters of its own for each head (leading axis of every parameter and buffer; 1 where shared).
 
     Attributes:
         scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
             `x . y` is the score that softmax would see. Maps whose definition contains sqrt(d) want that.
+        normalize: whether weights are divided by their sum.
     """
 
     scale_inputs = True
+    normalize = True
 
     def __init__(self, config: Any, heads: int, head_dim: int) -> None:
         super().__init__()

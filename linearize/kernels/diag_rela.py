@@ -5,15 +5,30 @@ and 5; Zhang, Titov and Sennrich 2021, "Sparse Attention with Linear Units" (ReL
 
     o_i = g * RMSNorm(sum_j relu(scaling q_i . k_j) v_j),   j in the block of i
 
-No feature map; g: [V] is learned per query head. Weights do not sum to one. See `linearize.attention.diag`.
+No feature map; g: [V] is learned per query head. Weights do not sum to one. Blocks are
+counted by tokens, padding left out; see `linearize.ops.block` and `linearize.kernels._transnormer`.
 Differs from the paper: ReLA's gate, which reads the layer's input, is left out.
 """
 
 from __future__ import annotations
 
-from linearize.attention.diag import DiagConfig, DiagRela
-from linearize.kernels._transnormer import PAPER, URL
+from typing import Any
+
+from linearize.kernels._transnormer import PAPER, URL, BlockConfig, RmsNorm
+from linearize.kernels.base import BlockKernel
 from linearize.registry import KernelInfo, StageOne, register_kernel
+
+
+class DiagRela(BlockKernel):
+    """ReLU of the scores inside blocks, the sum normalised."""
+
+    softmax = False
+
+    @classmethod
+    def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
+        """Make the norm."""
+        return RmsNorm(heads, value_dim)
+
 
 register_kernel(
     KernelInfo(
@@ -22,7 +37,7 @@ register_kernel(
         formula="o_i = g RMSNorm(sum_j relu(scaling q_i.k_j) v_j), j in the block of i",
         source=f"{PAPER}, sections 4.3 and 5; Zhang et al. 2021 (ReLA)",
         url=URL,
-        config=DiagConfig,
+        config=BlockConfig,
         build=DiagRela,
         feature_dim=None,
         parameters=lambda config, d: 0,

@@ -5,14 +5,21 @@ and 5.
 
     o_i = sum_j softmax_j(scaling q_i . k_j) v_j,   j in the block of i
 
-No feature map and nothing to learn; see `linearize.attention.diag`.
+No feature map and nothing to learn. Blocks are counted by tokens, padding left out; see `linearize.ops.block`.
 """
 
 from __future__ import annotations
 
-from linearize.attention.diag import DiagAttention, DiagConfig
-from linearize.kernels._transnormer import PAPER, URL
+from linearize.kernels._transnormer import PAPER, URL, BlockConfig
+from linearize.kernels.base import BlockKernel
 from linearize.registry import KernelInfo, register_kernel
+
+
+class DiagSoftmax(BlockKernel):
+    """Softmax of the scores inside blocks."""
+
+    softmax = True
+
 
 register_kernel(
     KernelInfo(
@@ -21,8 +28,8 @@ register_kernel(
         formula="o_i = sum_j softmax_j(scaling q_i.k_j) v_j, j in the block of i",
         source=f"{PAPER}, sections 4.3 and 5",
         url=URL,
-        config=DiagConfig,
-        build=DiagAttention,
+        config=BlockConfig,
+        build=DiagSoftmax,
         feature_dim=None,
         parameters=lambda config, d: 0,
         parameters_formula="0",

@@ -5,39 +5,24 @@ sections 4.2 and 5.
 
     o_i = g * RMSNorm(phi(q_i) . sum_j phi(k_j) v_j^T),   phi(x) = 1 + elu(x)      [B, H, T, D] -> [B, H, T, D]
 
-There is no denominator: weights are non-negative and do not sum to one. See `linearize.attention.norm`.
+There is no denominator: weights are positive but do not sum to one. See `linearize.kernels._transnormer`.
 """
 
 from __future__ import annotations
 
-from linearize.attention.norm import NormAttention
-from linearize.kernels._transnormer import PAPER, URL
-from linearize.kernels.base import NoArguments
-from linearize.registry import KernelInfo, StageOne, register_kernel
+from torch import Tensor
+
+from linearize.kernels._transnormer import NormMap, register_norm
+from linearize.kernels.base import Features
+from linearize.kernels.elu import one_plus_elu
 
 
-class Norm1Elu(NormAttention):
-    """NormAttention with phi = 1 + elu(x)."""
+class Norm1Elu(NormMap):
+    """Map [B, H, T, D] -> [B, H, T, D], positive."""
 
-    shift = True
+    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+        """See the module's formula."""
+        return Features(one_plus_elu(x))
 
 
-register_kernel(
-    KernelInfo(
-        name="norm_1elu",
-        summary="no denominator: RMSNorm of the sums, phi = 1 + elu(x)",
-        formula="o = g RMSNorm(phi(Q) (phi(K)^T V)), phi(x) = 1 + elu(x)",
-        source=f"{PAPER}, eq. 13-14, sections 4.2 and 5",
-        url=URL,
-        config=NoArguments,
-        build=Norm1Elu,
-        feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        output_parameters=lambda config, v: v,
-        parameters_formula="V",
-        learnable=True,
-        positive=True,
-        normalized=False,
-        stage_one=StageOne(learning_rate=1e-2, loss="output"),
-    )
-)
+register_norm("norm_1elu", Norm1Elu, "1 + elu(x)", positive=True)

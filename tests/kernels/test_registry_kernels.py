@@ -8,16 +8,14 @@ import pkgutil
 
 import pytest
 import torch
-
-import linearize.kernels
 from kernel_cases import (
     BATCH,
     CASES,
     DIM,
     HEADS,
     IDS,
-    KEY_HEADS,
     KERNELS,
+    KEY_HEADS,
     NAMES,
     WIDTH,
     directions,
@@ -28,6 +26,8 @@ from kernel_cases import (
     run,
     stepwise,
 )
+
+import linearize.kernels
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.mixer import HeadShape, build_mixer, count_parameters
 from linearize.registry import kernel_info, kernel_infos, make_config

@@ -1,0 +1,187 @@
+"""Softmax windows joined to feature maps: fast = written out, forward and gradients; prefill = decode; linear in T."""
+
+import pytest
+import torch
+
+from linearize.ops import window_attention, window_weights
+
+BATCH, HEADS, KEY_HEADS, DIM, FEATURES, WIDTH = 2, 4, 2, 5, 6, 3
+SCALING = DIM**-0.5
+
+
+def make(tokens, *, scaled=True, signed=False, padded=None, size=1.0, seed=0):
+    """Random features, queries, keys and values of one call, and the options that belong to them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads, *shape):
+        return torch.randn(BATCH, heads, tokens, *shape, generator=generator)
+
+    sign = (lambda x: x) if signed else torch.abs
+    inputs = [
+        sign(draw(HEADS, FEATURES)),
+        sign(draw(KEY_HEADS, FEATURES)),
+        draw(HEADS, DIM) * size,
+        draw(KEY_HEADS, DIM) * size,
+        draw(KEY_HEADS, WIDTH),
+    ]
+    if signed:
+        # Away from zero denominators, where two ways of rounding differ without bound.
+        inputs[0], inputs[1] = (torch.cat([x[..., 1:], torch.full_like(x[..., :1], 4.0)], -1) for x in inputs[:2])
+    options = {}
+    if scaled:
+        options = {"query_log_scale": draw(HEADS) * 8 * size, "log_scale": draw(KEY_HEADS) * 8 * size}
+    leaves = [x.requires_grad_() for x in [*inputs, *options.values()]]
+    if padded is not None:
+        mask = torch.ones(BATCH, tokens, dtype=torch.bool)
+        cut = tokens // 3
+        if padded == "holes":
+            mask[0, cut : 2 * cut] = False
+            mask[1, ::3] = False
+        else:
+            mask[0, slice(0, cut) if padded == "left" else slice(tokens - cut, tokens)] = False
+        options["key_padding_mask"] = mask
+    return inputs, options, leaves
+
+
+def reference(inputs, options, **more):
+    weights = window_weights(*inputs[:4], **options, **more)
+    return weights @ inputs[4].repeat_interleave(HEADS // KEY_HEADS, dim=1)
+
+
+def gradients(out, leaves, mask=None):
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    out = out if mask is None else out * mask[:, None, :, None]
+    return torch.autograd.grad((out * weights).sum(), leaves)
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["positive", "signed"])
+@pytest.mark.parametrize("padded", [None, "left", "right", "holes"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("tokens", "window"), [(1, 4), (9, 1), (33, 2), (63, 5), (100, 8), (70, 64), (20, 200)])
+def test_forward_and_gradients_equal_naive(tokens, window, causal, padded, signed):
+    if padded and tokens == 1:
+        pytest.skip("one token has no padding")
+    inputs, options, leaves = make(tokens, padded=padded, signed=signed)
+    more = {"window": window, "scaling": SCALING, "causal": causal}
+    fast, slow = window_attention(*inputs, **options, **more), reference(inputs, options, **more)
+    mask = options.get("key_padding_mask")
+    real = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
+    torch.testing.assert_close(fast[real], slow[real], rtol=1e-3, atol=1e-4)
+    for got, want in zip(gradients(fast, leaves, mask), gradients(slow, leaves, mask), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 6])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_which_weights_are_softmax(causal, window):
+    """The definition, entry by entry: near keys exp(score), far keys the kernel, one denominator."""
+    tokens = 14
+    inputs, options, _ = make(tokens)
+    weights = window_weights(*inputs[:4], **options, window=window, scaling=SCALING, causal=causal).detach()
+    phi_q, phi_k, q, k = (x.detach().double() for x in inputs[:4])
+    a, c = (options[name].detach().double() for name in ("query_log_scale", "log_scale"))
+    for b, h, i in [(0, 0, 0), (0, 3, 7), (1, 2, tokens - 1)]:
+        row = torch.zeros(tokens, dtype=torch.float64)
+        for j in range(tokens):
+            near = i - j < window if causal else abs(i - j) <= window // 2
+            far = torch.exp(a[b, h, i] + c[b, h // 2, j]) * (phi_q[b, h, i] @ phi_k[b, h // 2, j])
+            row[j] = torch.exp(SCALING * q[b, h, i] @ k[b, h // 2, j]) if near else far
+            if causal and j > i:
+                row[j] = 0.0
+        torch.testing.assert_close(weights[b, h, i].double(), row / row.sum(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_a_window_over_everything_is_softmax(causal):
+    (phi_q, phi_k, q, k, v), options, _ = make(23)
+    out = window_attention(phi_q, phi_k, q, k, v, **options, window=60, scaling=SCALING, causal=causal)
+    wide = [x.repeat_interleave(2, dim=1) for x in (k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=causal, scale=SCALING)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [None, "left", "holes"])
+@pytest.mark.parametrize("prefill", [0, 1, 3, 11, 30])
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_prefill_and_decode_equal_at_once(window, prefill, padded):
+    tokens = 40
+    inputs, options, _ = make(tokens, padded=padded)
+    more = {"window": window, "scaling": SCALING, "causal": True}
+    whole = window_attention(*inputs, **options, **more)
+    outputs, state, sizes = [], None, set()
+    middle = slice(prefill, prefill + 5)
+    for part in [slice(0, prefill), middle, *(slice(i, i + 1) for i in range(prefill + 5, tokens))]:
+        if part.start == part.stop:
+            continue
+        pieces = [x[:, :, part] for x in inputs]
+        some = {name: x[:, part] if x.ndim == 2 else x[:, :, part] for name, x in options.items()}
+        out, state = window_attention(*pieces, **some, **more, initial_state=state, return_state=True)
+        outputs.append(out)
+        sizes.add(sum(x.numel() for x in state))
+    mask = options.get("key_padding_mask")
+    real = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
+    torch.testing.assert_close(torch.cat(outputs, dim=2)[real], whole[real], rtol=1e-3, atol=1e-4)
+    assert len(sizes) == 1
+
+
+def test_no_future_token_changes_an_earlier_output():
+    inputs, options, _ = make(90)
+    more = {"window": 6, "scaling": SCALING, "causal": True}
+    early = window_attention(*inputs, **options, **more)[:, :, :50]
+    far = torch.where(torch.arange(90) < 50, 1.0, 30.0)
+    pushed = {name: x * far for name, x in options.items()}
+    late = window_attention(*(x * far[:, None] for x in inputs), **pushed, **more)[:, :, :50]
+    torch.testing.assert_close(late, early, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("low", [-400.0, 0.0, 400.0])
+def test_parts_of_very_different_size_stay_finite(causal, low):
+    """Where one part is e^400 times the other, the output is that of the larger, not 0 / 0."""
+    (phi_q, phi_k, q, k, v), options, leaves = make(50)
+    shifted = {"query_log_scale": options["query_log_scale"] + low, "log_scale": options["log_scale"]}
+    more = {"window": 5, "scaling": SCALING, "causal": causal}
+    out = window_attention(phi_q, phi_k, q, k, v, **shifted, **more)
+    torch.testing.assert_close(out, reference((phi_q, phi_k, q, k, v), shifted, **more), rtol=1e-3, atol=1e-4)
+    assert all(torch.isfinite(g).all() for g in gradients(out, leaves))
+    scores = window_attention(phi_q * 0, phi_k, q * 0 - 40, k * 0 + 40, v, **more)
+    assert torch.isfinite(scores).all()
+    near = window_attention(phi_q * 0, phi_k, q * 0, k, v, **more)
+    torch.testing.assert_close(scores, near, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_an_all_padded_row_is_finite(causal):
+    inputs, options, leaves = make(12)
+    mask = torch.ones(BATCH, 12)
+    mask[0] = 0
+    out = window_attention(*inputs, **options, key_padding_mask=mask, window=4, scaling=SCALING, causal=causal)
+    assert torch.isfinite(out).all()
+    assert (out[0] == 0).all()
+    assert all(torch.isfinite(g).all() for g in gradients(out, leaves))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_memory_is_linear_in_the_length(causal):
+    """The largest tensor made on the way grows with T, not with its square."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(x, torch.Tensor):
+                    self.numbers = max(self.numbers, x.untyped_storage().nbytes())
+            return out
+
+    def largest(tokens):
+        inputs, options, _ = make(tokens)
+        with torch.no_grad(), Largest() as seen:
+            window_attention(*inputs, **options, window=32, scaling=SCALING, causal=causal)
+        return seen.numbers
+
+    assert largest(2048) <= 4.2 * largest(512)
