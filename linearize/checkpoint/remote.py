@@ -38,16 +38,31 @@ def code_files(plan: Plan) -> dict[str, str]:
     Raises:
         CheckpointError: if a kernel's code cannot be taken along.
     """
-    kernels = sorted({kernel_info(layer.kernel).build.__module__ for layer in plan.converted})
-    for module in kernels:
-        if not module.startswith("linearize."):
-            raise CheckpointError(
-                f"the kernel in {module!r} is not part of linearize, so its code cannot travel with the checkpoint; "
-                "put it into linearize/kernels"
-            )
+    kernels = sorted({_kernel_module(layer.kernel) for layer in plan.converted})
     modules = _closure([*ROOTS, *kernels])
     files = {f"{flat_name(module)}.py": flat_text(source_of(module)) for module in modules}
     return {f"{ENTRY}.py": _entry(kernels)} | files
+
+
+def why_not(plan: Plan) -> str:
+    """Say why a checkpoint cannot carry its code: a kernel of the user's own. Empty if it can."""
+    try:
+        for name in {layer.kernel for layer in plan.converted}:
+            _kernel_module(name)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _kernel_module(name: str) -> str:
+    """Return the module that registers a kernel: the file of its name."""
+    module = f"linearize.kernels.{name}"
+    if find_spec(module) is None:
+        raise CheckpointError(
+            f"kernel {name!r} ({kernel_info(name).build.__module__}) is not part of linearize, so its code cannot "
+            "travel with the checkpoint; put it into linearize/kernels"
+        )
+    return module
 
 
 def flat_name(module: str) -> str:
@@ -62,12 +77,11 @@ def flat_text(source: str) -> str:
 
 def _entry(kernels: Iterable[str]) -> str:
     """Write the module that `auto_map` names. Importing a kernel registers it."""
-    names = sorted(flat_name(module) for module in [*kernels, "linearize.modeling.config"])
-    imports = {name: "LinearizeConfig" if name.endswith("_modeling_config") else "register_kernel" for name in names}
-    lines = "\n".join(f"from .{name} import {what}  # noqa: F401" for name, what in imports.items())
+    lines = [f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig  # noqa: F401"]
+    lines += [f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels]
     return (
         '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""\n\n'
-        f"{lines}\n"
+        + "".join(f"{line}\n" for line in lines)
     )
 
 

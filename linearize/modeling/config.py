@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ class LinearizeConfig(PreTrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Write the section even where a default equals it, and where the code is."""
-        own = {"model_type": MODEL_TYPE, "linearize": self.linearize}
-        return super().to_diff_dict() | own | {"auto_map": {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}}
+        values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": self.linearize}
+        values.pop("auto_map", None)
+        if self.linearize and not _why_no_code(Plan.from_dict(self.linearize)):
+            values["auto_map"] = {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}
+        return values
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, and beside it the code that runs the model where linearize is not installed."""
@@ -57,12 +61,21 @@ class LinearizeConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
+def _why_no_code(plan: Plan) -> str:
+    if not __name__.startswith("linearize."):
+        return ""
+    return importlib.import_module("linearize.checkpoint.remote").why_not(plan)
+
+
 def _code(plan: Plan) -> dict[str, str]:
-    """Return the checkpoint's own code by file name."""
-    if __name__.startswith("linearize."):
-        return importlib.import_module("linearize.checkpoint.remote").code_files(plan)
-    # This very code came with a checkpoint: it travels on.
-    return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
+    """Return the checkpoint's own code by file name; nothing, and a warning, where it cannot travel."""
+    if not __name__.startswith("linearize."):
+        # This very code came with a checkpoint: it travels on.
+        return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
+    if reason := _why_no_code(plan):
+        warnings.warn(f"{reason}; until then linearize and that kernel are needed to load it", stacklevel=3)
+        return {}
+    return importlib.import_module("linearize.checkpoint.remote").code_files(plan)
 
 
 def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -1,0 +1,70 @@
+"""Runs where linearize is not installed: loads every folder with its own code and compares with the package's numbers.
+
+Usage: python standalone_child.py FOLDER, whose sub-folders hold a checkpoint each and `expected.safetensors`.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+import transformers  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import pipeline  # noqa: E402
+
+assert importlib.util.find_spec("linearize") is None, "linearize is installed here"
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        return [t for t in model(**inputs).to_tuple() if torch.is_tensor(t)]
+
+
+def check(folder, head, task):
+    stored = load_file(folder / "expected.safetensors")
+    inputs = {key[3:]: value for key, value in stored.items() if key.startswith("in.")}
+    expected = [stored[key] for key in sorted(stored) if key.startswith("out.")]
+    auto = getattr(transformers, head)
+    model = auto.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    got = outputs(model, inputs)
+    assert len(got) == len(expected)
+    assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True)), folder.name
+    if "generated" in stored:
+        made = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=8)
+        assert torch.equal(made, stored["generated"])
+    # A second and a third round, each from the one before.
+    for target in (folder / "again", folder / "again" / "and-again"):
+        model.save_pretrained(target)
+        names = {file.name for file in target.glob("*.py")}
+        assert names == {file.name for file in folder.glob("*.py")}
+        assert json.loads((target / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+        model = auto.from_pretrained(target, trust_remote_code=True).eval()
+        assert all(torch.equal(one, two) for one, two in zip(outputs(model, inputs), expected, strict=True))
+    if task == "image-classification":
+        from PIL import Image
+
+        assert pipeline(task, model=str(folder), trust_remote_code=True)(Image.new("RGB", (40, 40)))[0]["score"] > 0
+    elif task:
+        assert pipeline(task, model=str(folder), trust_remote_code=True)("a [MASK] dog")
+
+
+def main(root):
+    jobs = json.loads((root / "jobs.json").read_text())
+    for name, (head, task) in jobs.items():
+        check(root / name, head, task)
+        print(name)
+    try:
+        transformers.AutoModel.from_pretrained(root / name, trust_remote_code=False)
+    except ValueError as error:
+        assert "trust_remote_code=True" in str(error)
+    else:
+        raise AssertionError("loaded without trust")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
