@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
@@ -136,7 +135,11 @@ class LinearizeCache(DynamicCache):
 
 
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:
-    """Return the state layer of attention `index`, None if the cache is absent or keeps plain keys there."""
+    """Return the state layer of attention `index`, None if the cache is absent or keeps plain keys there.
+
+    Raises:
+        ConfigError: if it keeps keys in a way that hands out more or fewer than those of the tokens so far.
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     layers = getattr(cache, "layers", None)
@@ -144,4 +147,11 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
         return None
     layer = layers[index]
     # Not isinstance: a checkpoint's own code and an installed linearize may meet in one process.
-    return layer if hasattr(layer, "store") and not isinstance(layer, torch.nn.Module) else None
+    if hasattr(layer, "store"):
+        return layer
+    if layer.is_compileable or layer.is_sliding:
+        raise ConfigError(
+            f"got a generation cache with a {type(layer).__name__}, but linear attention needs a state or all keys; "
+            "use model.new_cache(), or none: generate() makes its own"
+        )
+    return None

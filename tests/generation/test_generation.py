@@ -1,0 +1,244 @@
+"""Generation with a state of constant size gives what the full forward without a cache gives."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from tiny import converted, inputs_of
+from transformers import DynamicCache, StaticCache
+
+import linearize
+from linearize.attention.cache import LinearizeCache
+from linearize.errors import ConfigError, LinearizeError
+
+CAUSAL = ["gpt2", "llama", "qwen2", "mistral", "gemma3"]
+KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def causal(name: str, kernel: str = "hedgehog", **options):
+    return converted(name, "AutoModelForCausalLM", kernel, **options)
+
+
+def prompts(batch: int = 3, tokens: int = 9, padded: bool = True):
+    """Prompts with padding on the left of the first."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 96, (batch, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :4], mask[0, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy_without_cache(model, input_ids, attention_mask, steps):
+    """Grow the text by one full forward per token; also returns the logits of each step."""
+    logits = []
+    for _ in range(steps):
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            out = model(input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
+        logits.append(out.logits[:, -1])
+        input_ids = torch.cat([input_ids, logits[-1].argmax(-1, keepdim=True)], dim=1)
+        attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], dim=1)
+    return input_ids, logits
+
+
+def assert_same_text(model, inputs, made, scores):
+    """Hold what was generated, and its logits, against full forwards."""
+    want, logits = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], len(scores))
+    for got, expected in zip(scores, logits, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    assert torch.equal(made, want)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_greedy_with_left_padding_equals_full_forwards(name, kernel):
+    model, inputs = causal(name, kernel), prompts()
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+    assert type(out.past_key_values).__name__ == "LinearizeCache"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_mixed_with_softmax_layers(name):
+    model, inputs = causal(name, keep_softmax=[0]), prompts()
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+    assert out.past_key_values.layers[0].keys.shape[2] == 9 + 11
+    assert out.past_key_values.layers[1].state["kv"].shape[:2] == (
+        3,
+        model.config.get_text_config().num_key_value_heads if name == "llama" else 4,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 100])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_prefill_in_pieces(name, chunk):
+    model, inputs = causal(name), prompts()
+    whole = model.generate(**inputs, **GREEDY)
+    assert torch.equal(model.generate(**inputs, **GREEDY, prefill_chunk_size=chunk), whole)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_cache_handed_over_by_the_user(name):
+    model, inputs = causal(name), prompts(padded=False)
+    whole = model.generate(**inputs, **GREEDY)
+    cache = model.new_cache()
+    with torch.no_grad():
+        for part in inputs["input_ids"][:, :6].split([1, 3, 2], dim=1):
+            model(part, past_key_values=cache)
+    assert cache.get_seq_length() == 6
+    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), whole)
+    assert cache.get_seq_length() == whole.shape[1] - 1
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_plain_cache_of_all_keys_works_too(name, padded):
+    model, inputs = causal(name), prompts(padded=padded)
+    plain = DynamicCache(config=model.config)
+    out = model.generate(**inputs, **GREEDY, past_key_values=plain, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+    assert out.past_key_values is plain
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_forward_returns_a_cache_that_goes_on(name):
+    model, inputs = causal(name), prompts(padded=False)
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        first = model(ids[:, :5])
+        assert isinstance(first.past_key_values, LinearizeCache)
+        second = model(ids[:, 5:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), full, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_beams_equal_beams_without_cache(name):
+    model, inputs = causal(name), prompts()
+    options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
+    with_cache = model.generate(**inputs, **options)
+    assert torch.equal(with_cache, model.generate(**inputs, **options, use_cache=False))
+    assert with_cache.shape == (6, 21)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sampling_equals_sampling_without_cache(name):
+    model, inputs = causal(name), prompts()
+    drawn = []
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        drawn.append(model.generate(**inputs, **{**GREEDY, "do_sample": True}, top_k=20, use_cache=use_cache))
+    assert torch.equal(*drawn)
+    torch.manual_seed(8)
+    assert not torch.equal(drawn[0], model.generate(**inputs, **{**GREEDY, "do_sample": True}, top_k=20))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_encoder_decoder(beams):
+    model = converted("bart", "AutoModelForSeq2SeqLM")
+    inputs = inputs_of(model)
+    inputs["attention_mask"][0, -3:] = 0
+    options = {**GREEDY, "num_beams": beams, "forced_eos_token_id": None}
+    made = model.generate(**inputs, **options, return_dict_in_generate=True)
+    assert type(made.past_key_values.self_attention_cache).__name__ == "LinearizeCache"
+    assert torch.equal(made.sequences, model.generate(**inputs, **options, use_cache=False))
+
+
+def test_cache_bytes_do_not_grow():
+    model = causal("llama")
+    sizes = set()
+    for tokens in (1, 7, 50):
+        cache = model.new_cache()
+        with torch.no_grad():
+            model(torch.randint(3, 96, (2, tokens)), past_key_values=cache)
+        sizes.add(cache.nbytes())
+    layers, key_heads, features, width = 2, 2, 16, 8 + 1
+    assert sizes == {layers * 4 * 2 * key_heads * (features * width + 1)}
+
+
+def test_time_per_token_does_not_grow_with_the_context():
+    """The issue's measure: contexts of 512 and 16,384, time per token within 1.3 times, cache bytes equal."""
+    model = causal("gpt2", config={"n_positions": 16_640})
+    times, sizes = [], []
+    for context in (512, 16_384):
+        cache = model.new_cache()
+        with torch.no_grad():
+            model(torch.randint(3, 96, (1, context)), past_key_values=cache, logits_to_keep=1)
+            token = torch.tensor([[5]])
+            steps = []
+            for _ in range(60):
+                start = time.perf_counter()
+                model(token, past_key_values=cache)
+                steps.append(time.perf_counter() - start)
+        times.append(min(sum(steps[i : i + 5]) for i in range(0, 60, 5)))
+        sizes.append(cache.nbytes())
+    assert sizes[0] == sizes[1]
+    assert times[1] < 1.3 * times[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "assist"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_token(options, message):
+    with pytest.raises(ConfigError, match=message):
+        causal("gpt2").generate(**prompts(batch=1, padded=False), **GREEDY, **options)
+
+
+def test_assisted_decoding_is_refused_for_both_roles():
+    from tiny import original
+
+    model, softmax = causal("gpt2"), original("gpt2", "AutoModelForCausalLM")
+    inputs = prompts(batch=1, padded=False)
+    with pytest.raises(ConfigError, match="assist"):
+        model.generate(**inputs, **GREEDY, assistant_model=softmax)
+    with pytest.raises(ConfigError, match="assist"):
+        softmax.generate(**inputs, **GREEDY, assistant_model=model)
+
+
+def test_static_cache_of_the_user_is_refused():
+    model, inputs = causal("llama"), prompts(batch=1, padded=False)
+    with pytest.raises(ConfigError, match="StaticLayer"):
+        model.generate(**inputs, **GREEDY, past_key_values=StaticCache(config=model.config, max_cache_len=64))
+
+
+def test_cropping_is_refused():
+    cache = causal("gpt2").new_cache()
+    assert not cache.is_croppable
+    with pytest.raises(ConfigError, match="cropped"):
+        cache.layers[0].crop(1)
+
+
+def test_a_cache_that_the_attention_never_reads_is_an_error():
+    cache = causal("gpt2").new_cache()
+    keys = torch.zeros(1, 4, 1, 8)
+    cache.update(keys, keys, 0)
+    with pytest.raises(LinearizeError, match="use_cache=False"):
+        cache.update(keys, keys, 0)
+
+
+def test_text_generation_pipeline(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+    linearize.save(causal("llama"), tmp_path / "out", processor=tokenizer)
+    write = pipeline("text-generation", model=str(tmp_path / "out"))
+    texts = write(["w5 w6 w7 w8", "w9"], max_new_tokens=4, do_sample=False, batch_size=2)
+    alone = write("w9", max_new_tokens=4, do_sample=False)
+    assert texts[1][0]["generated_text"] == alone[0]["generated_text"]
+    assert texts[0][0]["generated_text"].startswith("w5 w6 w7 w8")
