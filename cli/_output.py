@@ -7,10 +7,11 @@ import math
 import sys
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 
 def console(*, to_stderr: bool = False) -> Console:
@@ -32,17 +33,18 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple[int, ...] = ()) -> Table:
+def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple[int, ...] = ()) -> Group:
     """Build a table; cells are text, never markup."""
-    made = Table(title=escape(title), title_justify="left", title_style="bold", header_style="bold")
+    made = Table(header_style="bold")
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*(escape(str(cell)) for cell in row))
-    return made
+    # A table's own title is wrapped to the table's width.
+    return Group(Text(title, style="bold"), made)
 
 
-def plan_table(plan: Any) -> Table:
+def plan_table(plan: Any) -> Group:
     """Show a plan: every attention, what becomes of it and why."""
     rows = [
         [
@@ -68,7 +70,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def fidelity_table(before: Any, after: Any) -> Table:
+def fidelity_table(before: Any, after: Any) -> Group:
     """Show how close each layer is to softmax, before and after stage one."""
 
     def pair(name: str, one: Any, two: Any, digits: int = 3) -> str:

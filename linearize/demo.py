@@ -59,6 +59,7 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
     from transformers import AutoModel, AutoTokenizer, pipeline
 
     from linearize.bench.side_by_side import compare
+    from linearize.loading import quiet
     from linearize.surgery.positions import extend_positions, extend_processor
     from linearize.workflow import ConvertOptions, convert_checkpoint
 
@@ -76,7 +77,8 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
     )
     conversion = convert_checkpoint(options, listen)
 
-    reader = pipeline("feature-extraction", model=output, device="cpu")
+    with quiet():
+        reader = pipeline("feature-extraction", model=output, device="cpu")
     document = long_document(reader.tokenizer, tokens)
     features = reader(document)
     size = len(features[0][0])
@@ -84,11 +86,12 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
 
     # The softmax side gets the same longer positions: as it was made it ends at 512 tokens.
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    softmax = AutoModel.from_pretrained(str(folder)).eval()
+    with quiet():
+        softmax = AutoModel.from_pretrained(str(folder)).eval()
     extend_processor(tokenizer, extend_positions(softmax, tokens), softmax)
     inputs = tokenizer(document, return_tensors="pt", truncation=True, max_length=tokens)
     linear: Any = reader.model
-    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), quiet():
         softmax.save_pretrained(scratch)
         comparison = compare(softmax, linear, inputs, folders=(Path(scratch), Path(output)))
     return DemoResult(conversion, size, comparison)

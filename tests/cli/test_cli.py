@@ -227,7 +227,7 @@ def test_nan_in_stage_one_names_layer_and_step(folders, tmp_path, capsys):
         capsys, "convert", tmp_path / "model", "--dataset", folders / "data.jsonl", "--output", out, "--holdout", 8
     )
     assert code == 2
-    assert "layer h.0.attn at step 0" in err
+    assert "layer transformer.h.0.attn at step 0" in err
     assert "--learning-rate" in err
     assert len(err.strip().splitlines()) == 1
     assert not out.exists()
