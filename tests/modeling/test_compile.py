@@ -1,0 +1,99 @@
+"""torch.compile without a graph break, torch.export, gradient checkpointing: the same numbers as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import converted, inputs_of, outputs
+
+from linearize.attention.interface import linear_attentions
+
+MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
+
+
+def model_and_inputs(name: str, mask: bool):
+    model = converted(name)
+    inputs = inputs_of(model, tokens=8)
+    if name == "bart":
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
+    if not mask:
+        inputs.pop("attention_mask", None)
+    return model, inputs
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("name", MODELS)
+def test_compile_has_no_graph_break(name, mask):
+    model, inputs = model_and_inputs(name, mask)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    more = {"use_cache": False} if name in ("gpt2", "llama", "qwen2", "bart") else {}
+    want, got = outputs(model, inputs, **more), outputs(compiled, inputs, **more)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compile_with_the_default_cache_and_in_training(name):
+    model, inputs = model_and_inputs(name, mask=False)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    want = outputs(model, inputs)[0]
+    torch.testing.assert_close(outputs(compiled, inputs)[0], want, rtol=0, atol=2e-6)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    compiled(**inputs)[0].square().mean().backward()
+    assert all(p.grad is not None for layer in linear_attentions(model).values() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_traced_autograd_gives_the_same(name):
+    model, inputs = model_and_inputs(name, mask=name != "vit")
+    more = {"use_cache": False} if name == "gpt2" else {}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for one, two in zip(outputs(model, inputs, **more), outputs(compiled, inputs, **more), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "clip"])
+def test_export(name, mask):
+    model, inputs = model_and_inputs(name, mask)
+    model.config.use_cache = False
+    program = torch.export.export(model, (), kwargs=inputs, strict=False)
+    for one, two in zip(outputs(model, inputs), outputs(program.module(), inputs), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+def test_packed_sequences_are_refused_not_mixed_up():
+    from linearize.errors import UnsupportedModelError
+
+    model, inputs = model_and_inputs("llama", mask=False)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(3, -1)
+    with pytest.raises(UnsupportedModelError, match="packed"), torch.no_grad():
+        model(**inputs, position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    grads = []
+    for checkpointing in (False, True):
+        model, inputs = model_and_inputs(name, mask=True)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**inputs)[0].square().mean().backward()
+        grads.append([p.grad for layer in linear_attentions(model).values() for p in layer.parameters()])
+    assert len(grads[0]) >= 4
+    for one, two in zip(*grads, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
