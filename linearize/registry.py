@@ -59,6 +59,7 @@ class KernelInfo:
         positive: whether weights can never be negative.
         normalized: whether weights sum to one.
         random: whether random numbers are drawn at conversion (kept in buffers, saved).
+        estimates: for random features, the kernel that phi(x) . phi(y) estimates, as a function of x . y.
         positional: whether features depend on the token's position.
         causal: whether it works in causal models.
         bidirectional: whether it works in bidirectional models.
@@ -94,6 +95,7 @@ class KernelInfo:
     max_head_dim: int | None = None
     shared_parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
     output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
+    estimates: Callable[[Any], Any] | None = None
     preset: Callable[[Any, int], list[tuple[str, dict[str, Any]]]] | None = None
     stage_one: StageOne = field(default_factory=StageOne)
 

@@ -156,7 +156,12 @@ class FeatureMapMixer(Mixer):
             out, after = self._linear(queries.phi, keys.phi, v.float(), state, common)
         else:
             out, after = self._windowed(queries, keys, q, k, v, scaling, state, common)
-        out = self.finish(out).to(v.dtype)
+        out = self.finish(out)
+        if not self.info.positive:
+            # Signed weights can be large, and fp16 ends at 65504.
+            limit = torch.finfo(v.dtype).max
+            out = out.clamp(-limit, limit)
+        out = out.to(v.dtype)
         if after is None:
             return out, None
         return out, after if seen is None else after | {"seen": seen}

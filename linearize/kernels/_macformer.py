@@ -17,6 +17,7 @@ Differs from the paper:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,9 @@ class Macformer(FeatureMap):
         return Features(torch.cat(found, dim=-1))
 
 
-def register_macformer(name: str, build: type[Macformer], function: str, coefficients: str) -> None:
+def register_macformer(
+    name: str, build: type[Macformer], function: str, coefficients: str, estimates: Callable[[Tensor], Tensor]
+) -> None:
     """Register one kernel of the family."""
     register_kernel(
         KernelInfo(
@@ -105,6 +108,7 @@ def register_macformer(name: str, build: type[Macformer], function: str, coeffic
             learnable=True,
             positive=False,
             random=True,
+            estimates=estimates,
             stage_one=StageOne(learning_rate=1e-2, loss="output"),
         )
     )

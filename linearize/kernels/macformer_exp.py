@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from linearize.kernels._macformer import Macformer, register_macformer
 
 
@@ -24,4 +26,4 @@ class MacformerExp(Macformer):
         return 1.0 / math.factorial(n)
 
 
-register_macformer("macformer_exp", MacformerExp, "exp(z)", "a_N = 1 / N!")
+register_macformer("macformer_exp", MacformerExp, "exp(z)", "a_N = 1 / N!", torch.exp)

@@ -22,4 +22,4 @@ class MacformerInv(Macformer):
         return 1.0
 
 
-register_macformer("macformer_inv", MacformerInv, "1 / (1 - z)", "a_N = 1")
+register_macformer("macformer_inv", MacformerInv, "1 / (1 - z)", "a_N = 1", lambda z: 1.0 / (1.0 - z))

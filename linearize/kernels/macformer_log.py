@@ -11,6 +11,8 @@ Differs from the paper: its table 1 prints a_N = 1 / min(1, N), which divides by
 
 from __future__ import annotations
 
+import torch
+
 from linearize.kernels._macformer import Macformer, register_macformer
 
 
@@ -23,4 +25,6 @@ class MacformerLog(Macformer):
         return 1.0 / max(n, 1)
 
 
-register_macformer("macformer_log", MacformerLog, "1 - log(1 - z)", "a_0 = 1, a_N = 1 / N")
+register_macformer(
+    "macformer_log", MacformerLog, "1 - log(1 - z)", "a_0 = 1, a_N = 1 / N", lambda z: 1.0 - torch.log(1.0 - z)
+)

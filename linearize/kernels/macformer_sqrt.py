@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from linearize.kernels._macformer import Macformer, register_macformer
 
 
@@ -25,4 +27,10 @@ class MacformerSqrt(Macformer):
         return math.prod(range(1, 2 * n - 2, 2)) / (2.0**n * math.factorial(n))
 
 
-register_macformer("macformer_sqrt", MacformerSqrt, "2 - sqrt(1 - z)", "a_0 = 1, a_N = (2N - 3)!! / (2^N N!)")
+register_macformer(
+    "macformer_sqrt",
+    MacformerSqrt,
+    "2 - sqrt(1 - z)",
+    "a_0 = 1, a_N = (2N - 3)!! / (2^N N!)",
+    lambda z: 2.0 - torch.sqrt(1.0 - z),
+)

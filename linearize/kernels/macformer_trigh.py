@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from linearize.kernels._macformer import Macformer, register_macformer
 
 
@@ -25,4 +27,6 @@ class MacformerTrigh(Macformer):
         return 1.0 / math.factorial(n)
 
 
-register_macformer("macformer_trigh", MacformerTrigh, "sinh(z) + cosh(z)", "a_N = 1 / N!")
+register_macformer(
+    "macformer_trigh", MacformerTrigh, "sinh(z) + cosh(z)", "a_N = 1 / N!", lambda z: torch.sinh(z) + torch.cosh(z)
+)

@@ -84,5 +84,6 @@ register_kernel(
         learnable=False,
         positive=True,
         random=True,
+        estimates=torch.exp,
     )
 )

@@ -69,5 +69,6 @@ register_kernel(
         learnable=False,
         positive=False,
         random=True,
+        estimates=torch.exp,
     )
 )

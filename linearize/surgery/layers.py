@@ -9,6 +9,9 @@ from linearize.errors import ConfigError
 from linearize.modeling.plan import SOFTMAX
 from linearize.registry import kernel_info, make_config
 
+_LARGEST = 99_999
+"""No model has as many layers; a range beyond it is a slip, and too long a list to make."""
+
 
 def parse_indices(text: str, where: str) -> list[int]:
     """Read "0-2,5" as [0, 1, 2, 5].
@@ -19,11 +22,13 @@ def parse_indices(text: str, where: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or part.strip().endswith("-"):
+        if not first.isdecimal() or (last and not last.isdecimal()) or part.strip().endswith("-"):
             raise ConfigError(f"{where}: got {text!r}, expected layer numbers such as 0-5 or 0,11")
         start, stop = int(first), int(last or first)
         if stop < start:
             raise ConfigError(f"{where}: got the range {part.strip()!r}, expected the smaller number first")
+        if stop > _LARGEST:
+            raise ConfigError(f"{where}: got layer {stop}, expected at most {_LARGEST}")
         found.extend(range(start, stop + 1))
     return found
 

@@ -1,0 +1,109 @@
+"""A softmax window joined to every kernel of the registry that takes one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from kernel_cases import CASES, DIM, directions, make_inputs, make_mixer, naive, run, stepwise
+
+from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.errors import ConfigError
+from linearize.registry import kernel_infos
+
+TOKENS, WINDOW = 26, 5
+WINDOWED = [(info, arguments) for info, arguments in CASES if info.windowed]
+IDS = ["-".join([info.name, *(f"{k}={v}" for k, v in arguments.items())]) for info, arguments in WINDOWED]
+BOTH = [
+    pytest.param(info, arguments, direction, id=f"{name}-{direction}")
+    for (info, arguments), name in zip(WINDOWED, IDS, strict=True)
+    for direction in directions(info)
+]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("info", "arguments", "direction"), BOTH)
+def test_fast_equals_naive(info, arguments, direction, padded):
+    mixer = make_mixer(info, arguments, causal=direction == "causal", window=WINDOW)
+    inputs = [x.requires_grad_() for x in make_inputs(TOKENS)]
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    if padded:
+        mask[0, :7], mask[1, -6:] = False, False
+    real = mask[:, None].expand(-1, 4, -1)
+    fast, _ = run(mixer, *inputs, mask if padded else None)
+    reference = naive(mixer, *inputs, mask if padded else None)
+    torch.testing.assert_close(fast[real], reference[real], rtol=1e-3, atol=1e-4)
+    leaves = [*inputs, *mixer.parameters()]
+    weights = torch.linspace(-1, 1, fast.numel()).reshape(fast.shape)
+    # A query's scale counts here: it does not cancel against the window, so that every parameter is used.
+    got, want = (torch.autograd.grad((out * weights)[real].sum(), leaves) for out in (fast, reference))
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-3, atol=2e-3 * max(1.0, float(two.abs().max())))
+
+
+@pytest.mark.parametrize("prefill", [0, 3, 9])
+@pytest.mark.parametrize(("info", "arguments"), WINDOWED, ids=IDS)
+def test_step_by_step_equals_at_once(info, arguments, prefill):
+    if not info.causal:
+        pytest.skip("bidirectional only")
+    mixer = make_mixer(info, arguments, causal=True, window=WINDOW)
+    inputs = make_inputs(TOKENS)
+    whole, _ = run(mixer, *inputs)
+    steps, state = stepwise(mixer, *inputs, prefill=prefill)
+    torch.testing.assert_close(steps, whole, rtol=1e-3, atol=1e-4)
+    assert state["ring_k"].shape[2] == WINDOW
+
+
+@pytest.mark.parametrize(("info", "arguments", "direction"), BOTH)
+def test_weights_sum_to_one_and_a_wide_window_is_softmax(info, arguments, direction):
+    mixer = make_mixer(info, arguments, causal=direction == "causal", window=WINDOW)
+    q, k, _ = make_inputs(TOKENS)
+    weights = mixer.weights(q, k, scaling=DIM**-0.5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]), rtol=1e-4, atol=1e-4)
+    assert not info.positive or (weights >= 0).all()
+    wide = make_mixer(info, arguments, causal=direction == "causal", window=3 * TOKENS)
+    scores = DIM**-0.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    if direction == "causal":
+        scores = scores.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(wide.weights(q, k, scaling=DIM**-0.5), scores.softmax(-1), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (0, "window: got 0, expected a number of tokens, 1 or more"),
+        (-8, "window: got -8"),
+        (2.5, "window: got 2.5"),
+        (True, "window: got True"),
+    ],
+)
+def test_windows_that_are_none(window, message):
+    for info in kernel_infos():
+        if not info.windowed:
+            continue
+        with pytest.raises(ConfigError, match=message):
+            build_mixer(info.name, {"max_positions": 9} if info.maximum_positions else {}, _shape(), window)
+
+
+def test_kernels_without_a_denominator_take_no_window():
+    refused = [info for info in kernel_infos() if not info.windowed and info.preset is None]
+    assert refused
+    for info in refused:
+        with pytest.raises(ConfigError, match=f"kernel '{info.name}' takes no window"):
+            build_mixer(info.name, {}, _shape(), 8)
+
+
+def test_a_preset_is_not_a_mixer():
+    presets = [info for info in kernel_infos() if info.preset is not None]
+    assert presets
+    for info in presets:
+        with pytest.raises(ConfigError, match="is a plan for all layers of a model"):
+            build_mixer(info.name, {}, _shape())
+
+
+def _shape():
+    return HeadShape(4, 2, 8, 8, causal=True)

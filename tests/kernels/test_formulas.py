@@ -1,0 +1,201 @@
+"""The maps compute what their files say: each formula written out again, differently, on a few tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_cases import make_inputs, make_mixer, run
+
+from linearize.registry import kernel_info, make_config
+
+DIM, HEADS = 6, 3
+
+
+def make(name, **arguments):
+    info = kernel_info(name)
+    kernel = info.build(make_config(info, arguments), HEADS, DIM)
+    kernel.reset_parameters(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in kernel.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(2, HEADS, 5, DIM, generator=generator)
+    return kernel, x
+
+
+def whole(features):
+    """phi with its scale put back."""
+    return features.phi if features.log_scale is None else features.phi * features.log_scale.exp()[..., None]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "formula"),
+    [
+        ("elu", {}, lambda x: 1 + torch.nn.functional.elu(x)),
+        ("relu", {}, lambda x: x.clamp(min=0)),
+        ("exp", {"temperature": 2.0}, lambda x: torch.exp(2 * x)),
+        ("norm_elu", {}, torch.nn.functional.elu),
+        ("norm_1elu", {}, lambda x: 1 + torch.nn.functional.elu(x)),
+    ],
+)
+def test_maps_of_single_entries(name, arguments, formula):
+    kernel, x = make(name, **arguments)
+    torch.testing.assert_close(whole(kernel(x, keys=True)), formula(x))
+
+
+def test_elu_of_very_negative_numbers_is_not_zero():
+    kernel, _ = make("elu")
+    x = torch.full((1, 1, 1, 1), -40.0)
+    torch.testing.assert_close(kernel(x, keys=True).phi, x.exp(), rtol=1e-6, atol=0)
+
+
+def test_taylor_is_the_second_order_expansion():
+    kernel, x = make("taylor")
+    y = x.flip(2)
+    z = (x * y).sum(-1)
+    found = (kernel(x, keys=False).phi * kernel(y, keys=True).phi).sum(-1)
+    torch.testing.assert_close(found, 1 + z + z * z / 2)
+
+
+def test_cosformer_weighs_by_the_distance():
+    kernel, x = make("cosformer", max_positions=10)
+    positions = torch.arange(5)[None].expand(2, -1)
+    q, k = (kernel(y, keys=keys, positions=positions).phi for y, keys in ((x, False), (x.flip(2), True)))
+    found = q @ k.transpose(-1, -2)
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    want = (x.relu() @ x.flip(2).relu().transpose(-1, -2)) * torch.cos(math.pi / 2 * distance / 10)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    late = kernel(x, keys=True, positions=torch.full((2, 5), 500))
+    first = kernel(x, keys=False, positions=torch.zeros(2, 5))
+    assert ((first.phi @ late.phi.transpose(-1, -2)) >= -1e-5).all()
+
+
+def test_t2r_and_hedgehog():
+    for name in ("t2r", "hedgehog"):
+        kernel, x = make(name)
+        y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x) + kernel.bias[:, None]
+        both = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+        torch.testing.assert_close(whole(kernel(x, keys=True)), y.relu() if name == "t2r" else both)
+    kernel, x = make("hedgehog", activation="exp")
+    y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x) + kernel.bias[:, None]
+    torch.testing.assert_close(whole(kernel(x, keys=True)), torch.cat([y, -y], -1).exp())
+
+
+@pytest.mark.parametrize("shared_heads", [False, True])
+@pytest.mark.parametrize("shared_mlp", [False, True])
+@pytest.mark.parametrize("envelope", [False, True])
+def test_luna_is_its_mlps_written_out(shared_heads, shared_mlp, envelope):
+    kernel, x = make(
+        "luna", projections=4, channels=3, shared_heads=shared_heads, shared_mlp=shared_mlp, envelope=envelope
+    )
+    with torch.no_grad():
+        # Units without a slope, where the pieces have no knot.
+        kernel.slope[..., 0] = 0.0
+        kernel.slope[..., 1], kernel.offset[..., 1] = 0.0, 0.0
+    x = x * 3
+    u = (x @ kernel.weight.transpose(-1, -2) + kernel.bias[:, None])[..., None, None]
+    s, t, v, c = (p[:, None, None] for p in (kernel.slope, kernel.offset, kernel.out_weight, kernel.out_bias))
+    psi = ((s * u + t).relu() * v).sum(-1) + c
+    want = psi.relu() * 4**-0.5
+    if envelope:
+        want = want * (x @ kernel.gate.transpose(-1, -2) + kernel.gate_bias[:, None]).sigmoid()[..., None, :]
+    found = kernel(x, keys=True).phi
+    want = want.flatten(-2)
+    assert (found > 0).any() and (found == 0).any()
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    direction = torch.linspace(-1, 1, found.numel()).reshape(found.shape)
+    mine = torch.autograd.grad((found * direction).sum(), list(kernel.parameters()))
+    theirs = torch.autograd.grad((want * direction).sum(), list(kernel.parameters()))
+    for (name, parameter), one, two in zip(kernel.named_parameters(), mine, theirs, strict=True):
+        keep = torch.ones_like(parameter, dtype=torch.bool)
+        if name in ("slope", "offset"):
+            keep[..., 1] = False  # exactly on the kink: any slope between 0 and 1 is a gradient
+        torch.testing.assert_close(one[keep], two[keep], rtol=1e-3, atol=1e-4)
+
+
+def test_polaformer_mixes_same_and_opposite_signs():
+    kernel, x = make("polaformer")
+    y = x.flip(2)
+    p = 1 + 3 * kernel.power.sigmoid()[:, None]
+    a, b = (torch.nn.functional.softplus(raw)[:, None] for raw in (kernel.same, kernel.opposite))
+    (qp, qn), (kp, kn) = ((z.clamp(min=0) ** p, (-z).clamp(min=0) ** p) for z in (x, y))
+    want = (a * (qp * kp + qn * kn) + b * (qp * kn + qn * kp)).sum(-1)
+    found = (kernel(x, keys=False).phi * kernel(y, keys=True).phi).sum(-1)
+    torch.testing.assert_close(found, want)
+
+
+def test_performer_directions_are_orthogonal_with_gaussian_lengths():
+    info = kernel_info("performer")
+    kernel = info.build(make_config(info, {"features": 40}), 200, 16)
+    kernel.reset_parameters(torch.Generator().manual_seed(0))
+    products = kernel.weight[:, :16] @ kernel.weight[:, :16].transpose(-1, -2)
+    off = products - torch.diag_embed(products.diagonal(dim1=-2, dim2=-1))
+    assert off.abs().max() < 1e-4
+    assert kernel.weight.square().sum(-1).mean().item() == pytest.approx(16, rel=0.02)
+    assert kernel.weight.mean().abs() < 0.02
+
+
+def test_macformer_has_half_of_its_features_of_degree_zero_and_so_on():
+    info = kernel_info("macformer_inv")
+    assert make_config(info, {}).degrees() == [64, 32, 16, 8, 4, 2, 1, 1]
+    assert [sum(make_config(info, {"features": n}).degrees()) for n in (2, 3, 77, 128)] == [2, 3, 77, 128]
+
+
+def test_ppsbn_learns_the_statistics_while_training_and_keeps_them():
+    mixer = make_mixer(kernel_info("macformer_exp"), causal=True).train()
+    q, k, v = make_inputs(400)
+    q, k = q * 3 + 2, k * 0.5 - 1
+    mask = torch.ones(2, 400, dtype=torch.bool)
+    mask[0, 300:] = False
+    q[0, :, 300:], k[0, :, 300:] = 1e3, 1e3
+    for _ in range(3):
+        run(mixer, q, k, v, mask)
+    around = mixer.inputs
+    real = torch.cat([q[0, :, :300], q[1]], dim=1)
+    torch.testing.assert_close(around.query_mean, real.mean(dim=1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(around.query_variance, real.var(dim=1, unbiased=False), rtol=1e-3, atol=1e-3)
+    assert around.key_variance.mean().item() == pytest.approx(0.25, rel=0.1)
+    assert around.batches.item() == 3
+    kept = {name: tensor.clone() for name, tensor in around.named_buffers()}
+    with torch.no_grad():
+        run(mixer, q * 9, k, v, mask)
+    run(mixer.eval(), q * 9, k, v, mask)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in around.named_buffers())
+
+
+def test_ppsbn_rescales_with_the_sign_kept():
+    mixer = make_mixer(kernel_info("macformer_exp"), causal=False)
+    mixed = torch.tensor([-2.0, -0.5, 0.0, 1e-9, 0.5, 2.0]).expand(1, 4, 1, -1)
+    torch.testing.assert_close(mixer.finish(mixed), mixed)
+    with torch.no_grad():
+        mixer.output.gamma.fill_(3.0)
+        mixer.output.beta.fill_(0.5)
+    y = 3 * mixed[..., [0, 1, 4, 5]]
+    torch.testing.assert_close(mixer.finish(mixed)[..., [0, 1, 4, 5]], y.sign() * y.abs() ** 0.5)
+    steep = mixed.clone().requires_grad_()
+    mixer.finish(steep).sum().backward()
+    assert torch.isfinite(steep.grad).all()
+
+
+@pytest.mark.parametrize("name", ["norm_elu", "norm_1elu", "diag_rela"])
+def test_outputs_without_a_denominator_are_normalised(name):
+    mixer = make_mixer(kernel_info(name), causal=False)
+    out, _ = run(mixer, *make_inputs(30))
+    torch.testing.assert_close(out.square().mean(-1).sqrt(), torch.ones(out.shape[:-1]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_do_not_overlap(causal):
+    mixer = make_mixer(kernel_info("diag_softmax"), {"block": 4}, causal=causal)
+    q, k, _ = make_inputs(10)
+    weights = mixer.weights(q, k, scaling=0.25)
+    scores = 0.25 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    for start in (0, 4, 8):
+        part = slice(start, min(start + 4, 10))
+        near = scores[:, :, part, part]
+        if causal:
+            near = near.masked_fill(torch.ones(near.shape[-2:]).triu(1).bool(), -torch.inf)
+        torch.testing.assert_close(weights[:, :, part, part], near.softmax(-1))
+        assert (weights[:, :, part, part.stop :] == 0).all() and (weights[:, :, part, :start] == 0).all()

@@ -1,0 +1,150 @@
+"""A kernel from outside the package: registered, converted with, saved, loaded and decoded like any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from tiny import converted, inputs_of, outputs
+
+import linearize
+import linearize.registry as registry
+from linearize.errors import ConfigError, UnknownNameError
+from linearize.kernels.base import FeatureMap, Features, NoArguments, draw_normal, project
+from linearize.registry import KernelInfo, kernel_info, make_config, option
+
+
+@dataclass(frozen=True)
+class SharpConfig:
+    """Arguments of `sharp`."""
+
+    power: float = option(2.0, "exponent of the features", low=1.0, high=4.0)
+    tied: bool = option(True, "whether queries and keys share one map")
+
+
+class Sharp(FeatureMap):
+    """relu(W x)^p."""
+
+    def __init__(self, config, heads, head_dim):
+        super().__init__(config, heads, head_dim)
+        self.weight = self.learned(head_dim, head_dim)
+
+    def reset_parameters(self, generator):
+        draw_normal(self.weight, generator)
+
+    def forward(self, x, *, keys, positions=None):
+        return Features(project(x, self.weight).relu() ** self.config.power)
+
+
+INFO = KernelInfo(
+    name="sharp",
+    summary="a power of a learned ReLU map",
+    formula="phi(x) = relu(W x)^p",
+    source="this test",
+    url="https://arxiv.org/abs/0000.00000",
+    config=SharpConfig,
+    build=Sharp,
+    feature_dim=lambda config, d: d,
+    parameters=lambda config, d: d * d,
+    parameters_formula="d^2",
+    learnable=True,
+    positive=True,
+)
+
+
+@pytest.fixture
+def sharp(monkeypatch):
+    """The kernel, registered for one test."""
+    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
+    return linearize.register_kernel(INFO)
+
+
+@pytest.mark.filterwarnings("ignore:kernel 'sharp' x")
+@pytest.mark.parametrize("window", [None, 3])
+def test_converts_saves_loads_and_decodes(sharp, window, tmp_path):
+    model = converted("llama", "AutoModelForCausalLM", "sharp", kernel_args={"power": 3.0}, window=window)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    inputs = inputs_of(model)
+    assert all(torch.equal(x, y) for x, y in zip(outputs(model, inputs), outputs(again, inputs), strict=True))
+    ids = inputs["input_ids"][1:]
+    cached, plain = (again.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
+def test_saving_says_that_its_code_stays_behind(sharp, tmp_path):
+    with pytest.warns(UserWarning, match="kernel 'sharp' .*is not part of linearize"):
+        converted("bert", "AutoModel", "sharp").save_pretrained(tmp_path)
+
+
+def test_an_entry_point_is_found(monkeypatch):
+    monkeypatch.setattr(registry, "_KERNELS", {})
+    monkeypatch.setattr(registry, "_discovered", False)
+
+    class Entry:
+        def load(self):
+            return linearize.register_kernel(INFO)
+
+    real = importlib.metadata.entry_points
+    found = {"linearize.kernels": [Entry()]}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kw: found.get(kw.get("group"), real(**kw)))
+    assert kernel_info("sharp") is INFO
+
+
+def test_a_name_is_taken_once(sharp):
+    linearize.register_kernel(INFO)
+    with pytest.raises(ConfigError, match="'sharp' is registered already by Sharp"):
+        linearize.register_kernel(dataclasses.replace(INFO, build=type("Other", (Sharp,), {})))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": dict}, "expected a frozen dataclass"),
+        ({"causal": False, "bidirectional": False}, "neither causally nor bidirectionally"),
+        ({"build": None}, "got a build and a preset or neither"),
+        ({"preset": lambda config, layers: []}, "got a build and a preset or neither"),
+        (
+            {"config": dataclass(frozen=True)(type("C", (), {"__annotations__": {"window": int}}))},
+            "give its own another",
+        ),
+    ],
+)
+def test_contradicting_facts_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        linearize.register_kernel(dataclasses.replace(INFO, name="odd", **change))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"power": 9}, "expected at most 4"),
+        ({"power": "x"}, "got 'x', expected float"),
+        ({"power": float("nan")}, "expected at least"),
+        ({"tied": 1}, "got 1, expected bool"),
+    ],
+)
+def test_wrong_arguments_name_the_mend(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(INFO, arguments)
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'power'\? Known: power, tied"):
+        make_config(INFO, {"powr": 2.0})
+
+
+def test_directions_and_head_sizes_are_held(sharp, monkeypatch):
+    from linearize.attention.mixer import HeadShape, build_mixer
+
+    shape = HeadShape(4, 2, 8, 8, causal=True)
+    for change, where, message in [
+        ({"causal": False}, shape, "bidirectional only, but this attention is causal; choose another kernel"),
+        ({"bidirectional": False}, dataclasses.replace(shape, causal=False), "causal only, but this attention is bid"),
+        ({"max_head_dim": 4}, shape, "got head size 8, expected at most 4; choose another kernel"),
+    ]:
+        registry._KERNELS["sharp"] = dataclasses.replace(INFO, config=NoArguments, **change)
+        with pytest.raises(ConfigError, match=message) as caught:
+            build_mixer("sharp", {}, where)
+        assert "\n" not in str(caught.value)
