@@ -1,0 +1,1 @@
+"""Stage two: tune a converted (or any) model on a task, and evaluate it."""

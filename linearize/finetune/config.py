@@ -1,0 +1,99 @@
+"""Options of stage two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from linearize.errors import ConfigError, unknown_name
+
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank updates instead of full tuning; kernels and new heads are tuned in full in any case."""
+
+    r: int = _option(8, "rank of the updates")
+    alpha: float = _option(16.0, "their scale is alpha / r")
+    dropout: float = _option(0.0, "on their input")
+    targets: str | None = _option(None, "endings of the modules' names, joined by +; by default those of the attention")
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigError(f"lora: got r={self.r}, expected a rank of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora: got dropout={self.dropout}, expected a number from 0 to below 1")
+
+
+def parse_lora(text: str) -> LoraConfig:
+    """Read `r=8,alpha=16,dropout=0.05,targets=query+value`.
+
+    Raises:
+        ConfigError: for an unknown name, or a value that is no number.
+    """
+    kinds = {"r": int, "alpha": float, "dropout": float, "targets": str}
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if name not in kinds:
+            raise unknown_name("lora option", name, kinds)
+        try:
+            values[name] = kinds[name](value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"lora: got {part!r}, expected {name}=NUMBER, such as r=8,alpha=16")
+    return LoraConfig(**values)
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """How a model is tuned on a task."""
+
+    learning_rate: float = _option(2e-5, "peak learning rate of AdamW")
+    batch_size: int = _option(32, "rows per step and device")
+    epochs: float = _option(3.0, "passes over the training rows")
+    steps: int | None = _option(None, "optimizer steps, instead of epochs")
+    weight_decay: float = _option(0.0, "AdamW's weight decay")
+    warmup: float = _option(0.06, "share of the steps in which the rate rises; a number of steps from 1 on")
+    schedule: str = _option("cosine", "how the rate falls")
+    max_grad_norm: float = _option(1.0, "gradient clipping; 0: none")
+    betas: tuple[float, float] = _option((0.9, 0.999), "AdamW's decay of its averages")
+    gradient_accumulation: int = _option(1, "batches per optimizer step")
+    eval_every: int | None = _option(None, "steps between measurements; by default once per epoch")
+    eval_batch_size: int | None = _option(None, "rows per batch when measuring; by default twice batch_size")
+    patience: int = _option(0, "measurements without improvement after which to stop; 0: never")
+    group_by_length: bool = _option(False, "put texts of similar length in one batch, to pad less")
+    precision: str = _option("no", "mixed precision: no, bf16 or fp16")
+    freeze_kernels: bool = _option(False, "leave the kernels as they are")
+    seed: int = _option(0, "of the order of the rows, dropout and a new head")
+    log_every: int = _option(50, "steps between entries of the log")
+    report_to: str = _option("none", "where the trainer reports to: none, tensorboard, wandb ...")
+    lora: LoraConfig | None = field(default=None, metadata={"help": "low-rank updates"})
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "gradient_accumulation", "log_every"):
+            _check(name, getattr(self, name), 1)
+        for name in ("steps", "eval_every", "eval_batch_size"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), 1)
+        _check("patience", self.patience, 0)
+        for name in ("learning_rate", "weight_decay", "warmup", "max_grad_norm", "epochs"):
+            if not 0 <= getattr(self, name) < 1e9:
+                raise ConfigError(f"stage two, {name}: got {getattr(self, name)}, expected a number of at least 0")
+        for name, allowed in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"stage two, {name}: got {getattr(self, name)!r}, expected one of {', '.join(allowed)}"
+                )
+
+
+def _check(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"stage two, {name}: got {value!r}, expected a whole number of at least {low}")

@@ -1,0 +1,272 @@
+"""Whole jobs of the command line: tune a checkpoint, evaluate one, make an untrained one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.save import check_target
+from linearize.errors import ConfigError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.keep import save_model, tuning_files, tuning_record
+from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import DataOptions, TaskData
+from linearize.finetune.tasks import Task, recovered, score_of
+from linearize.finetune.trainer import TuneResult, finetune, measure_task
+
+Listener = Callable[[str, Any], None]
+
+
+@dataclass(frozen=True)
+class TuneJob:
+    """What `linearize finetune` is told."""
+
+    model: str
+    task: Task
+    dataset: str | None = None
+    output: str | None = None
+    overwrite: bool = False
+    resume: bool = False
+    new_head: bool = False
+    device: str = "auto"
+    data: DataOptions = field(default_factory=DataOptions)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+
+    def target(self) -> Path:
+        """Return the output folder: as asked, or `<model>-<task>`."""
+        return Path(self.output or f"{Path(self.model).name}-{self.task.name}")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `linearize evaluate` found.
+
+    Attributes:
+        task: name of the task.
+        data: one line about the data.
+        figures: the model's metrics.
+        score: the task's one figure.
+        facts: what a reader must know, such as the stride of a perplexity.
+        original: the same metrics of the original, if one was given.
+        original_score: its one figure.
+        recovered: share of the original's score, percent.
+    """
+
+    task: str
+    data: str
+    figures: dict[str, float]
+    score: float
+    facts: dict[str, Any]
+    original: dict[str, float] | None = None
+    original_score: float | None = None
+    recovered: float | None = None
+
+
+def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[Path, TuneResult]:
+    """Tune a checkpoint on a task and save the result, all or nothing.
+
+    The trainer's own checkpoints lie beside the output, in `<output>.training`, until the result is saved: an
+    interrupted run goes on from there with `resume`.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend.
+    """
+    from linearize.loading import check_device
+
+    tell = listen or (lambda name, value: None)
+    target = job.target()
+    check_target(target, overwrite=job.overwrite)
+    device = check_device(job.device)
+    work = target.with_name(f"{target.name}.training")
+    if work.exists() and not job.resume:
+        if not job.overwrite:
+            raise ConfigError(
+                f"{str(work)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
+            )
+        shutil.rmtree(work)
+    processor = load_processor(job.model, job.task.modality)
+    data = prepare(job.task, processor, job.data, data=job.dataset)
+    tell("data", data.description)
+    model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed).to(device)
+    fit_tokenizer(model, processor)
+    check_length(model, job.data.max_length)
+    result = finetune(model, data, job.tune, folder=work, resume=job.resume, on_log=lambda entry: tell("log", entry))
+    record = tuning_record(data, job.tune, result)
+    save_model(
+        model,
+        target,
+        processor,
+        overwrite=job.overwrite,
+        stage={"finetuning": record},
+        extra_files=tuning_files(record, result),
+    )
+    shutil.rmtree(work, ignore_errors=True)
+    tell("saved", target)
+    return target, result
+
+
+def evaluate_checkpoint(
+    model: str,
+    task: Task,
+    *,
+    dataset: str | None = None,
+    compare: str | None = None,
+    options: DataOptions | None = None,
+    batch_size: int = 64,
+    device: str = "auto",
+) -> Evaluation:
+    """Measure a checkpoint on a task, and the original beside it.
+
+    Args:
+        model: Hub name or folder, softmax or converted.
+        task: the task.
+        dataset: what to read instead of the task's own data set.
+        compare: the original to compare with.
+        options: lengths and limits.
+        batch_size: rows per batch.
+        device: where to run.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend.
+    """
+    from linearize.loading import check_device
+
+    where = check_device(device)
+    options = options or DataOptions()
+
+    def measured(name: str) -> tuple[TaskData, dict[str, float]]:
+        processor = load_processor(name, task.modality)
+        data = prepare(task, processor, options, data=dataset)
+        _check_trained(name, task)
+        loaded = load_for_task(name, data).to(where).eval()
+        fit_tokenizer(loaded, processor)
+        check_length(loaded, options.max_length)
+        return data, measure_task(loaded, data, batch_size=batch_size)
+
+    data, figures = measured(model)
+    score = score_of(data.task, figures)
+    if compare is None:
+        return Evaluation(task.name, data.description, figures, score, data.facts)
+    _, original = measured(compare)
+    original_score = score_of(data.task, original)
+    share = recovered(data.task, score, original_score)
+    return Evaluation(task.name, data.description, figures, score, data.facts, original, original_score, share)
+
+
+def init_checkpoint(
+    config: str | Mapping[str, Any],
+    task: Task,
+    *,
+    output: str,
+    kernel: str | None,
+    kernel_args: Mapping[str, Any] | None = None,
+    layers: str | None = None,
+    processor: Any = None,
+    num_labels: int | None = None,
+    overwrite: bool = False,
+    seed: int = 0,
+) -> Any:
+    """Make an untrained model of an architecture, with linear attention or (kernel None, no layers) softmax.
+
+    Args:
+        config: values of the config, or a JSON or YAML file (or a folder with a config.json) of them.
+        task: which head.
+        output: folder to make.
+        kernel: name of the kernel for all layers.
+        kernel_args: its arguments.
+        layers: kernels per layer, as in `--layers`.
+        processor: tokenizer or image processor to save along.
+        num_labels: outputs of the head, where it has one per label.
+        overwrite: whether a folder that holds something may be replaced.
+        seed: of all weights.
+
+    Returns:
+        The plan of the conversion, or None for softmax.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend.
+    """
+    from linearize.surgery.apply import apply
+    from linearize.surgery.plan import plan
+
+    check_target(output, overwrite=overwrite)
+    values = read_config(config) if isinstance(config, str) else config
+    model = fresh_model(values, task, num_labels, seed=seed)
+    decided = None
+    if kernel is not None or layers is not None:
+        decided = plan(model, kernel, kernel_args, layers=layers, seed=seed)
+        model = apply(model, decided)
+    save_model(model, output, processor, overwrite=overwrite, stage={"from_scratch": True, "seed": seed})
+    return decided
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Read a config from a file or folder.
+
+    Raises:
+        ConfigError: if it is not there or no mapping.
+    """
+    import yaml
+
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"config: got {name!r}, expected a JSON or YAML file, or a folder with a config.json")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"config: {name!r} cannot be read ({str(error).splitlines()[0]}); mend the file") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config: {name!r} holds a {type(values).__name__}, expected a mapping with model_type")
+    for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+        values.pop(name, None)
+    return values
+
+
+def check_length(model: Any, length: int) -> None:
+    """Refuse rows that are longer than the model's positions.
+
+    Raises:
+        ConfigError: if they are.
+    """
+    from linearize.surgery.positions import current_length
+
+    most = current_length(model)
+    if most is not None and length > most:
+        raise ConfigError(
+            f"max_length: got {length}, but {type(model).__name__} takes at most {most} tokens; lower it, or "
+            "convert with --max-length"
+        )
+
+
+def _check_trained(name: str, task: Task) -> None:
+    """Refuse to measure a head that was never trained.
+
+    Raises:
+        ConfigError: if the checkpoint's class has no head for the task.
+    """
+    from transformers import PreTrainedConfig
+
+    endings = {
+        "text-classification": "ForSequenceClassification",
+        "token-classification": "ForTokenClassification",
+        "question-answering": "ForQuestionAnswering",
+        "image-classification": "ForImageClassification",
+        "fill-mask": "ForMaskedLM",
+    }
+    try:
+        saved = (PreTrainedConfig.get_config_dict(name)[0].get("architectures") or [""])[0]
+    except OSError:
+        return
+    ending = endings.get(task.head)
+    if ending is not None and saved and not saved.endswith(ending):
+        raise ConfigError(
+            f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
+            f"linearize finetune {name} --task {task.name}"
+        )

@@ -1,0 +1,90 @@
+"""Save a tuned model, softmax or converted, with what was done to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.save import atomic_folder, save
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.prepared import TaskData
+from linearize.finetune.quiet import quiet
+from linearize.finetune.trainer import TuneResult
+from linearize.modeling.model import is_linearized
+
+RECORD = "finetuning.json"
+LOG = "finetuning.jsonl"
+
+
+def save_model(
+    model: Any,
+    target: str | Path,
+    processor: Any,
+    *,
+    overwrite: bool = False,
+    stage: dict[str, Any] | None = None,
+    extra_files: dict[str, str] | None = None,
+) -> Path:
+    """Save a model of either kind, all or nothing.
+
+    Args:
+        model: it is moved to the CPU.
+        target: folder to make.
+        processor: tokenizer or image processor.
+        overwrite: whether a folder that holds something may be replaced.
+        stage: what a converted model's provenance says beside what it says already.
+        extra_files: further text files, by name.
+
+    Raises:
+        CheckpointError: if the folder cannot be used or written.
+    """
+    model.to("cpu")
+    files = extra_files or {}
+    if is_linearized(model):
+        provenance = {**(model.config.linearize.get("provenance") or {}), **(stage or {})}
+        with quiet():
+            return save(
+                model,
+                target,
+                processor=processor,
+                overwrite=overwrite,
+                provenance=provenance or None,
+                extra_files=files,
+            )
+    with quiet(), atomic_folder(target, overwrite=overwrite) as folder:
+        model.save_pretrained(folder)
+        if processor is not None:
+            processor.save_pretrained(folder)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return Path(target)
+
+
+def tuning_record(data: TaskData, config: TuneConfig, result: TuneResult) -> dict[str, Any]:
+    """Return what stage two did as plain data; paths stay out of it."""
+    return {
+        "task": data.task.name,
+        "data": _without_folders(data.description),
+        "facts": data.facts,
+        "metrics": result.figures,
+        "score": result.score,
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "stopped": result.stopped,
+        "seconds": result.seconds,
+        "options": asdict(config),
+    }
+
+
+def tuning_files(record: dict[str, Any], result: TuneResult) -> dict[str, str]:
+    """Return the record and the log as files of a checkpoint."""
+    lines = "".join(json.dumps(entry) + "\n" for entry in result.history)
+    return {RECORD: json.dumps(record, indent=2) + "\n", LOG: lines}
+
+
+def _without_folders(description: str) -> str:
+    """A checkpoint travels: the folder on somebody's disk is nobody's business, its name says what the data is."""
+    name, colon, rest = description.partition(": ")
+    return Path(name).name + colon + rest if Path(name).exists() else description

@@ -1,0 +1,79 @@
+"""Classification of images."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from linearize.data.encode import ImageEncoder
+from linearize.finetune.kinds.text import figures_of, label_names, numbered
+from linearize.finetune.prepared import DataOptions, Row, TaskData, stable_seed
+from linearize.finetune.tables import Given, View, open_splits
+from linearize.finetune.tasks import Task
+
+SHIFT = 1 / 8
+"""Furthest shift of an augmented image, of its size: 4 pixels of 32."""
+
+
+class ImageRows(Dataset):
+    """Images read when they are wanted.
+
+    Args:
+        view: the records.
+        rows: how many of them.
+        augment: whether the collator may change them.
+    """
+
+    def __init__(self, view: View, rows: int, augment: bool) -> None:
+        self.view, self.rows, self.augment = view, rows, augment
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, place: int) -> Row:
+        return {"example": self.view.fetch([place])[0], "place": place, "augment": self.augment}
+
+
+def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+    """Read images and classes.
+
+    Raises:
+        DataError: if the images or their classes cannot be read.
+    """
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed)
+    task = dataclasses.replace(task, labels=label_names(task, splits.train))
+    encoder = ImageEncoder(processor, None)
+
+    def collate(rows: list[Row]) -> dict[str, Tensor]:
+        examples = [row["example"] for row in rows]
+        pixels = encoder([example._replace(label=None) for example in examples], slice(None))["pixel_values"]
+        if rows[0]["augment"]:
+            pixels = shifted(pixels, stable_seed(options.seed, [row["place"] for row in rows]))
+        return {"pixel_values": pixels, "labels": torch.tensor(numbered(task, examples))}
+
+    held = len(splits.validation) if options.validation_limit is None else options.validation_limit
+    return TaskData(
+        task,
+        ImageRows(splits.train, len(splits.train), options.augment),
+        ImageRows(splits.validation, min(held, len(splits.validation)), False),
+        collate,
+        figures_of(task),
+        splits.description,
+    )
+
+
+def shifted(pixels: Tensor, seed: int) -> Tensor:
+    """Shift images [B, C, H, W] by up to `SHIFT` of their size, edges repeated, and mirror half of them."""
+    chance = np.random.default_rng(seed)
+    reach = max(1, round(pixels.shape[-1] * SHIFT))
+    wide = torch.nn.functional.pad(pixels, (reach,) * 4, mode="replicate")
+    made = torch.empty_like(pixels)
+    for place, (down, right) in enumerate(chance.integers(0, 2 * reach + 1, size=(len(pixels), 2))):
+        crop = wide[place, :, down : down + pixels.shape[2], right : right + pixels.shape[3]]
+        made[place] = crop.flip(-1) if chance.random() < 0.5 else crop
+    return made

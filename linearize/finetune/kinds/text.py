@@ -1,0 +1,120 @@
+"""Classification and regression of texts and pairs of texts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linearize.data.records import Example
+from linearize.errors import DataError
+from linearize.finetune.metrics import metric
+from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
+from linearize.finetune.tables import Given, View, open_splits
+from linearize.finetune.tasks import Task
+
+
+def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+    """Read texts and labels.
+
+    Raises:
+        DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
+    """
+    tokenizer = copy_tokenizer(processor)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed)
+    if task.kind == "classification":
+        task = dataclasses.replace(task, labels=label_names(task, splits.train))
+
+    def collate(rows: list[Row]) -> dict[str, Tensor]:
+        kind = torch.float32 if task.kind == "regression" else torch.long
+        return {**pad(tokenizer, rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=kind)}
+
+    return TaskData(
+        task,
+        _rows(task, splits.train, tokenizer, options, None),
+        _rows(task, splits.validation, tokenizer, options, options.validation_limit),
+        collate,
+        figures_of(task),
+        splits.description,
+    )
+
+
+def _rows(task: Task, view: View, tokenizer: Any, options: DataOptions, limit: int | None) -> Rows:
+    examples = view.fetch(range(len(view))[:limit])
+    rows = tokenise(tokenizer, [e.value for e in examples], [e.pair for e in examples], options.max_length)
+    for row, label in zip(rows, numbered(task, examples), strict=True):
+        row["labels"] = label
+    return Rows(rows)
+
+
+def label_names(task: Task, view: View) -> tuple[str, ...]:
+    """Return the class names in the order of their numbers: the task's, the data's, or the numbers that occur.
+
+    Raises:
+        DataError: if the labels are neither names nor whole numbers from 0, or there is only one.
+    """
+    if task.labels is not None:
+        return task.labels
+    if view.names is not None:
+        return view.names
+    found = sorted(
+        {example.label for example in view.fetch(range(len(view)))}, key=lambda label: (str(type(label)), label)
+    )
+    numbers = [label for label in found if isinstance(label, int | float) and label == int(label) and label >= 0]
+    if len(numbers) < len(found):
+        raise DataError(
+            f"task {task.name}: got the label {next(x for x in found if x not in numbers)!r} in column {task.label!r}, "
+            "expected class names or whole numbers from 0; use task text-regression for numbers of other kinds"
+        )
+    return tuple(str(number) for number in range(int(max(numbers)) + 1))
+
+
+def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
+    """Turn labels into class numbers, or numbers of a regression.
+
+    Raises:
+        DataError: if a label does not fit the task.
+    """
+    if task.kind == "regression":
+        wrong = next((e.label for e in examples if isinstance(e.label, str) or e.label is None), None)
+        if wrong is not None:
+            raise DataError(
+                f"task {task.name}: got the text {wrong!r} in label column {task.label!r}, expected numbers; "
+                "use task text-classification for names, or name another column"
+            )
+        return [float(e.label) for e in examples]  # type: ignore[arg-type]
+    names = task.labels or ()
+    places = {name: number for number, name in enumerate(names)}
+    found = []
+    for example in examples:
+        label = example.label
+        if isinstance(label, str):
+            number = places.get(label, -1)
+        else:
+            number = int(label) if label is not None and label == int(label) else -1
+        if not 0 <= number < len(names):
+            raise DataError(
+                f"task {task.name}: got label {label!r}, expected one of its {len(names)} classes: "
+                f"{', '.join(names[:20])}"
+            )
+        found.append(number)
+    return found
+
+
+def figures_of(task: Task) -> Any:
+    """Return the function from logits [N, C] (or numbers [N, 1]) and labels [N] to figures."""
+    metrics = [metric(name) for name in task.metrics]
+
+    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+        logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+        guesses = logits.reshape(-1).astype(np.float64) if task.kind == "regression" else logits.argmax(axis=-1)
+        result: dict[str, float] = {}
+        for one in metrics:
+            result |= one.compute(predictions=guesses, references=np.asarray(labels))
+        return result
+
+    return figures

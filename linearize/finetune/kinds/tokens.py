@@ -1,0 +1,90 @@
+"""Classification of tokens: a tag for every word, learned and scored on each word's first piece."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from linearize.errors import ConfigError, DataError
+from linearize.finetune.metrics import metric
+from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, pad_labels
+from linearize.finetune.tables import Given, need_columns, open_splits
+from linearize.finetune.tasks import Task
+
+
+def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+    """Read words and tags.
+
+    Raises:
+        DataError: if a column is missing, or a tag is not among the task's.
+        ConfigError: if the tokenizer cannot tell which word a token belongs to.
+    """
+    tokenizer = copy_tokenizer(processor)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("token classification: got a slow tokenizer, expected a fast one that knows its words")
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True)
+    words, label = task.columns[0], str(task.label)
+    need_columns(splits.train, (words, label), "token classification")
+    task = dataclasses.replace(task, labels=tag_names(task, splits.train, label))
+    entities = metric("entities")
+    names = task.labels or ()
+
+    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+        guesses, answers = np.asarray(predictions), np.asarray(labels)
+        pairs = [(g[a != IGNORED], a[a != IGNORED]) for g, a in zip(guesses, answers, strict=True)]
+        return entities.compute(
+            predictions=[[names[i] for i in guess] for guess, _ in pairs],
+            references=[[names[i] for i in answer] for _, answer in pairs],
+        )
+
+    def collate(rows: list[Row]) -> dict[str, Tensor]:
+        fields = pad(tokenizer, rows)
+        return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
+
+    return TaskData(
+        task,
+        _rows(task, splits.train, tokenizer, options, None),
+        _rows(task, splits.validation, tokenizer, options, options.validation_limit),
+        collate,
+        figures,
+        splits.description,
+        reduce=lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1),
+    )
+
+
+def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
+    """Return the tags in the order of their numbers: the task's, the column's, or those that occur."""
+    from datasets import ClassLabel
+
+    if task.labels is not None:
+        return task.labels
+    feature = getattr(table.features[label], "feature", None)
+    if isinstance(feature, ClassLabel):
+        return tuple(feature.names)
+    found = {tag for tags in table[label] for tag in tags}
+    if all(isinstance(tag, str) for tag in found):
+        return tuple(sorted(found))
+    return tuple(str(number) for number in range(int(max(found)) + 1))
+
+
+def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions, limit: int | None) -> Rows:
+    words, label = task.columns[0], str(task.label)
+    names = task.labels or ()
+    places: dict[Any, int] = {name: number for number, name in enumerate(names)} | {n: n for n in range(len(names))}
+    rows = []
+    part = table if limit is None else table.select(range(min(limit, len(table))))
+    for texts, tags in zip(part[words], part[label], strict=True):
+        unknown = [tag for tag in tags if tag not in places]
+        if unknown or len(tags) != len(texts):
+            problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
+            raise DataError(f"task {task.name}: got {problem}, expected one of {', '.join(names)} for every word")
+        coded = tokenizer(list(texts), is_split_into_words=True, truncation=True, max_length=options.max_length)
+        owners = coded.word_ids()
+        first = [owner is not None and owner != before for owner, before in zip(owners, [None, *owners], strict=False)]
+        labels = [places[tags[owner]] if new else IGNORED for owner, new in zip(owners, first, strict=True)]
+        fields = {name: coded[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in coded}
+        rows.append({**fields, "labels": labels})
+    return Rows(rows)

@@ -1,0 +1,153 @@
+"""Load a checkpoint, softmax or converted, with the head that a task needs; or make a fresh model from a config."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import CheckpointError, ConfigError
+from linearize.finetune.prepared import TaskData, copy_tokenizer
+from linearize.finetune.quiet import quiet
+from linearize.finetune.tasks import Task
+from linearize.modeling.model import is_linearized
+
+HEADS = {
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "image-classification": "AutoModelForImageClassification",
+}
+_TRAINED = {
+    "text-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+    "image-classification": "ForImageClassification",
+}
+"""Class name endings of heads that have one output per label."""
+
+
+def load_processor(name: str, modality: str) -> Any:
+    """Load the tokenizer or image processor of a checkpoint.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
+    with _explained(name, f"its {kind}"):
+        return auto.from_pretrained(name)
+
+
+def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> Any:
+    """Load a checkpoint with the head of a task; a head that it does not have is drawn from the seed.
+
+    Args:
+        name: Hub name or folder, softmax or converted.
+        data: the task's data, which says how many labels there are.
+        new_head: whether a trained head of another size is replaced.
+        seed: of a new head.
+
+    Raises:
+        ConfigError: if the checkpoint has a trained head with another number of labels.
+        CheckpointError: if it cannot be loaded.
+    """
+    import transformers
+
+    task = data.task
+    options: dict[str, Any] = {}
+    if data.num_labels is not None:
+        _check_labels(name, task, data.num_labels, new_head)
+        options = label_options(task, data.num_labels) | {"ignore_mismatched_sizes": new_head}
+    transformers.set_seed(seed)
+    with _explained(name, f"as {HEADS[task.head]}"):
+        model = getattr(transformers, HEADS[task.head]).from_pretrained(name, **options)
+    return ready(model)
+
+
+def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *, seed: int = 0) -> Any:
+    """Make an untrained softmax model from a config.
+
+    Args:
+        config: `model_type` and what differs from its defaults.
+        task: which head.
+        num_labels: outputs of the head, where it has one per label.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: if the config does not describe a model with such a head.
+    """
+    import transformers
+
+    values = dict(config)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ConfigError("model config: got no model_type, expected one such as bert, gpt2, llama or vit; add it")
+    if num_labels is not None:
+        values |= label_options(task, num_labels)
+    transformers.set_seed(seed)
+    try:
+        made = transformers.AutoConfig.for_model(kind, **values)
+        model = getattr(transformers, HEADS[task.head]).from_config(made)
+    except Exception as error:  # Configs are checked by each architecture in its own way.
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model config of type {kind!r} makes no model for {task.head}: {text}") from error
+    return ready(model)
+
+
+def label_options(task: Task, count: int) -> dict[str, Any]:
+    """Return the config values of a head with `count` outputs."""
+    names = task.labels or tuple(f"LABEL_{number}" for number in range(count))
+    options: dict[str, Any] = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    if task.head == "text-classification":
+        options["problem_type"] = "regression" if task.kind == "regression" else "single_label_classification"
+    return options
+
+
+def ready(model: Any) -> Any:
+    """Let a converted model's config name the class that it has now; models with a cache do without while training."""
+    if is_linearized(model):
+        name = type(model).__name__.removeprefix("Linearized")
+        model.config.linearize = {**model.config.linearize, "base_architecture": name}
+    return model
+
+
+def fit_tokenizer(model: Any, processor: Any) -> None:
+    """Tell a model which token is padding, where its config does not say; GPT's classifiers look for it."""
+    if hasattr(processor, "convert_tokens_to_ids") and getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = copy_tokenizer(processor).pad_token_id
+
+
+def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
+    from transformers import PreTrainedConfig
+
+    with _explained(name, "its config.json"):
+        values, _ = PreTrainedConfig.get_config_dict(name)
+    trained = (values.get("architectures") or [""])[0]
+    if new_head or task.head not in _TRAINED or not trained.endswith(_TRAINED[task.head]):
+        return
+    has = len(values["id2label"]) if values.get("id2label") else values.get("num_labels", 2)
+    if has != count:
+        raise ConfigError(
+            f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
+            "task that it was trained for, or replace the head (--new-head)"
+        )
+
+
+@contextlib.contextmanager
+def _explained(name: str, what: str) -> Iterator[None]:
+    """Turn transformers' errors into one line."""
+    try:
+        with quiet():
+            yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error

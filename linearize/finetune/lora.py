@@ -1,0 +1,105 @@
+"""Low-rank updates through peft, put into a model in place and merged before it is saved.
+
+What they go into is found in the model: the linear maps inside every attention, whatever they are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import ConfigError
+from linearize.finetune.config import LoraConfig
+
+
+def add_lora(model: Any, config: LoraConfig) -> list[str]:
+    """Put low-rank updates into a model; only they, the kernels and the head are trained then.
+
+    Args:
+        model: softmax or converted.
+        config: rank, scale and targets.
+
+    Returns:
+        Names of the modules that got one.
+
+    Raises:
+        ConfigError: if no module fits the targets.
+    """
+    import peft
+
+    targets = target_modules(model, config.targets)
+    adapter = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in targets),
+    )
+    model.requires_grad_(False)
+    peft.inject_adapter_in_model(adapter, model)
+    body = f"{model.base_model_prefix}."
+    for name, parameter in model.named_parameters():
+        inside = name.startswith(body)
+        if "lora_" in name or not inside or ".linear_attention." in name:
+            parameter.requires_grad_(True)
+    # A language model's head that is tied to the embedding would make the embedding train as well.
+    embedding = model.get_input_embeddings()
+    if embedding is not None:
+        embedding.weight.requires_grad_(False)
+    return targets
+
+
+def merge_lora(model: Any) -> Any:
+    """Add the updates to the weights and take their modules out; the model is then as it was, with other weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, module.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    return model.requires_grad_(True)
+
+
+def target_modules(model: Any, endings: str | None = None) -> list[str]:
+    """Return the names of the linear maps inside the attentions, or of the modules with the given endings.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    if endings is not None:
+        wanted = tuple(part.strip() for part in endings.split("+"))
+        found = [name for name, module in model.named_modules() if _linear(module) and name.split(".")[-1] in wanted]
+        if not found:
+            raise ConfigError(f"lora: no linear module is called {' or '.join(wanted)}; leave targets out to find them")
+        return found
+    found = []
+    for host in _hosts(model):
+        module = model.get_submodule(host)
+        found += [
+            f"{host}.{name}"
+            for name, child in module.named_modules()
+            if _linear(child) and not name.startswith("linear_attention")
+        ]
+    if not found:
+        raise ConfigError(f"lora: {type(model).__name__} has no linear maps in its attentions; name targets=...")
+    return sorted(set(found))
+
+
+def _hosts(model: Any) -> list[str]:
+    """Names of the attention modules; of a softmax model they are found by a trial run."""
+    converted = list(linear_attentions(model))
+    if converted:
+        return converted
+    from linearize.surgery.probe import probe
+
+    names = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(names[id(call.module)] for call in probe(model) if id(call.module) in names))
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

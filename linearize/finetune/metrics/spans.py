@@ -1,0 +1,47 @@
+"""Exact match and word F1 of extracted answers, as SQuAD's script counts them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any, ClassVar
+
+import datasets
+
+from linearize.finetune.metrics.base import PackageMetric
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """Lower case, without punctuation, English articles and extra white space."""
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def word_f1(guess: str, answer: str) -> float:
+    """Return the F1 over words; two empty answers agree."""
+    ours, theirs = normalise(guess).split(), normalise(answer).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * common / (len(ours) + len(theirs))
+
+
+class Spans(PackageMetric):
+    """Best agreement of each predicted text with any of its reference texts; no reference means "no answer"."""
+
+    source = "https://arxiv.org/abs/1606.05250"
+    fields: ClassVar[dict[str, Any]] = {
+        "predictions": datasets.Value("string"),
+        "references": datasets.Sequence(datasets.Value("string")),
+    }
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        exact = shared = 0.0
+        for guess, answers in zip(predictions, references, strict=True):
+            known = list(answers) or [""]
+            exact += max(float(normalise(guess) == normalise(answer)) for answer in known)
+            shared += max(word_f1(guess, answer) for answer in known)
+        count = max(1, len(predictions))
+        return {"exact_match": exact / count, "span_f1": shared / count}

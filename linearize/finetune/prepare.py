@@ -1,0 +1,52 @@
+"""The front door to a task's data."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from linearize.errors import DataError
+from linearize.finetune.prepared import DataOptions, TaskData
+from linearize.finetune.tables import Given, local_folder
+from linearize.finetune.tasks import Task
+
+_FILES = {
+    "classification": "text",
+    "regression": "text",
+    "masked-lm": "language",
+    "causal-lm": "language",
+    "recall": "recall",
+    "image-classification": "images",
+    "token-classification": "tokens",
+    "question-answering": "questions",
+}
+
+
+def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, data: Given | None = None) -> TaskData:
+    """Open a task's data set and make it ready for training and measuring.
+
+    Args:
+        task: see `linearize.finetune.tasks.task`.
+        processor: the model's tokenizer or image processor; it is not changed.
+        options: lengths, limits and seeds.
+        data: what to read instead of the task's own Hub data set: a Hub name, a file, a folder, a folder of data sets
+            with one folder per task, or tables by the name of their split.
+
+    Raises:
+        DataError: if there is no data, or it does not fit the task.
+    """
+    given = task.dataset if data is None else data
+    if given is None:
+        raise DataError(f"task {task.name} has no data set of its own; name one (--dataset NAME_OR_PATH)")
+    if isinstance(given, str) and _is_local(given):
+        given = local_folder(task, given)
+    module = importlib.import_module(f"linearize.finetune.kinds.{_FILES[task.kind]}")
+    return module.prepare(task, given, processor, options or DataOptions())
+
+
+def _is_local(name: str) -> bool:
+    from pathlib import Path
+
+    from linearize.data.local import looks_local
+
+    return looks_local(name) or Path(name).expanduser().exists()

@@ -1,0 +1,153 @@
+"""A task's data, ready for the trainer: rows, a collator, and how predictions become figures."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from linearize.errors import ConfigError
+from linearize.finetune.tasks import Task
+
+IGNORED = -100
+"""The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How a task's data becomes rows."""
+
+    max_length: int = field(default=128, metadata={"help": "tokens per row; longer texts are cut"})
+    limit: int | None = field(default=None, metadata={"help": "only the first so many training rows"})
+    validation_limit: int | None = field(default=None, metadata={"help": "only the first so many validation rows"})
+    stride: int | None = field(default=None, metadata={"help": "new tokens per window"})
+    mask_share: float = field(default=0.15, metadata={"help": "tokens to predict, masked language models"})
+    augment: bool = field(default=False, metadata={"help": "crop and flip training images at random"})
+    seed: int = field(default=0, metadata={"help": "of held-out rows, masks and crops"})
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "limit", "validation_limit", "stride"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"data, {name}: got {value!r}, expected a whole number of at least 1")
+        if self.max_length < 2:
+            raise ConfigError(f"data, max_length: got {self.max_length}, expected at least 2")
+        if not 0 < self.mask_share < 1:
+            raise ConfigError(f"data, mask_share: got {self.mask_share}, expected a number between 0 and 1")
+
+
+class Rows(Dataset):
+    """Rows in memory.
+
+    Args:
+        rows: dictionaries of lists and numbers.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Row:
+        return self.rows[place]
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a task's data set became.
+
+    Attributes:
+        task: the task, with the class names that were found.
+        train: rows to train on.
+        validation: rows to measure on.
+        collate: rows -> batch of tensors.
+        figures: (predictions, labels) as the trainer gathers them -> figures by name.
+        description: one line.
+        reduce: (logits, labels) -> what is kept of the logits, on the device; None: all.
+        facts: what a reader of the figures must know, such as the stride of a perplexity.
+        vocabulary: names of the labels of a text-to-label model; None without labels.
+    """
+
+    task: Task
+    train: Any
+    validation: Any
+    collate: Callable[[list[Row]], dict[str, Tensor]]
+    figures: Callable[[Any, Any], dict[str, float]]
+    description: str
+    reduce: Callable[[Any, Tensor], Tensor] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_labels(self) -> int | None:
+        """How many outputs a head needs; None where it is the vocabulary or a span."""
+        if self.task.kind == "regression":
+            return 1
+        return None if self.task.labels is None else len(self.task.labels)
+
+
+def copy_tokenizer(tokenizer: Any) -> Any:
+    """Return a copy that can pad: one without a padding token pads with its end token.
+
+    Raises:
+        ConfigError: if it is no tokenizer or has neither.
+    """
+    from copy import deepcopy
+
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        raise ConfigError(f"got {type(tokenizer).__name__} for text, expected a tokenizer; add one to the folder")
+    made = deepcopy(tokenizer)
+    made.model_max_length = int(1e30)
+    if made.pad_token_id is None:
+        if made.eos_token_id is None:
+            raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first")
+        made.pad_token = made.eos_token
+    return made
+
+
+def pad(tokenizer: Any, rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Pad the token fields of rows to the longest: `input_ids`, `attention_mask`, `token_type_ids`, long [B, T]."""
+    names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in rows[0]]
+    return dict(
+        tokenizer.pad({name: [row[name] for row in rows] for name in names}, return_tensors="pt", verbose=False)
+    )
+
+
+def pad_labels(rows: Sequence[Row], width: int) -> Tensor:
+    """Pad per-token labels to [B, T] with `IGNORED`."""
+    return torch.tensor([list(row["labels"]) + [IGNORED] * (width - len(row["labels"])) for row in rows])
+
+
+def stable_seed(seed: int, *parts: Any) -> int:
+    """Make a seed from numbers alone: nothing depends on what was drawn before, so a resumed run agrees."""
+    value = seed
+    for part in parts:
+        value = zlib.crc32(np.ascontiguousarray(part, dtype=np.int64).tobytes(), value & 0xFFFFFFFF)
+    return value
+
+
+def tokenise(tokenizer: Any, first: Sequence[str], second: Sequence[str | None], max_length: int) -> list[Row]:
+    """Tokenise texts or pairs into rows of at most `max_length` tokens."""
+    rows: list[Row] = []
+    for begin in range(0, len(first), 1_000):
+        pairs = second[begin : begin + 1_000]
+        fields = tokenizer(
+            list(first[begin : begin + 1_000]),
+            list(pairs) if pairs[0] is not None else None,
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=True,
+        )
+        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in fields]
+        rows += [
+            dict(zip(names, values, strict=True)) for values in zip(*(fields[name] for name in names), strict=True)
+        ]
+    return rows

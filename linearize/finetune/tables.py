@@ -1,0 +1,220 @@
+"""The splits of a task's data set: opened, with the task's columns, and with something to measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linearize.data.columns import class_names, column_kinds, uniform
+from linearize.data.config import DataConfig
+from linearize.data.hub import load_hub
+from linearize.data.images import ImageTable
+from linearize.data.load import looks_local, open_local, open_records
+from linearize.data.records import Example, TextRecords
+from linearize.errors import DataError
+from linearize.finetune.tasks import Task
+
+HELD_OUT = 0.1
+"""Share of the training rows to measure on where a data set has no split for it."""
+MOST_HELD_OUT = 1_000
+_NO_SPLIT = "no-such-split"
+
+Given = str | Mapping[str, Any]
+"""A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Some rows of records, in order.
+
+    Attributes:
+        records: see `linearize.data.records.Records`.
+        rows: [N] their numbers.
+    """
+
+    records: Any
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(self, places: Sequence[int]) -> list[Example]:
+        """Read the examples at these places."""
+        return self.records.fetch([int(self.rows[place]) for place in places])
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Class names behind the labels, if the data has any."""
+        return self.records.names
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s where raw."""
+
+    train: Any
+    validation: Any
+    description: str
+
+
+def open_splits(task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False) -> Splits:
+    """Open the training and the validation split of a data set.
+
+    Args:
+        task: names the columns and the splits.
+        given: data set.
+        limit: only the first so many training rows.
+        seed: of the choice of held-out rows where there is no split to measure on.
+        raw: whether to give the tables as they are, with all their columns.
+
+    Returns:
+        Both splits. Of a data set without splits, a tenth of the rows (at most 1,000) is set aside to measure on.
+
+    Raises:
+        DataError: if the data or a column is missing, cannot be read, or is empty.
+    """
+    called = "tables" if not isinstance(given, str) else given
+    train = _open(task, given, task.train, raw)
+    name = _validation_split(task, given)
+    if name is None:
+        order = np.random.default_rng(seed).permutation(len(train))
+        count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(train))))
+        if len(train) < 2:
+            raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
+        kept, held = np.sort(order[count:]), np.sort(order[:count])
+        train, validation = _select(train, kept), _select(train, held)
+        where = f"{count:,} held-out rows, as it has no validation split"
+    else:
+        validation = _open(task, given, name, raw)
+        where = f"{len(validation):,} rows of split {name}"
+    if limit is not None and limit < len(train):
+        train = _select(train, np.arange(limit))
+    return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}")
+
+
+def local_folder(task: Task, path: str) -> str:
+    """Return the folder of a task in a folder of data sets, or the path itself where it is the data set.
+
+    Raises:
+        DataError: if the path does not exist, or is a folder of data sets that lacks the task's.
+    """
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"data: got {path!r}, which does not exist, expected a file or a folder; check the path")
+    if not root.is_dir():
+        return path
+    for name in (*task.folders, task.name):
+        if (root / name).exists():
+            return str(root / name)
+    if task.folders and not _holds_data(root):
+        raise DataError(
+            f"data: {path!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
+            "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
+        )
+    return path
+
+
+def _holds_data(root: Path) -> bool:
+    return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
+
+
+def _open(task: Task, given: Given, split: str, raw: bool) -> Any:
+    if not isinstance(given, str):
+        if split not in given:
+            raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
+        return given[split] if raw else _records(task, given[split])
+    if raw:
+        return raw_table(given, split)
+    config = _config(task, split)
+    data = open_records(given, config, task.modality).data  # type: ignore[arg-type]
+    return View(data, np.arange(len(data.sizes)))  # type: ignore[union-attr]
+
+
+def _records(task: Task, table: Any) -> View:
+    config = _config(task, task.train)
+    table = uniform(table, config, task.modality, "table")  # type: ignore[arg-type]
+    names = class_names(table, "table")
+    data: Any = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
+    return View(data, np.arange(len(data.sizes)))
+
+
+def _config(task: Task, split: str) -> DataConfig:
+    first, second = (*task.columns, None, None)[:2]
+    if task.modality == "image":
+        # The column of an image data set differs between Hub and folder; where it is not there it is found by type.
+        return DataConfig(split=split, label_column=task.label)
+    return DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
+
+
+def raw_table(name: str, split: str) -> Any:
+    """Open one split as a `datasets.Dataset` with all its columns.
+
+    Raises:
+        DataError: if it cannot be found or read, or is of several kinds of files.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and not looks_local(name):
+        return load_hub(name, split, False)
+    tables: list[Any] = open_local(path, split, "text", False)
+    if len(tables) > 1:
+        raise DataError(
+            f"{name!r}: got files of {len(tables)} kinds, expected one kind; put them in folders of their own"
+        )
+    return tables[0]
+
+
+def _validation_split(task: Task, given: Given) -> str | None:
+    """Find the split to measure on; None where the data set has no splits at all or none of those."""
+    if not isinstance(given, str):
+        return next((name for name in task.validation if name in given), None)
+    path = Path(given).expanduser()
+    if path.exists() or looks_local(given):
+        if not _has_splits(path, task):
+            return None
+        candidates = [name for name in task.validation if _opens(path, name, task)]
+        return candidates[0] if candidates else None
+    error: DataError | None = None
+    for name in task.validation:
+        try:
+            load_hub(given, name, False)
+            return name
+        except DataError as problem:
+            error = problem
+    # The training split was opened before, so the Hub answers: there is no such split.
+    return None if error is not None else task.validation[0]
+
+
+def _has_splits(path: Path, task: Task) -> bool:
+    return (path.is_dir() and not _opens(path, _NO_SPLIT, task)) or (
+        path.suffix == ".zip" and not _opens(path, _NO_SPLIT, task)
+    )
+
+
+def _opens(path: Path, split: str, task: Task) -> bool:
+    try:
+        open_local(path, split, task.modality, False)  # type: ignore[arg-type]
+    except DataError as error:
+        if "got split" in str(error):
+            return False
+        raise
+    return True
+
+
+def _select(data: Any, rows: np.ndarray) -> Any:
+    return View(data.records, data.rows[rows]) if isinstance(data, View) else data.select(rows)
+
+
+def need_columns(table: Any, names: Sequence[str], origin: str) -> None:
+    """Refuse a raw table that lacks a column.
+
+    Raises:
+        DataError: naming the columns there are.
+    """
+    kinds = column_kinds(table, origin)
+    missing = [name for name in names if name not in kinds]
+    if missing:
+        raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")

@@ -1,0 +1,261 @@
+"""What a model can be tuned for: columns, label names, metrics and the head to load, as data.
+
+GLUE's tasks are here by name; any other data set of a kind is a copy of that kind's task with other columns
+(`task("text-classification", columns=("review",))`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from linearize.errors import ConfigError, unknown_name
+
+KINDS = {
+    "classification": "text-classification",
+    "regression": "text-classification",
+    "masked-lm": "fill-mask",
+    "causal-lm": "text-generation",
+    "recall": "text-generation",
+    "image-classification": "image-classification",
+    "token-classification": "token-classification",
+    "question-answering": "question-answering",
+}
+"""Kind of task -> name of the head, as `linearize.loading.TASKS` and `pipeline` have it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes:
+        name: as users write it.
+        kind: a key of `KINDS`.
+        summary: one line.
+        dataset: Hub data set, `name` or `name:config`; None where the user must say.
+        folders: names of the task's folder inside a folder of data sets (`data=PATH`), any of them.
+        columns: of the text or texts, or of the image; empty: found by themselves.
+        label: column of the label; None for language models.
+        labels: class names in the order of their numbers; None: read from the data.
+        metrics: names in `linearize.finetune.metrics`, all computed.
+        score: figures whose mean is the task's one figure, as GLUE has it.
+        lower_is_better: whether a smaller score is better.
+        percent: whether papers multiply the score by 100.
+        train: name of the split to train on.
+        validation: names of the split to measure on, the first that is there.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    dataset: str | None = None
+    folders: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    label: str | None = "label"
+    labels: tuple[str, ...] | None = None
+    metrics: tuple[str, ...] = ("accuracy",)
+    score: tuple[str, ...] = ("accuracy",)
+    lower_is_better: bool = False
+    percent: bool = True
+    train: str = "train"
+    validation: tuple[str, ...] = ("validation", "test")
+
+    @property
+    def head(self) -> str:
+        """Name of the head to load."""
+        return KINDS[self.kind]
+
+    @property
+    def modality(self) -> str:
+        """ "text" or "image"."""
+        return "image" if self.kind == "image-classification" else "text"
+
+
+def _glue(
+    name: str,
+    summary: str,
+    columns: Sequence[str],
+    labels: Sequence[str] | None,
+    metrics: Sequence[str] = ("accuracy",),
+    kind: str = "classification",
+    **changes: object,
+) -> Task:
+    return Task(
+        name,
+        kind,
+        summary,
+        dataset=f"nyu-mll/glue:{name}",
+        folders=(name, name.replace("sst2", "SST-2"), name.upper()),
+        columns=tuple(columns),
+        labels=None if labels is None else tuple(labels),
+        metrics=tuple(metrics),
+        score=tuple(metrics),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+_PAIR = ("sentence1", "sentence2")
+_NLI = ("entailment", "neutral", "contradiction")
+_RTE = ("entailment", "not_entailment")
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        _glue("cola", "is a sentence grammatical?", ["sentence"], ["unacceptable", "acceptable"], ["matthews"]),
+        _glue("sst2", "sentiment of a film review's sentence", ["sentence"], ["negative", "positive"]),
+        _glue("mrpc", "do two sentences say the same?", _PAIR, ["not_equivalent", "equivalent"], ["accuracy", "f1"]),
+        _glue("stsb", "likeness of two sentences, 0 to 5", _PAIR, None, ["pearson", "spearman"], "regression"),
+        _glue(
+            "qqp",
+            "are two questions the same?",
+            ["question1", "question2"],
+            ["not_duplicate", "duplicate"],
+            ["accuracy", "f1"],
+        ),
+        _glue(
+            "mnli",
+            "does a premise entail a hypothesis?",
+            ["premise", "hypothesis"],
+            _NLI,
+            validation=("validation_matched", "validation"),
+        ),
+        _glue("qnli", "does a sentence answer a question?", ["question", "sentence"], _RTE),
+        _glue("rte", "does a text entail another?", _PAIR, _RTE),
+        Task(
+            "text-classification",
+            "classification",
+            "any text, or pair of texts, with a class",
+            metrics=("accuracy", "f1_macro"),
+        ),
+        Task(
+            "text-regression",
+            "regression",
+            "any text, or pair of texts, with a number",
+            metrics=("pearson", "spearman", "mse"),
+            score=("pearson", "spearman"),
+        ),
+        Task(
+            "masked-lm",
+            "masked-lm",
+            "fill masked tokens in",
+            label=None,
+            metrics=("perplexity",),
+            score=("perplexity",),
+            lower_is_better=True,
+            percent=False,
+        ),
+        Task(
+            "causal-lm",
+            "causal-lm",
+            "next token; perplexity over windows with a stated stride",
+            label=None,
+            metrics=("perplexity",),
+            score=("perplexity",),
+            lower_is_better=True,
+            percent=False,
+            folders=("wikitext2", "wikitext103"),
+        ),
+        Task("image-classification", "image-classification", "any images with a class"),
+        Task(
+            "cifar10",
+            "image-classification",
+            "CIFAR-10: 32 x 32 photographs of ten kinds",
+            dataset="uoft-cs/cifar10",
+            folders=("cifar10",),
+            columns=("img",),
+        ),
+        Task(
+            "token-classification",
+            "token-classification",
+            "a tag for every word (names, parts of speech)",
+            columns=("tokens",),
+            label="ner_tags",
+            metrics=("entities",),
+            score=("entity_f1",),
+        ),
+        Task(
+            "question-answering",
+            "question-answering",
+            "the answer's span in a text, SQuAD's columns",
+            dataset="rajpurkar/squad",
+            columns=("question", "context"),
+            label="answers",
+            metrics=("spans",),
+            score=("span_f1",),
+        ),
+        Task("recall", "recall", "the answer behind a sequence of tokens", columns=("text",), label="answer"),
+    )
+}
+
+
+def task(
+    name: str,
+    *,
+    dataset: str | None = None,
+    columns: Sequence[str] = (),
+    label: str | None = None,
+    labels: Sequence[str] = (),
+    validation: str | None = None,
+    score: Sequence[str] = (),
+) -> Task:
+    """Look a task up and change what the user says otherwise.
+
+    Args:
+        name: a key of `TASKS`.
+        dataset: Hub name, file or folder.
+        columns: text (or image) columns.
+        label: label column.
+        labels: class names in the order of their numbers.
+        validation: split to measure on.
+        score: figures whose mean is the score.
+
+    Raises:
+        UnknownNameError: for an unknown task.
+        ConfigError: if there are more columns than the kind of task reads.
+    """
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    known = TASKS[name]
+    if len(columns) > 2 or (
+        len(columns) > 1 and known.kind not in ("classification", "regression", "question-answering")
+    ):
+        raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
+    changes: dict[str, object] = {}
+    for key, value in (("columns", tuple(columns)), ("labels", tuple(labels)), ("score", tuple(score))):
+        if value:
+            changes[key] = value
+    if dataset is not None:
+        changes["dataset"] = dataset
+    if label is not None:
+        if known.label is None:
+            raise ConfigError(
+                f"task {name}: got the label column {label!r}, but a language model has no labels; drop it"
+            )
+        changes["label"] = label
+    if validation is not None:
+        changes["validation"] = (validation,)
+    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+
+
+def score_of(chosen: Task, figures: dict[str, float]) -> float:
+    """Return a task's one figure: the mean of the figures it names.
+
+    Raises:
+        ConfigError: if a figure that it names is not among those computed.
+    """
+    missing = [name for name in chosen.score if name not in figures]
+    if missing:
+        raise ConfigError(
+            f"task {chosen.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(figures))}"
+        )
+    return sum(figures[name] for name in chosen.score) / len(chosen.score)
+
+
+def recovered(chosen: Task, score: float, original: float) -> float | None:
+    """Return the share of the original's score that is recovered, in percent; None where the original scores 0.
+
+    For perplexities it is the original's over ours, so that more is better there too.
+    """
+    above, below = (original, score) if chosen.lower_is_better else (score, original)
+    return None if below == 0 else 100.0 * (above / below)

@@ -1,0 +1,242 @@
+"""Stage two on transformers' Trainer: its checkpoints, its resume, its logs."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import CheckpointError, TrainingError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.lora import add_lora, merge_lora
+from linearize.finetune.prepared import TaskData
+from linearize.finetune.quiet import quiet
+from linearize.finetune.tasks import score_of
+
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+"""Files without which a checkpoint of the trainer is a half-written one (the weights come first)."""
+
+
+@dataclass
+class TuneResult:
+    """What stage two did.
+
+    Attributes:
+        figures: the task's metrics of the model that was kept, on the validation rows.
+        score: the task's one figure.
+        steps: optimizer steps done.
+        best_step: the step whose weights were kept.
+        stopped: "steps" or "early stopping".
+        history: the trainer's log.
+        seconds: duration; after a resume, of the last part only.
+    """
+
+    figures: dict[str, float]
+    score: float
+    steps: int
+    best_step: int
+    stopped: str
+    history: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def finetune(
+    model: Any,
+    data: TaskData,
+    config: TuneConfig | None = None,
+    *,
+    folder: str | Path,
+    resume: bool = False,
+    on_log: Callable[[dict[str, Any]], None] | None = None,
+) -> TuneResult:
+    """Tune a model on a task, in place; it ends with the weights that measured best.
+
+    Args:
+        model: softmax or converted, with the task's head.
+        data: rows to train on and to measure on.
+        config: options.
+        folder: for the trainer's checkpoints.
+        resume: whether to go on from the last whole checkpoint in that folder, if there is one.
+        on_log: told every entry of the log.
+
+    Returns:
+        What was done.
+
+    Raises:
+        TrainingError: if the loss becomes NaN or infinite.
+        CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
+    """
+    config = config or TuneConfig()
+    start = time.perf_counter()
+    # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
+    _seed(config.seed)
+    if config.lora is not None:
+        add_lora(model, config.lora)
+    elif config.freeze_kernels:
+        for layer in linear_attentions(model).values():
+            layer.requires_grad_(False)
+    last = last_checkpoint(folder) if resume else None
+    trainer = make_trainer(model, data, config, folder, on_log)
+    try:
+        with quiet():
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    except OSError as error:
+        raise CheckpointError(
+            f"stage two: {str(folder)!r} cannot be written ({error.strerror or error}); make room, then --resume"
+        ) from error
+    history = list(trainer.state.log_history)
+    figures = _measured(trainer)
+    if config.lora is not None:
+        merge_lora(model)
+    elif config.freeze_kernels:
+        model.requires_grad_(True)
+    model.eval()
+    state = trainer.state
+    best = int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2])
+    stopped = "early stopping" if state.global_step < state.max_steps else "steps"
+    seconds = time.perf_counter() - start
+    return TuneResult(figures, score_of(data.task, figures), state.global_step, best, stopped, history, seconds)
+
+
+def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision: str = "no") -> dict[str, float]:
+    """Measure a model on a task's validation rows and return the figures."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = TuneConfig(batch_size=batch_size, eval_batch_size=batch_size, precision=precision)
+        return _measured(make_trainer(model, data, config, folder, None))
+
+
+def make_trainer(
+    model: Any, data: TaskData, config: TuneConfig, folder: str | Path, on_log: Callable[[dict[str, Any]], None] | None
+) -> Any:
+    """Build transformers' trainer for a task."""
+    from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer
+
+    def compute(prediction: Any) -> dict[str, float]:
+        figures = data.figures(prediction.predictions, prediction.label_ids)
+        return figures | {"score": score_of(data.task, figures)}
+
+    callbacks: list[Any] = [_watch(on_log)]
+    if config.patience:
+        callbacks.append(EarlyStoppingCallback(config.patience))
+    trainer = Trainer(
+        model=model,
+        args=training_arguments(model, data, config, folder),
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        data_collator=data.collate,
+        compute_metrics=compute,
+        preprocess_logits_for_metrics=data.reduce,
+        callbacks=callbacks,
+    )
+    for printing in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printing)
+    return trainer
+
+
+def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: str | Path) -> Any:
+    """Translate the options for transformers."""
+    from transformers import TrainingArguments
+
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    when = "steps" if config.eval_every else "epoch"
+    labels = ["start_positions", "end_positions"] if data.task.kind == "question-answering" else ["labels"]
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.eval_batch_size or 2 * config.batch_size,
+        num_train_epochs=config.epochs,
+        max_steps=config.steps or -1,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        warmup_steps=config.warmup,
+        lr_scheduler_type=config.schedule,
+        max_grad_norm=config.max_grad_norm,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        train_sampling_strategy="group_by_length" if config.group_by_length else "random",
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        eval_strategy=when,
+        save_strategy=when,
+        eval_steps=config.eval_every,
+        save_steps=config.eval_every or 500,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=not data.task.lower_is_better,
+        restore_callback_states_from_checkpoint=True,
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        report_to=[] if config.report_to == "none" else config.report_to.split(","),
+        disable_tqdm=True,
+        log_level="error",
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=False,
+        label_names=labels,
+        seed=config.seed,
+        data_seed=config.seed,
+    )
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest whole checkpoint of the trainer; one that was interrupted while written is passed over."""
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        number = path.name.rpartition("-")[2]
+        if number.isdigit() and _whole(path):
+            found.append((int(number), path))
+    return max(found)[1] if found else None
+
+
+def _whole(path: Path) -> bool:
+    if not all((path / name).is_file() for name in NEEDED) or not any(path.glob("*.safetensors")):
+        return False
+    try:
+        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _measured(trainer: Any) -> dict[str, float]:
+    with quiet():
+        found = trainer.evaluate()
+    skipped = ("loss", "score", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+    named = {name.removeprefix("eval_"): value for name, value in found.items() if name.startswith("eval_")}
+    return {name: float(value) for name, value in named.items() if name not in skipped}
+
+
+def _watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:
+    """Make the callback that hands the log on and stops when the loss is no number."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        """Hands the log on."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            """See `TrainerCallback.on_log`."""
+            for name in ("loss", "eval_loss", "grad_norm"):
+                if name in (logs or {}) and not math.isfinite(logs[name]):
+                    raise TrainingError(
+                        f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
+                        "rate, or check the data for broken inputs"
+                    )
+            if on_log is not None and logs:
+                on_log({"step": state.global_step, "steps": state.max_steps, **logs})
+
+    return Watch()
+
+
+def _seed(seed: int) -> None:
+    from transformers import set_seed
+
+    set_seed(seed)

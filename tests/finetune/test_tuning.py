@@ -1,0 +1,355 @@
+"""Stage two end to end on tiny models: every kind of task, resume, low-rank updates, bad input."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_tasks import WORDS, write
+
+from linearize.errors import ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
+from linearize.finetune.config import LoraConfig, TuneConfig, parse_lora
+from linearize.finetune.job import TuneJob, evaluate_checkpoint, finetune_checkpoint, init_checkpoint
+from linearize.finetune.kinds.language import strided
+from linearize.finetune.load import load_for_task, load_processor
+from linearize.finetune.lora import add_lora, merge_lora, target_modules
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import DataOptions
+from linearize.finetune.tasks import TASKS, recovered, score_of, task
+from linearize.finetune.trainer import finetune, last_checkpoint, measure_task
+
+SHORT = DataOptions(max_length=16)
+FAST = TuneConfig(learning_rate=5e-3, batch_size=16, epochs=2, log_every=2)
+
+
+def data_for(name, folder, path, options=SHORT, **changes):
+    chosen = task(name, **changes)
+    return prepare(chosen, load_processor(folder, chosen.modality), options, data=str(path))
+
+
+def tune(name, folder, path, tmp_path, config=FAST, options=SHORT, **changes):
+    data = data_for(name, folder, path, options, **changes)
+    model = load_for_task(folder, data)
+    return model, data, finetune(model, data, config, folder=tmp_path / "work")
+
+
+def test_cola_is_learned_and_saved(bert, glue, tmp_path):
+    job = TuneJob(
+        bert,
+        task("cola"),
+        str(glue),
+        str(tmp_path / "out"),
+        data=SHORT,
+        tune=TuneConfig(learning_rate=1e-2, epochs=6, batch_size=8),
+    )
+    target, result = finetune_checkpoint(job)
+    assert result.figures["matthews"] == result.score == 1.0
+    record = json.loads((target / "finetuning.json").read_text())
+    assert record["metrics"]["matthews"] == 1.0 and str(glue) not in json.dumps(record)
+    assert not (tmp_path / "out.training").exists()
+    again = evaluate_checkpoint(str(target), task("cola"), dataset=str(glue), compare=str(target), options=SHORT)
+    assert again.score == 1.0 and again.recovered == 100.0
+    model = load_for_task(str(target), data_for("cola", bert, glue))
+    assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
+
+
+def test_pairs_have_two_metrics(bert, glue, tmp_path):
+    _, data, result = tune("mrpc", bert, glue, tmp_path)
+    assert result.score == pytest.approx((result.figures["accuracy"] + result.figures["f1"]) / 2)
+    assert int((data.collate([data.train[0]])["input_ids"] == 3).sum()) == 2, "both texts are there"
+
+
+def test_regression(bert, glue, tmp_path):
+    model, _, result = tune("stsb", bert, glue, tmp_path, TuneConfig(learning_rate=1e-2, epochs=20, batch_size=8))
+    assert model.config.problem_type == "regression" and model.config.num_labels == 1
+    assert result.score == pytest.approx((result.figures["pearson"] + result.figures["spearman"]) / 2)
+    assert result.score > 0.7
+
+
+def test_any_text_classification_takes_names_and_holds_rows_out(bert, tmp_path):
+    rows = [{"review": f"{'good' if i % 2 else 'bad'} film", "mood": "up" if i % 2 else "down"} for i in range(40)]
+    write(tmp_path / "reviews.jsonl", rows)
+    changes = {"columns": ("review",), "label": "mood"}
+    model, data, result = tune("text-classification", bert, tmp_path / "reviews.jsonl", tmp_path, **changes)
+    assert data.task.labels == ("down", "up") and model.config.id2label[1] == "up"
+    assert len(data.train) == 36 and len(data.validation) == 4
+    assert set(result.figures) == {"accuracy", "f1_macro"}
+
+
+def test_masked_language_model(bert, tmp_path):
+    lines = [{"text": " ".join(WORDS)} for _ in range(60)]
+    write(tmp_path / "text.jsonl", lines)
+    config = TuneConfig(learning_rate=1e-2, epochs=3, batch_size=4)
+    _, data, result = tune("masked-lm", bert, tmp_path / "text.jsonl", tmp_path, config)
+    assert result.figures["perplexity"] < len(WORDS)
+    rows = [data.train[0], data.train[1]]
+    one, two = data.collate(rows), data.collate(rows)
+    assert torch.equal(one["input_ids"], two["input_ids"]) and (one["labels"] != -100).any()
+    swapped = data.collate(rows[::-1])
+    assert not torch.equal(one["labels"], swapped["labels"].flip(0)), "another batch has other masks"
+
+
+def test_causal_perplexity_counts_every_token_once(gpt2, tmp_path):
+    chance = np.random.default_rng(0)
+    text = "\n".join(" ".join(chance.choice(WORDS, 7)) for _ in range(60))
+    for split in ("train", "validation"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / f"{split}.txt").write_text(text)
+    found = {}
+    for stride in (None, 5):
+        data = data_for("causal-lm", gpt2, tmp_path / "set", DataOptions(max_length=16, stride=stride))
+        model = load_for_task(gpt2, data).eval()
+        found[stride] = measure_task(model, data, batch_size=3)
+        assert found[stride]["tokens"] == 60 * 7 - 1
+        assert data.facts == {"context": 16, "stride": stride or 15, "words": 60 * 8}
+    # By hand: one window after the other, everything in fp64.
+    ids = load_processor(gpt2, "text")(text.replace("\n", " "), add_special_tokens=False)["input_ids"]
+    total = 0.0
+    for start, fresh in zip(*strided(len(ids), 16, 5), strict=True):
+        window = torch.tensor([ids[start : start + 16]])
+        logits = model(window).logits.detach().double().log_softmax(-1)[0]
+        total -= sum(float(logits[i - 1, window[0, i]]) for i in range(fresh - start, window.shape[1]))
+    assert found[5]["nll"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert found[5]["word_perplexity"] == pytest.approx(np.exp(total / 480), rel=1e-4)
+
+
+@pytest.mark.parametrize(("count", "length", "stride"), [(10, 4, 3), (11, 4, 1), (3, 8, 7), (9, 8, 5), (2, 2, 1)])
+def test_windows_predict_every_place_once(count, length, stride):
+    starts, fresh = strided(count, length, stride)
+    places = [place for s, f in zip(starts, fresh, strict=True) for place in range(f, min(s + length, count))]
+    assert places == list(range(1, count))
+    assert all(s < f for s, f in zip(starts, fresh, strict=True))
+
+
+def test_images(vit, tmp_path):
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for name, colour in (("red", (250, 10, 10)), ("blue", (10, 10, 250))):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for number in range(12):
+                Image.new("RGB", (8, 8), tuple(max(0, c - number) for c in colour)).save(folder / f"{number}.png")
+    options = DataOptions(augment=True)
+    config = TuneConfig(learning_rate=1e-2, epochs=4, batch_size=8)
+    model, data, result = tune("image-classification", vit, tmp_path / "photos", tmp_path, config, options)
+    assert data.task.labels == ("blue", "red") and model.config.num_labels == 2
+    assert result.figures == {"accuracy": 1.0}
+
+
+def test_tags(bert, tmp_path):
+    chance = np.random.default_rng(0)
+    rows = []
+    for _ in range(60):
+        words = [str(word) for word in chance.choice(WORDS, 6)]
+        rows.append({"tokens": words, "ner_tags": ["B-X" if word in ("film", "song") else "O" for word in words]})
+    write(tmp_path / "tags.jsonl", rows)
+    config = TuneConfig(learning_rate=1e-2, epochs=6, batch_size=8)
+    _, data, result = tune("token-classification", bert, tmp_path / "tags.jsonl", tmp_path, config)
+    assert data.task.labels == ("B-X", "O")
+    assert result.figures["entity_f1"] > 0.9
+
+
+def test_questions(bert, tmp_path):
+    rows = []
+    for number in range(24):
+        context = " ".join([*WORDS[: number % 5], "song", *WORDS[5:9]])
+        answer = {"text": ["song"], "answer_start": [context.index("song")]}
+        rows.append({"id": str(number), "question": "is the", "context": context, "answers": answer})
+    write(tmp_path / "squad.jsonl", rows)
+    config = TuneConfig(learning_rate=1e-2, epochs=6, batch_size=8)
+    _, data, result = tune("question-answering", bert, tmp_path / "squad.jsonl", tmp_path, config)
+    assert set(result.figures) == {"exact_match", "span_f1"} and result.figures["span_f1"] > 0.5
+    assert len(data.validation) >= 2
+
+
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("name", ["cola", "masked-lm"])
+def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group):
+    changes = {"columns": ("sentence",)} if name == "masked-lm" else {}
+    config = TuneConfig(
+        learning_rate=2e-3, batch_size=8, epochs=2, eval_every=3, log_every=1, group_by_length=group, patience=9
+    )
+    path = glue / "cola"
+
+    def run(folder, on_log=None, resume=False):
+        data = data_for(name, bert, path, **changes)
+        model = load_for_task(bert, data)
+        return model, finetune(model, data, config, folder=folder, resume=resume, on_log=on_log)
+
+    whole, expected = run(tmp_path / "whole")
+
+    def stop(entry):
+        if entry["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", stop)
+    assert last_checkpoint(tmp_path / "cut").name == "checkpoint-3"
+    # A checkpoint that was cut off while it was written is passed over.
+    broken = tmp_path / "cut" / "checkpoint-4"
+    broken.mkdir()
+    (broken / "model.safetensors").write_bytes(b"")
+    resumed, result = run(tmp_path / "cut", resume=True)
+    assert result.figures == pytest.approx(expected.figures, abs=1e-6)
+    assert result.steps == expected.steps and result.best_step == expected.best_step
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+def test_early_stopping_keeps_the_best(bert, glue, tmp_path):
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=30, patience=2)
+    _, _, result = tune("cola", bert, glue, tmp_path, config)
+    assert result.stopped == "early stopping" and result.steps < 30 * 4
+    assert result.best_step == result.steps - 2 * 4
+    scores = [entry["eval_score"] for entry in result.history if "eval_score" in entry]
+    assert max(scores) == pytest.approx(result.score)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(bert, glue, tmp_path):
+    data = data_for("cola", bert, glue)
+    model = load_for_task(bert, data)
+    with torch.no_grad():
+        model.classifier.weight.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="loss became nan by step"):
+        finetune(model, data, FAST, folder=tmp_path / "work")
+
+
+@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+@pytest.mark.parametrize("base", ["bert", "gpt2"])
+def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path):
+    import linearize
+
+    folder = request.getfixturevalue(base)
+    data = data_for("cola", folder, glue)
+    model = load_for_task(folder, data)
+    if kernel:
+        model = linearize.convert(model, kernel)
+    names = [name for name, _ in model.named_parameters()]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = {"bert": {"query", "key", "value"}, "gpt2": {"c_attn", "c_proj"}}[base]
+    assert {name.split(".")[-1] for name in target_modules(model)} == expected
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=1, lora=LoraConfig(r=2, alpha=4))
+    result = finetune(model, data, config, folder=tmp_path / "work")
+    assert [name for name, _ in model.named_parameters()] == names
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert any(name.endswith(tuple(f"{e}.weight" for e in expected)) for name in moved)
+    assert any("linear_attention" in name for name in moved) == bool(kernel)
+    assert not any("embedding" in name or "wte" in name for name in moved)
+    assert measure_task(model, data) == pytest.approx(result.figures, abs=1e-6)
+
+
+def test_merging_changes_no_output(bert, glue):
+    data = data_for("cola", bert, glue)
+    model = load_for_task(bert, data).eval()
+    batch = data.collate([data.train[0], data.train[1]])
+    add_lora(model, LoraConfig(r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    expected = model(**batch).logits
+    torch.testing.assert_close(merge_lora(model)(**batch).logits, expected, atol=1e-5, rtol=1e-5)
+    assert not any("lora" in name for name, _ in model.named_modules())
+
+
+def test_parse_lora():
+    assert parse_lora("r=4,alpha=8,dropout=0.1,targets=query+value") == LoraConfig(4, 8.0, 0.1, "query+value")
+    with pytest.raises(UnknownNameError, match="unknown lora option 'rank'"):
+        parse_lora("rank=4")
+    with pytest.raises(ConfigError, match="expected r=NUMBER"):
+        parse_lora("r=x")
+
+
+def test_converted_models_are_tuned_saved_and_loaded(bert, glue, tmp_path):
+    import linearize
+
+    data = data_for("cola", bert, glue)
+    model = linearize.convert(load_for_task(bert, data), "hedgehog")
+    linearize.save(model, tmp_path / "linear", processor=load_processor(bert, "text"))
+    job = TuneJob(str(tmp_path / "linear"), task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
+    target, result = finetune_checkpoint(job)
+    found = evaluate_checkpoint(str(target), task("cola"), dataset=str(glue), options=SHORT)
+    assert found.figures == pytest.approx(result.figures, abs=1e-6)
+    config = json.loads((target / "config.json").read_text())
+    assert config["linearize"]["provenance"]["finetuning"]["task"] == "cola"
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
+def test_init_makes_a_linear_model(model_type, tokenizer, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"n_embd": 16, "n_layer": 2, "n_head": 2} if model_type == "gpt2" else {}
+    config = {"model_type": model_type, "vocab_size": 20, "pad_token_id": 0, **sizes}
+    head = "masked-lm" if model_type == "bert" else "causal-lm"
+    plan = init_checkpoint(config, task(head), output=str(tmp_path / "new"), kernel="hedgehog", processor=tokenizer)
+    assert len(plan.converted) == 2
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    auto = AutoModelForMaskedLM if model_type == "bert" else AutoModelForCausalLM
+    assert type(auto.from_pretrained(tmp_path / "new")).__name__.startswith("Linearized")
+
+
+def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
+    job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
+    target, _ = finetune_checkpoint(job)
+    with pytest.raises(ConfigError, match="has a trained head with 2 labels, but task stsb has 1"):
+        load_for_task(str(target), data_for("stsb", bert, glue))
+    assert load_for_task(str(target), data_for("stsb", bert, glue), new_head=True).config.num_labels == 1
+    with pytest.raises(ConfigError, match="no trained head for task cola"):
+        evaluate_checkpoint(bert, task("cola"), dataset=str(glue), options=SHORT)
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "changes", "message"),
+    [
+        ([{"text": "a", "label": "high"}] * 20, "text-regression", {}, "got the text 'high' in label column 'label'"),
+        ([{"text": "a", "label": 0.5}] * 20, "text-classification", {}, "got the label 0.5"),
+        ([{"sentence": "a", "label": 7}] * 20, "cola", {}, "got label 7, expected one of its 2 classes"),
+        ([{"text": "a", "mark": 1}] * 20, "text-classification", {}, "got no column 'label'"),
+        ([{"text": "a", "label": 1}], "text-classification", {}, "expected at least two"),
+        ([{"words": ["a"], "ner_tags": ["O"]}] * 9, "token-classification", {}, "got no column 'tokens'"),
+    ],
+)
+def test_data_that_does_not_fit(bert, tmp_path, rows, name, changes, message):
+    write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=message):
+        data_for(name, bert, tmp_path / "rows.jsonl", **changes)
+
+
+def test_missing_data(bert, glue, tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        data_for("cola", bert, tmp_path / "nowhere")
+    with pytest.raises(DataError, match="has no folder 'qnli' for task qnli"):
+        data_for("qnli", bert, glue)
+    with pytest.raises(DataError, match="has no data set of its own"):
+        prepare(task("text-classification"), None)
+    with pytest.raises(DataError, match="not in the cache"):
+        prepare(task("rte"), load_processor(bert, "text"))
+
+
+def test_an_interrupted_job_is_not_overwritten(bert, glue, tmp_path):
+    (tmp_path / "out.training").mkdir()
+    job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
+    with pytest.raises(ConfigError, match="holds an interrupted run; go on with --resume"):
+        finetune_checkpoint(job)
+    with pytest.raises(ConfigError, match="takes at most 32 tokens"):
+        finetune_checkpoint(
+            TuneJob(bert, task("cola"), str(glue), str(tmp_path / "two"), data=DataOptions(max_length=64))
+        )
+
+
+def test_tasks():
+    with pytest.raises(UnknownNameError, match="Did you mean 'mrpc'"):
+        task("mrcp")
+    with pytest.raises(LinearizeError, match="the score asks for 'bleu'"):
+        score_of(task("cola", score=("bleu",)), {"matthews": 1.0})
+    assert recovered(TASKS["cola"], 0.45, 0.5) == pytest.approx(90)
+    assert recovered(TASKS["causal-lm"], 20.0, 18.0) == pytest.approx(90)
+    assert recovered(TASKS["cola"], 0.45, 0.0) is None
+
+
+@pytest.mark.parametrize("values", [{"batch_size": 0}, {"schedule": "sine"}, {"learning_rate": -1.0}, {"patience": -1}])
+def test_wrong_options(values):
+    with pytest.raises(ConfigError, match=f"stage two, {next(iter(values))}"):
+        TuneConfig(**values)
