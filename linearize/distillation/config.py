@@ -31,15 +31,24 @@ class DistillConfig:
     patience: int = _option(5, "looks without improvement after which to stop; 0: never")  # type: ignore[assignment]
     gradient_accumulation: int = _option(1, "batches per optimizer step")  # type: ignore[assignment]
     precision: str = _option("no", "precision of the frozen model: no, bf16 or fp16")  # type: ignore[assignment]
+    layers_at_a_time: int | None = _option(None, "layers trained together; None: all")  # type: ignore[assignment]
+    save_every: int | None = _option(None, "steps between states on disk")  # type: ignore[assignment]
+    keep: int = _option(2, "how many states are kept")  # type: ignore[assignment]
+    folder: str | None = _option(None, "where states are kept")  # type: ignore[assignment]
+    resume: bool = _option(False, "go on from the newest state in the folder")  # type: ignore[assignment]
     seed: int = _option(0, "seed of the order of the data and the sampling")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for name, low in (("steps", 0), ("eval_every", 1), ("patience", 0), ("gradient_accumulation", 1)):
+        least = {"steps": 0, "eval_every": 1, "patience": 0, "gradient_accumulation": 1, "keep": 1}
+        optional = {"query_sample": 1, "layers_at_a_time": 1, "save_every": 1}
+        for name, low in (least | optional).items():
             value = getattr(self, name)
+            if value is None and name in optional:
+                continue
             if not isinstance(value, int) or value < low:
                 raise ConfigError(f"stage one, {name}: got {value!r}, expected a whole number of at least {low}")
-        if self.query_sample is not None and self.query_sample < 1:
-            raise ConfigError(f"stage one, query_sample: got {self.query_sample}, expected at least 1")
+        if (self.save_every or self.resume) and self.folder is None:
+            raise ConfigError("stage one: save_every and resume need a folder for the states; set folder")
         for name in ("learning_rate", "weight_decay", "negative_penalty"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:

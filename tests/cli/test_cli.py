@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ViTImageProcessor, pipeline
 
 import linearize
-from linearize.distillation import loop
+from linearize.distillation import trainer
 
 SENTENCE = "the cat sat on a mat and then it ran far away from all of us who saw how very fast one can be"
 WORDS = SENTENCE.split()
@@ -205,7 +205,7 @@ def test_interrupt_leaves_nothing_behind(folders, tmp_path, capsys, monkeypatch)
     def interrupt(self, *args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop._Run, "_step", interrupt)
+    monkeypatch.setattr(trainer.KernelTrainer, "step", interrupt)
     out = tmp_path / "out"
     code, _, err = run(
         capsys, "convert", folders / "gpt2", "--dataset", folders / "data.jsonl", "--output", out, "--holdout", 8

@@ -1,0 +1,174 @@
+"""Killed and resumed runs end with the very same kernels; two processes equal one with the doubled batch."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_loop import Fixed, batches, sharp
+
+from linearize.distillation import DistillConfig
+from linearize.distillation.loop import distill
+from linearize.distillation.state import StateFolder
+from linearize.errors import CheckpointError, ConfigError
+
+
+class Stop(Exception):
+    """What ends a run in the middle."""
+
+
+def run(folder, *, stop_at=None, resume=False, name="bert", **options):
+    model = sharp(name)
+
+    def on_step(report):
+        if report.step == stop_at:
+            raise Stop
+
+    values = {"steps": 12, "eval_every": 3, "save_every": 2, "query_sample": 5, **options}
+    config = DistillConfig(**values, folder=None if folder is None else str(folder), resume=resume)
+    try:
+        result = distill(model, Fixed(batches(model)), config, on_step=on_step)
+    except Stop:
+        return None
+    return {k: v.clone() for k, v in model.state_dict().items()}, result
+
+
+@pytest.mark.parametrize("options", [{}, {"layers_at_a_time": 1}, {"gradient_accumulation": 2}, {"patience": 1}])
+@pytest.mark.parametrize("stop_at", [1, 5, 9, 12])
+def test_resumed_equals_uninterrupted_to_the_bit(stop_at, options, tmp_path):
+    whole, result = run(tmp_path / "whole", **options)
+    assert run(tmp_path / "cut", stop_at=stop_at, **options) is None or result.steps < stop_at
+    resumed, again = run(tmp_path / "cut", resume=True, **options)
+    assert all(torch.equal(whole[k], resumed[k]) for k in whole)
+    assert (again.steps, again.best_step, again.held_out) == (result.steps, result.best_step, result.held_out)
+    assert [r.losses for r in again.history] == [r.losses for r in result.history]
+
+
+def test_only_the_last_states_are_kept(tmp_path):
+    run(tmp_path, keep=3)
+    assert StateFolder(tmp_path, 3).steps() == [8, 10, 12]
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+def test_resume_with_other_options_is_refused(tmp_path):
+    run(tmp_path, stop_at=4)
+    with pytest.raises(ConfigError, match=r"started with learning_rate=None, now it is 0\.5"):
+        run(tmp_path, resume=True, learning_rate=0.5)
+
+
+def test_resume_without_a_state_starts_from_the_beginning(tmp_path):
+    whole, _ = run(None, save_every=None)
+    fresh, _ = run(tmp_path / "empty", resume=True)
+    assert all(torch.equal(whole[k], fresh[k]) for k in whole)
+
+
+def test_a_broken_state_is_an_error_that_says_what_to_do(tmp_path):
+    run(tmp_path, stop_at=4)
+    (tmp_path / "step-2" / "state.safetensors").write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match="remove that folder to go on from the one before"):
+        run(tmp_path, resume=True)
+
+
+def test_layers_one_after_the_other_learn_as_well():
+    model = sharp("bert")
+    result = distill(model, Fixed(batches(model)), DistillConfig(steps=30, layers_at_a_time=1))
+    assert result.after.mean("kl") < 0.8 * result.before.mean("kl")
+    assert result.steps == 60
+    assert all(len(report.losses) == 1 for report in result.history)
+
+
+CHILD = """
+    import sys, torch
+    sys.path[:0] = {paths!r}
+    torch.set_num_threads(1)
+    from safetensors.torch import save_file
+    from test_loop import Fixed, batches, sharp
+    from linearize.attention.interface import linear_attentions
+    from linearize.distillation import DistillConfig
+    from linearize.distillation.loop import distill
+
+    model = sharp("bert")
+    config = DistillConfig(steps=60, eval_every=7, save_every=1, query_sample=5, folder=sys.argv[1], resume=True)
+    print("ready", flush=True)
+    distill(model, Fixed(batches(model)), config)
+    save_file({{k: v.clone() for k, v in model.state_dict().items() if ".linear_attention." in k}}, sys.argv[2])
+"""
+
+
+def child(tmp_path, states, result):
+    paths = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    script = tmp_path / "child.py"
+    script.write_text(textwrap.dedent(CHILD.format(paths=paths)))
+    return subprocess.Popen([sys.executable, script, states, result], stdout=subprocess.PIPE, text=True)
+
+
+def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
+    """Kills one run again and again at random moments; it always goes on, and ends where an unharmed one ends."""
+    assert child(tmp_path, tmp_path / "whole", tmp_path / "whole.safetensors").wait(120) == 0
+    dice = random.Random(int(os.environ.get("LINEARIZE_KILL_SEED", "0")))
+    kills = int(os.environ.get("LINEARIZE_KILLS", "4"))
+    done = 0
+    while done < kills:
+        process = child(tmp_path, tmp_path / "cut", tmp_path / "cut.safetensors")
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(dice.uniform(0.05, 0.8))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done += 1
+    assert done >= 1
+    assert child(tmp_path, tmp_path / "cut", tmp_path / "cut.safetensors").wait(120) == 0
+    whole, cut = load_file(tmp_path / "whole.safetensors"), load_file(tmp_path / "cut.safetensors")
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[k], cut[k]) for k in whole)
+
+
+TWO = """
+    import sys, torch
+    sys.path[:0] = {paths!r}
+    torch.set_num_threads(1)
+    from safetensors.torch import save_file
+    from test_loop import batches, sharp
+    from linearize.distillation import DistillConfig
+    from linearize.distillation.loop import distill
+
+    class Split:
+        def __init__(self, made):
+            self.made = made
+        def train_batches(self, start=0, rank=0, world_size=1):
+            while True:
+                for batch in self.made:
+                    size = len(next(iter(batch.values()))) // world_size
+                    yield {{k: v[rank * size : (rank + 1) * size] for k, v in batch.items()}}
+        def holdout_batches(self):
+            return self.made[:1]
+
+    model = sharp("bert")
+    result = distill(model, Split(batches(model)), DistillConfig(steps=6, eval_every=2))
+    if int(__import__("os").environ.get("RANK", "0")) == 0:
+        kernels = {{k: v.clone() for k, v in model.state_dict().items() if ".linear_attention." in k}}
+        losses = torch.tensor([[*report.losses.values()] for report in result.history])
+        save_file(kernels | {{"losses": losses}}, sys.argv[1])
+"""
+
+
+def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):
+    paths = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    script = tmp_path / "two.py"
+    script.write_text(textwrap.dedent(TWO.format(paths=paths)))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(20000 + os.getpid() % 9000)]
+    for arguments, name in (([], "one"), (launch, "two")):
+        command = [sys.executable, *arguments, script, tmp_path / f"{name}.safetensors"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "two.safetensors")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)
