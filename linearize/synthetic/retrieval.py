@@ -1,0 +1,79 @@
+"""Long Range Arena's retrieval: do two documents belong together? From its released files, or made of any texts.
+
+Long Range Arena's own pairs come from the ACL Anthology Network; its files `new_aan_pairs.{train,eval,test}.tsv` have
+no header and the columns label, id, id, text, text. Where there is only a set of long texts, the halves of one text
+belong together and halves of two texts do not.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linearize.errors import ConfigError, DataError
+
+RELEASED = {"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv"}
+FIELDS = 5
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Pairs made of texts."""
+
+    text_column: str = field(default="text", metadata={"help": "column of the texts"})
+    longest: int = field(default=4_000, metadata={"help": "characters of a half, at most"})
+    seed: int = field(default=0, metadata={"help": "of which halves are swapped"})
+
+    def __post_init__(self) -> None:
+        if self.longest < 2:
+            raise ConfigError(f"retrieval: got longest {self.longest}, expected at least 2 characters")
+
+
+@dataclass(frozen=True)
+class Released:
+    """Released files have nothing to choose."""
+
+
+def halves(config: Halves, texts: list[str]) -> list[dict[str, Any]]:
+    """Cut texts in two -> rows with `text1`, `text2` and `label`; every other row gets another one's second half.
+
+    Raises:
+        DataError: if there are fewer than four texts.
+    """
+    if len(texts) < 4:
+        raise DataError(f"retrieval: got {len(texts)} texts, expected at least four to make pairs of")
+    order = np.random.default_rng(config.seed).permutation(len(texts))
+    cut = [(texts[i][: len(texts[i]) // 2], texts[i][len(texts[i]) // 2 :]) for i in order]
+    made = []
+    for place, (first, second) in enumerate(cut):
+        same = place % 2 == 0
+        # Odd rows borrow from odd rows, so every half occurs once as a first and once as a second text.
+        other = second if same else cut[(place + 2) % len(cut) if place + 2 < len(cut) else 1][1]
+        made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": int(same)})
+    return made
+
+
+def read_released(folder: str) -> dict[str, list[dict[str, Any]]]:
+    """Read Long Range Arena's pairs.
+
+    Raises:
+        DataError: if a file is missing or has other columns.
+    """
+    found = {}
+    for split, name in RELEASED.items():
+        path = Path(folder).expanduser() / name
+        if not path.is_file():
+            raise DataError(f"retrieval: got no {name} in {folder!r}; expected Long Range Arena's released files there")
+        with path.open(encoding="utf-8", newline="") as lines:
+            found[split] = [_pair(row, name) for row in csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
+    return found
+
+
+def _pair(row: list[str], name: str) -> dict[str, Any]:
+    if len(row) != FIELDS or row[0] not in ("0", "1", "0.0", "1.0"):
+        raise DataError(f"retrieval: got {len(row)} columns in a row of {name}, expected label, id, id, text, text")
+    return {"text1": row[3], "text2": row[4], "label": int(float(row[0]))}

@@ -1,0 +1,159 @@
+"""The data sets that are made here, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.errors import ConfigError, DataError, unknown_name
+from linearize.synthetic import listops, pixels, recall, retrieval
+from linearize.synthetic.tokenizers import fixed_tokenizer
+
+
+@dataclass(frozen=True)
+class Made:
+    """A data set made here.
+
+    Attributes:
+        tables: `datasets.Dataset` by the name of the split.
+        tokenizer: for its vocabulary; None where any tokenizer will do.
+        description: one line.
+    """
+
+    tables: dict[str, Any]
+    tokenizer: Any
+    description: str
+
+
+@dataclass(frozen=True)
+class Maker:
+    """How one is made.
+
+    Attributes:
+        config: dataclass of its options.
+        make: (options, source) -> the data set; `source` is a Hub name, file or folder, or None.
+        reads: what the source must be; empty if it is made of nothing.
+    """
+
+    config: type
+    make: Callable[[Any, str | None], Made]
+    reads: str = ""
+
+
+def make(name: str, options: Mapping[str, Any] | None = None, source: str | None = None) -> Made:
+    """Make a data set.
+
+    Args:
+        name: a key of `SETS`.
+        options: its options.
+        source: what it is made of, where it is made of something.
+
+    Raises:
+        UnknownNameError: for an unknown name or option.
+        ConfigError: for a value of the wrong type.
+        DataError: if it needs a source and there is none, or that cannot be read.
+    """
+    config = make_options(name, options or {})
+    maker = SETS[name]
+    if maker.reads and source is None:
+        raise DataError(f"{name} is made of {maker.reads}; name it (data=PATH)")
+    return maker.make(config, source)
+
+
+def make_options(name: str, options: Mapping[str, Any]) -> Any:
+    """Check a set's options and return them as its dataclass.
+
+    Raises:
+        UnknownNameError: for an unknown set or option.
+        ConfigError: for a value of the wrong type.
+    """
+    if name not in SETS:
+        raise unknown_name("made data set", name, SETS)
+    config = SETS[name].config
+    hints = typing.get_type_hints(config)
+    known = {field.name for field in dataclasses.fields(config)}
+    for key, value in options.items():
+        if key not in known:
+            raise unknown_name(f"option of {name}", key, known)
+        kinds = typing.get_args(hints[key]) or (hints[key],)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ConfigError(f"{name}, {key}: got {value!r}, expected {kinds[0].__name__}")
+    return config(**options)
+
+
+def _tables(rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    from datasets import Dataset
+
+    return {split: Dataset.from_list(list(found)) for split, found in rows.items()}
+
+
+def _said(rows: Mapping[str, Any]) -> str:
+    return ", ".join(f"{len(found):,} {split} rows" for split, found in rows.items())
+
+
+def _listops(config: listops.ListOps, source: str | None) -> Made:
+    found = listops.tables(config)
+    told = f"ListOps of {config.shortest} to {config.longest} tokens, seed {config.seed}: {_said(found)}"
+    return Made(_tables(found), fixed_tokenizer(listops.TOKENS), told)
+
+
+def _recall(config: recall.AssociativeRecall, source: str | None) -> Made:
+    found = recall.tables(config)
+    told = f"associative recall, {config.vocabulary} tokens, length {config.length}, seed {config.seed}: {_said(found)}"
+    return Made(_tables(found), fixed_tokenizer(recall.tokens(config), framed=False), told)
+
+
+def _pathfinder(config: pixels.Pathfinder, source: str | None) -> Made:
+    found = pixels.read_pathfinder(str(source), config)
+    return Made(_tables(found), fixed_tokenizer(pixels.tokens()), f"Pathfinder's released files: {_said(found)}")
+
+
+def _released(config: retrieval.Released, source: str | None) -> Made:
+    found = retrieval.read_released(str(source))
+    return Made(_tables(found), None, f"Long Range Arena's released pairs of papers: {_said(found)}")
+
+
+def _pixels(config: pixels.Pixels, source: str | None) -> Made:
+    from linearize.finetune.tables import open_splits
+    from linearize.finetune.tasks import task
+
+    asked = task("image-classification", label=config.label_column)
+    splits = open_splits(asked, str(source), limit=config.limit, seed=0)
+    names = splits.train.names
+
+    def rows(view: Any) -> list[dict[str, Any]]:
+        made = []
+        for place in range(len(view) if config.limit is None else min(config.limit, len(view))):
+            example = view.fetch([place])[0]
+            label = names.index(example.label) if isinstance(example.label, str) else int(example.label)
+            made.append({"text": pixels.pixel_text(example.value, config.side), "label": label})
+        return made
+
+    found = {"train": rows(splits.train), "validation": rows(splits.validation)}
+    return Made(_tables(found), fixed_tokenizer(pixels.tokens()), f"pixels of {splits.description}")
+
+
+def _halves(config: retrieval.Halves, source: str | None) -> Made:
+    from linearize.finetune.tables import open_splits
+    from linearize.finetune.tasks import task
+
+    asked = task("causal-lm", columns=(config.text_column,))
+    splits = open_splits(asked, str(source), limit=None, seed=config.seed, raw=True)
+    found = {
+        split: retrieval.halves(config, [text for text in table[config.text_column] if text])
+        for split, table in (("train", splits.train), ("validation", splits.validation))
+    }
+    return Made(_tables(found), None, f"halves of the texts of {splits.description}")
+
+
+SETS: dict[str, Maker] = {
+    "listops": Maker(listops.ListOps, _listops),
+    "associative-recall": Maker(recall.AssociativeRecall, _recall),
+    "pixels": Maker(pixels.Pixels, _pixels, "an image data set"),
+    "pathfinder": Maker(pixels.Pathfinder, _pathfinder, "Pathfinder's released files"),
+    "retrieval": Maker(retrieval.Released, _released, "Long Range Arena's released files"),
+    "retrieval-halves": Maker(retrieval.Halves, _halves, "a data set of long texts"),
+}

@@ -1,0 +1,192 @@
+"""Data made here: right answers, published sizes, and the same rows for the same seed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from linearize.errors import ConfigError, DataError, UnknownNameError
+from linearize.synthetic import listops, recall, retrieval
+from linearize.synthetic.pixels import pixel_text
+from linearize.synthetic.sets import SETS, make
+from linearize.synthetic.tokenizers import SPECIAL, make_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+        ("[MIN [MAX 1 2 ] 8 ]", 2),
+        ("[MED 1 5 4 ]", 4),
+        ("[MED 1 4 ]", 2),
+        ("[SM 9 8 [SM 7 7 ] ]", 1),
+    ],
+)
+def test_listops_values(text, value):
+    assert listops.evaluate(text) == value
+
+
+def test_listops_rows_are_right_and_of_the_published_lengths():
+    config = listops.ListOps(train=6, validation=3)
+    found = listops.tables(config)
+    assert len(found["train"]) == 6 and len(found["validation"]) == 3
+    texts = [row["text"] for rows in found.values() for row in rows]
+    assert len(set(texts)) == 9
+    for rows in found.values():
+        for row in rows:
+            tokens = row["text"].split()
+            assert 500 <= len(tokens) <= 2000 and set(tokens) <= set(listops.TOKENS)
+            assert listops.evaluate(row["text"]) == row["label"]
+            depth = deepest = 0
+            for token in tokens:
+                depth += (token in listops.OPERATORS) - (token == "]")
+                deepest = max(deepest, depth)
+            assert depth == 0 and deepest < 10
+    assert found == listops.tables(config)
+    assert found != listops.tables(listops.ListOps(train=6, validation=3, seed=1))
+
+
+def test_listops_grammar():
+    config = listops.ListOps(shortest=1)
+    chance, operators = random.Random(0), 0
+    for _ in range(2000):
+        tokens: list[str] = []
+        try:
+            listops.draw(chance, config, tokens, 1)
+        except listops.TooLongError:
+            continue
+        operators += len(tokens) > 1
+    assert 0.2 < operators / 2000 < 0.3
+
+
+def test_recall_ends_in_a_key_seen_before():
+    config = recall.AssociativeRecall(train=20, validation=5)
+    found = recall.tables(config)
+    for row in found["train"]:
+        tokens = row["text"].split()
+        assert len(tokens) == 128 and len(set(tokens)) <= 40
+        seen: dict[str, str] = {}
+        for place in range(0, 128, 2):
+            assert (place + 1 in row["positions"]) == (tokens[place] in seen)
+            assert seen.setdefault(tokens[place], tokens[place + 1]) == tokens[place + 1]
+        assert row["positions"][-1] == 127
+    assert all(row["positions"] == [127] for row in found["validation"])
+    keys = sum(len(row["text"].split()) // 2 for row in found["train"]) / 20 / 20
+    assert keys == pytest.approx(3.2), "a key comes up three times on average, as in the paper"
+    assert recall.tables(config) == found
+
+
+def test_made_sets_have_tables_and_tokenizers():
+    made = make("listops", {"train": 3, "validation": 2, "shortest": 10, "longest": 60})
+    row = made.tables["train"][0]
+    ids = made.tokenizer(row["text"])["input_ids"]
+    assert ids[0] == made.tokenizer.cls_token_id and len(ids) == len(row["text"].split()) + 1
+    assert made.tokenizer.unk_token_id not in ids
+    made = make("associative-recall", {"train": 3, "validation": 2})
+    assert len(made.tokenizer(made.tables["train"][0]["text"])["input_ids"]) == 128
+
+
+def test_pixels_of_an_image_set(tmp_path):
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for name, value in (("dark", 0), ("light", 255)):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for number in range(3):
+                Image.new("RGB", (6, 6), (value,) * 3).save(folder / f"{number}.png")
+    made = make("pixels", {"side": 4}, str(tmp_path))
+    assert len(made.tables["train"]) == 6 and len(made.tables["validation"]) == 6
+    rows = made.tables["train"]
+    assert {(row["text"].split()[0], row["label"]) for row in rows} == {("0", 0), ("255", 1)}
+    assert len(rows[0]["text"].split()) == 16
+    values = np.arange(16, dtype=np.uint8).reshape(4, 4)
+    assert pixel_text(Image.fromarray(values), 4) == " ".join(map(str, range(16)))
+
+
+def test_pathfinder(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "imgs" / "0").mkdir(parents=True)
+    lines = []
+    for number in range(10):
+        Image.new("L", (32, 32), number).save(tmp_path / "imgs" / "0" / f"sample_{number}.png")
+        lines.append(f"imgs/0 sample_{number}.png {number} {number % 2} 0.1 14 3")
+    (tmp_path / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
+    made = make("pathfinder", {"validation": 0.2}, str(tmp_path))
+    rows = [*made.tables["train"], *made.tables["validation"]]
+    assert len(made.tables["validation"]) == 2 and len(rows) == 10
+    assert all(int(row["text"].split()[0]) % 2 == row["label"] for row in rows)
+    (tmp_path / "imgs" / "0" / "sample_3.png").unlink()
+    with pytest.raises(DataError, match=r"cannot read image .imgs/0/sample_3"):
+        make("pathfinder", {}, str(tmp_path))
+    with pytest.raises(DataError, match=r"got no metadata"):
+        make("pathfinder", {}, str(tmp_path / "imgs"))
+
+
+def test_retrieval(tmp_path):
+    texts = [f"{chr(97 + i) * 4}{chr(65 + i) * 4}" for i in range(9)]
+    rows = retrieval.halves(retrieval.Halves(longest=3), texts)
+    for row in rows:
+        assert len(row["text1"]) == len(row["text2"]) == 3
+        assert (row["text1"][0] == row["text2"][0].lower()) == bool(row["label"])
+    assert sum(row["label"] for row in rows) == 5
+    (tmp_path / "set.txt").write_text("\n".join(texts * 3))
+    made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
+    assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
+    for name in retrieval.RELEASED.values():
+        (tmp_path / name).write_text('1\t3\t4\tone text\tanother\n0.0\t5\t6\ta "b\tc\n')
+    made = make("retrieval", {}, str(tmp_path))
+    assert made.tables["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}
+    with pytest.raises(DataError, match=r"got no new_aan_pairs.train.tsv"):
+        make("retrieval", {}, str(tmp_path / "nowhere"))
+
+
+def test_byte_tokenizer():
+    made = make_tokenizer("bytes")
+    assert len(made) == len(SPECIAL) + 256
+    text = "né\n " * 500
+    ids = made(text)["input_ids"]
+    assert len(ids) == 1 + len(text.encode()) and ids[0] == made.cls_token_id
+    assert made.decode(ids[1:]) == text
+    pair = made("ab", "c")["input_ids"]
+    assert pair.count(made.sep_token_id) == 1 and len(pair) == 5
+
+
+@pytest.mark.parametrize("kind", ["words", "pieces"])
+def test_learned_tokenizers(kind, tmp_path):
+    from transformers import AutoTokenizer
+
+    texts = ["the cat sat <unk> on the mat", "the dog"] * 20
+    made = make_tokenizer(kind, texts, 300 if kind == "pieces" else None, framed=False)
+    made.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("the cat")["input_ids"] == made("the cat")["input_ids"]
+    assert again("<unk>")["input_ids"] == [again.unk_token_id]
+    if kind == "words":
+        assert len(made) == len(SPECIAL) + 6
+        assert made("the zebra")["input_ids"][1] == made.unk_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "source", "error", "message"),
+    [
+        ("listop", {}, None, UnknownNameError, "Did you mean 'listops'"),
+        ("listops", {"lenght": 3}, None, UnknownNameError, "unknown option of listops 'lenght'"),
+        ("listops", {"train": "many"}, None, ConfigError, "listops, train: got 'many', expected int"),
+        ("listops", {"depth": 2, "shortest": 500}, None, ConfigError, "no list of depth 2 has 500 tokens"),
+        ("associative-recall", {"vocabulary": 5}, None, ConfigError, "expected even numbers"),
+        ("pixels", {}, None, DataError, "pixels is made of an image data set"),
+    ],
+)
+def test_bad_input(name, options, source, error, message):
+    with pytest.raises(error, match=message):
+        make(name, options, source)
+
+
+def test_every_set_is_tested_here():
+    assert all(f'"{name}"' in Path(__file__).read_text() for name in SETS)
