@@ -13,6 +13,7 @@ from linearize.errors import ConfigError, LinearizeError, unknown_name
 
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
+    "distill": "go on with the distillation of a converted checkpoint",
     "kernels": "list the kernels, or explain one",
     "inspect": "show what a model or a converted checkpoint is",
     "demo": "convert a small real model here, without a network",

@@ -71,10 +71,37 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     with quiet(), _explained(name, architecture):
         model = loader.from_pretrained(name, revision=revision)
     modality = MODALITIES.get(model.main_input_name, "other")
-    if not MODALITIES.keys() & {model.main_input_name}:
-        modality = "other"
     model.eval().to(check_device(device))
     return Loaded(model, _load_processor(name, revision, modality), modality, name)
+
+
+def load_converted(name: str, *, device: str = "cpu") -> Loaded:
+    """Load a converted checkpoint with the head that it was saved with.
+
+    Args:
+        name: folder or Hub name.
+        device: where to put it.
+
+    Raises:
+        CheckpointError: if it is no converted checkpoint, or is damaged.
+    """
+    import transformers
+
+    raw = _read_config(name, None)
+    if raw.get("model_type") != "linearize":
+        raise CheckpointError(f"{name!r} is not a converted checkpoint; convert it first: linearize convert {name}")
+    config = transformers.AutoConfig.from_pretrained(name)
+    base: Any = getattr(transformers, str((raw.get("architectures") or [""])[0]).removeprefix("Linearized"), None)
+    with quiet():
+        if base is None:
+            model = transformers.AutoModel.from_pretrained(name)
+        else:
+            from linearize.modeling.model import model_class
+
+            model = model_class(base, type(config)).from_pretrained(name)
+    modality = MODALITIES.get(model.main_input_name, "other")
+    model.eval().to(check_device(device))
+    return Loaded(model, _load_processor(name, None, modality), modality, name)
 
 
 def check_device(name: str) -> str:

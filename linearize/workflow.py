@@ -17,10 +17,38 @@ DISTILL_LENGTH = 256
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
+class StageOneOptions:
+    """What a user may say about stage one and its data; see `DistillConfig` and `DataConfig`."""
+
+    dataset: str | None = None
+    text_column: str | None = None
+    image_column: str | None = None
+    streaming: bool = False
+    packing: bool = False
+    distill_length: int | None = None
+    distill_steps: int = 1000
+    batch_size: int = 32
+    holdout: int = 64
+    learning_rate: float | None = None
+    loss: str = "auto"
+    feed: str = "teacher"
+    query_sample: int | None = None
+    layers_at_a_time: int | None = None
+    gradient_accumulation: int = 1
+    precision: str = "no"
+    save_every: int | None = None
+    resume: bool = False
+    output: str | None = None
+    overwrite: bool = False
+    device: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ConvertOptions(StageOneOptions):
     """What a user may say about a conversion; the command line's options one by one."""
 
-    model: str
+    model: str = ""
     kernel: str | None = "hedgehog"
     kernel_args: Mapping[str, Any] = field(default_factory=dict)
     layers: str | None = None
@@ -30,29 +58,26 @@ class ConvertOptions:
     revision: str | None = None
     max_length: int | None = None
     positions: str = "tile"
-    dataset: str | None = None
-    text_column: str | None = None
-    image_column: str | None = None
-    distill_length: int | None = None
-    distill_steps: int = 1000
-    batch_size: int = 32
-    learning_rate: float | None = None
-    loss: str = "auto"
-    holdout: int = 64
-    output: str | None = None
-    overwrite: bool = False
-    device: str = "auto"
-    precision: str = "no"
-    seed: int = 0
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<model-name>-<kernel>`."""
         return self.output or f"{Path(self.model).name}-{self.kernel or 'mixed'}"
 
 
+@dataclass(frozen=True)
+class DistillOptions(StageOneOptions):
+    """What a user may say about going on with the distillation of a converted checkpoint."""
+
+    model: str = ""
+
+    def target(self) -> str:
+        """Return the output folder: as asked, or `<folder>-distilled`."""
+        return self.output or f"{Path(self.model).name}-distilled"
+
+
 @dataclass
 class ConvertResult:
-    """What a conversion did."""
+    """What a conversion, or a further distillation, did."""
 
     output: Path
     plan: Plan
@@ -97,15 +122,15 @@ def make_plan(options: ConvertOptions) -> tuple[Any, Plan]:
     from linearize.surgery.plan import plan
 
     loaded = load_model(options.model, task=options.task, device=options.device, revision=options.revision)
-    window: dict[str, Any] = {} if options.window is None else {"window": options.window}
     decided = plan(
         loaded.model,
         options.kernel,
         options.kernel_args,
         layers=options.layers,
         keep_softmax=options.keep_softmax,
+        window=options.window,
+        max_length=options.max_length,
         seed=options.seed,
-        **window,
     )
     return loaded, decided
 
@@ -120,9 +145,7 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     Raises:
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
-    from linearize.checkpoint.save import check_target, save
-    from linearize.loading import quiet
-    from linearize.modeling.model import kernel_parameters
+    from linearize.checkpoint.save import check_target
     from linearize.registry import kernel_info, make_config
     from linearize.surgery.apply import apply
 
@@ -136,48 +159,94 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     loaded, plan = make_plan(options)
     tell("plan", plan)
     source = _load_data(options, loaded) if options.distill_steps else None
-    tell("data", None if source is None else source.description)
     positions = _extend(options, loaded)
     tell("positions", positions)
-    model: Any = apply(loaded.model, plan)
+    apply(loaded.model, plan)
+    made_from = Path(options.model).name if Path(options.model).exists() else options.model
+    provenance = {"base_model": made_from, "max_length": options.max_length}
+    return _distil_and_save(options, loaded, plan, source, config, positions, provenance, tell, start)
+
+
+def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) -> ConvertResult:
+    """Go on with the distillation of a converted checkpoint and save the result, all or nothing.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend; nothing is written then.
+    """
+    from linearize.checkpoint.save import check_target
+    from linearize.loading import load_converted
+
+    tell = listen or (lambda name, data: None)
+    start = time.perf_counter()
+    check_target(options.target(), overwrite=options.overwrite)
+    config = _distill_config(options)
+    loaded = load_converted(options.model, device=options.device)
+    plan = Plan.from_dict(loaded.model.config.linearize)
+    tell("plan", plan)
+    source = _load_data(options, loaded)
+    provenance = dict(loaded.model.config.linearize.get("provenance") or {})
+    return _distil_and_save(options, loaded, plan, source, config, None, provenance, tell, start)
+
+
+def _distil_and_save(
+    options: ConvertOptions | DistillOptions,
+    loaded: Any,
+    plan: Plan,
+    source: Any,
+    config: Any,
+    positions: Any,
+    provenance: dict[str, Any],
+    tell: Listener,
+    start: float,
+) -> ConvertResult:
+    from linearize.checkpoint.save import save
+    from linearize.distillation.state import StateFolder
+    from linearize.loading import quiet
+    from linearize.modeling.model import kernel_parameters
+
+    tell("data", None if source is None else source.description)
     distillation = None
     if source is not None:
         from linearize.distillation.loop import distill
 
-        distillation = distill(model, source, config, on_step=lambda report: tell("step", report))
+        distillation = distill(loaded.model, source, config, on_step=lambda report: tell("step", report))
     tell("distilled", distillation)
-    result = ConvertResult(
-        Path(options.target()),
-        plan,
-        distillation,
-        positions,
-        None if source is None else source.description,
-        sum(p.numel() for p in kernel_parameters(model)),
-        0.0,
-    )
-    model.to("cpu")
+    added = sum(p.numel() for p in kernel_parameters(loaded.model))
+    description = None if source is None else source.description
+    result = ConvertResult(Path(options.target()), plan, distillation, positions, description, added, 0.0)
+    loaded.model.to("cpu")
     with quiet():
         save(
-            model,
+            loaded.model,
             options.target(),
             processor=loaded.processor,
             overwrite=options.overwrite,
-            provenance=_provenance(options, result),
+            provenance=provenance | _training(options, result),
             extra_files=_log_files(distillation),
         )
+    if config.folder is not None:
+        StateFolder(config.folder, config.keep).remove()
     result.seconds = time.perf_counter() - start
     tell("saved", result)
     return result
 
 
-def _distill_config(options: ConvertOptions) -> Any:
+def _distill_config(options: ConvertOptions | DistillOptions) -> Any:
     from linearize.distillation.config import DistillConfig
 
+    keeps = options.save_every is not None or options.resume
     return DistillConfig(
         steps=options.distill_steps,
         learning_rate=options.learning_rate,
         loss=options.loss,
+        feed=options.feed,
+        query_sample=options.query_sample,
+        layers_at_a_time=options.layers_at_a_time,
+        gradient_accumulation=options.gradient_accumulation,
         precision=options.precision,
+        save_every=options.save_every,
+        resume=options.resume,
+        folder=f"{options.target().rstrip('/')}.stage1" if keeps else None,
         seed=options.seed,
     )
 
@@ -193,7 +262,7 @@ def _extend(options: ConvertOptions, loaded: Any) -> Any:
     return report
 
 
-def _load_data(options: ConvertOptions, loaded: Any) -> Any:
+def _load_data(options: StageOneOptions, loaded: Any) -> Any:
     from linearize.data import DataConfig, load_source
     from linearize.surgery.positions import current_length
 
@@ -205,7 +274,7 @@ def _load_data(options: ConvertOptions, loaded: Any) -> Any:
     if loaded.processor is None:
         kind = "tokenizer" if loaded.modality == "text" else "image processor"
         raise ConfigError(
-            f"{options.model!r} has no {kind}, which stage one needs; add one to the folder, or pass --distill-steps 0"
+            f"{loaded.name!r} has no {kind}, which stage one needs; add one to the folder, or pass --distill-steps 0"
         )
     length = options.distill_length or DISTILL_LENGTH
     if loaded.modality == "text":
@@ -214,6 +283,8 @@ def _load_data(options: ConvertOptions, loaded: Any) -> Any:
         dataset=options.dataset,
         text_column=options.text_column,
         image_column=options.image_column,
+        streaming=options.streaming,
+        packing=options.packing,
         max_length=length,
         batch_size=options.batch_size,
         seed=options.seed,
@@ -222,21 +293,18 @@ def _load_data(options: ConvertOptions, loaded: Any) -> Any:
     return load_source(data, loaded.processor, loaded.modality)
 
 
-def _provenance(options: ConvertOptions, result: ConvertResult) -> dict[str, Any]:
-    """What the checkpoint says about its own making; a folder's path is not the world's business, its name is."""
+def _training(options: StageOneOptions, result: ConvertResult) -> dict[str, Any]:
+    """What the checkpoint says about its training; a folder's path is not the world's business, its name is."""
     distilled = result.to_dict()["distillation"]
-    if distilled is not None:
-        for side in ("before", "after"):
-            distilled[side] = {
-                "mean": distilled[side]["mean"],
-                "layers": [{k: v for k, v in layer.items() if k != "heads"} for layer in distilled[side]["layers"]],
-            }
+    if distilled is None:
+        return {}
+    for side in ("before", "after"):
+        layers = [{k: v for k, v in layer.items() if k != "heads"} for layer in distilled[side]["layers"]]
+        distilled[side] = {"mean": distilled[side]["mean"], "layers": layers}
     dataset = options.dataset
     local = dataset is not None and Path(dataset).exists()
     return {
-        "base_model": Path(options.model).name if Path(options.model).exists() else options.model,
         "dataset": Path(dataset).name if dataset is not None and local else dataset,
-        "max_length": options.max_length,
         "batch_size": options.batch_size,
         "learning_rate": options.learning_rate,
         "seed": options.seed,

@@ -85,6 +85,6 @@ def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     for name in sorted(saved.keys() | now.keys()):
         if saved.get(name) != now.get(name):
             raise ConfigError(
-                f"resume: the run was started with {name}={saved.get(name)!r}, now it is {now.get(name)!r}; use the same "
-                "options, or start again without --resume"
+                f"resume: the run was started with {name}={saved.get(name)!r}, now it is {now.get(name)!r}; "
+                "use the same options, or start again without --resume"
             )

@@ -302,3 +302,38 @@ def test_help_is_quick_and_loads_nothing_heavy():
         "sys.exit(3 if 'torch' in sys.modules or 'transformers' in sys.modules else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_states_resume_and_going_on(folders, tmp_path, capsys, monkeypatch):
+    """A run cut off in the middle goes on with --resume and ends like an uninterrupted one; `distill` goes further."""
+    base = [
+        "convert", folders / "gpt2", "--dataset", folders / "data.jsonl", "--holdout", 8, "--batch-size", 4,
+        "--distill-steps", 6, "--save-every", 2, "--device", "cpu",
+    ]  # fmt: skip
+    assert run(capsys, *base, "--output", tmp_path / "whole")[0] == 0
+    real = trainer.KernelTrainer.step
+
+    def cut(self, batches, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        return real(self, batches, step)
+
+    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    code, _, err = run(capsys, *base, "--output", tmp_path / "cut")
+    assert (code, "go on with --resume" in err) == (130, True)
+    assert [path.name for path in (tmp_path / "cut.stage1").iterdir()] == ["step-2"]
+    monkeypatch.undo()
+    assert run(capsys, *base, "--output", tmp_path / "cut", "--resume")[0] == 0
+    assert not (tmp_path / "cut.stage1").exists()
+    one, two = (transformers.AutoModel.from_pretrained(tmp_path / name) for name in ("whole", "cut"))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+    further = ["distill", tmp_path / "cut", "--dataset", folders / "data.jsonl", "--holdout", 8, "--distill-steps", 5]
+    code, text, _ = run(capsys, *further, "--output", tmp_path / "more", "--json", "--device", "cpu")
+    assert code == 0
+    result = json.loads(text)
+    assert result["distillation"]["after"]["mean"]["kl"] < result["distillation"]["before"]["mean"]["kl"]
+    more = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "more")
+    assert more.config.linearize["provenance"]["base_model"] == "gpt2"
+    code, _, err = run(capsys, "distill", folders / "gpt2")
+    assert (code, "is not a converted checkpoint" in err) == (2, True)

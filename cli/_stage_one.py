@@ -1,0 +1,96 @@
+"""What `convert` and `distill` share: the options of stage one, and what is shown while it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
+    """Declare the options of stage one, its data and the output."""
+    data = parser.add_argument_group("data")
+    add = data.add_argument
+    add(
+        "--dataset",
+        metavar="NAME_OR_PATH",
+        help="Hub data set (name or name:config), local file or folder, or a=0.7,b=0.3",
+    )
+    add("--text-column", metavar="C", help="column of the text; found by itself where it is clear")
+    add("--image-column", metavar="C", help="column of the image")
+    add("--holdout", type=int, default=64, metavar="N", help="examples to measure on, never trained on (64)")
+    add("--packing", action="store_true", help="join short texts to rows of full length")
+    add("--streaming", action="store_true", help="read while training; for very large sets")
+    stage = parser.add_argument_group("stage one")
+    add = stage.add_argument
+    add("--distill-steps", type=int, default=1000, metavar="N", help="steps; 0 skips stage one (1000)")
+    add("--distill-length", type=int, metavar="N", help="tokens per training row (256, or what the model takes)")
+    add("--batch-size", type=int, default=32, metavar="B", help="rows per batch (32)")
+    add("--gradient-accumulation", type=int, default=1, metavar="N", help="batches per step (1)")
+    add("--learning-rate", type=float, metavar="R", help="peak learning rate; by default the kernel's own")
+    add("--loss", default="auto", metavar="L", help="weights, output, both, or auto: what the kernel supports (auto)")
+    add(
+        "--feed",
+        default="teacher",
+        metavar="F",
+        help="whose hidden states feed the layers: teacher or student (teacher)",
+    )
+    add("--query-sample", type=int, metavar="R", help="take the loss on R random queries per row, for long rows")
+    add("--layers-at-a-time", type=int, metavar="K", help="train K layers, then the next K")
+    add("--precision", default="no", metavar="P", help="of the frozen model: no, bf16 or fp16 (no)")
+    add("--save-every", type=int, metavar="N", help="keep a state every N steps in OUTPUT.stage1, for --resume")
+    add("--resume", action="store_true", help="go on from the newest state in OUTPUT.stage1")
+    add("--seed", type=int, default=0, metavar="S", help="of kernels, data order and sampling (0)")
+    out = parser.add_argument_group("output")
+    add = out.add_argument
+    add("--output", metavar="DIR", help=f"folder to make ({default_output})")
+    add("--overwrite", action="store_true", help="replace the folder if it holds something")
+    add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps or auto (auto)")
+    add("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def show(work: Callable[[Callable[[str, Any], None]], Any], *, as_json: bool, keeps_states: bool) -> int:
+    """Run a conversion or distillation, show what happens, and print its result."""
+    from linearize.cli._output import StageOneProgress, console, fidelity_table, plan_table, print_json
+
+    # With --json, stdout is for the program that reads it and people look at stderr.
+    out = console(to_stderr=as_json)
+    progress = StageOneProgress(out)
+
+    def listen(event: str, data: Any) -> None:
+        if event == "plan":
+            out.print(plan_table(data))
+        elif event == "data" and data is not None:
+            out.print(f"Stage one learns from: {data}", markup=False)
+        elif event == "positions" and data is not None:
+            out.print(f"Inputs: {data.note}", markup=False)
+        elif event == "step":
+            progress(data)
+        elif event == "distilled" and data is not None:
+            progress.stop()
+            _say_distilled(out, data)
+            out.print(fidelity_table(data.before, data.after))
+
+    try:
+        result = work(listen)
+    except KeyboardInterrupt:
+        kept = "the last saved state; go on with --resume" if keeps_states else "nothing was written"
+        raise KeyboardInterrupt(kept) from None
+    finally:
+        progress.stop()
+    added, seconds = result.parameters_added, result.seconds
+    out.print(f"Saved {result.output} ({added:,} parameters added, {seconds:.0f} s).", markup=False)
+    out.print("Load it: import linearize; AutoModel.from_pretrained(...) or pipeline(task, ...).", markup=False)
+    if as_json:
+        print_json(result.to_dict())
+    return 0
+
+
+def _say_distilled(out: Any, result: Any) -> None:
+    if result.stopped == "nothing to learn":
+        out.print("Stage one skipped: no kernel of this plan has anything to learn.")
+    else:
+        out.print(
+            f"Stage one: {result.steps} steps in {result.seconds:.0f} s, ended by {result.stopped}; "
+            f"kept step {result.best_step}."
+        )
