@@ -109,6 +109,6 @@ def register_macformer(
             positive=False,
             random=True,
             estimates=estimates,
-            stage_one=StageOne(learning_rate=1e-2, loss="output"),
+            stage_one=StageOne(learning_rate=3e-2, loss="output"),
         )
     )

@@ -81,7 +81,7 @@ def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) 
             learnable=True,
             positive=positive,
             normalized=False,
-            stage_one=StageOne(learning_rate=1e-2, loss="output"),
+            stage_one=StageOne(learning_rate=3e-2, loss="output"),
         )
     )
 

@@ -46,6 +46,6 @@ register_kernel(
         learnable=True,
         positive=True,
         normalized=False,
-        stage_one=StageOne(learning_rate=1e-2, loss="output"),
+        stage_one=StageOne(learning_rate=3e-2, loss="output"),
     )
 )
