@@ -81,7 +81,11 @@ def _code(plan: Plan) -> dict[str, str]:
 def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     """Call transformers' `from_dict`; whatever it stumbles over is damage to the file."""
     try:
-        return from_dict(config_dict, **kwargs)
+        made = from_dict(config_dict, **kwargs)
+        dtype = config_dict.get("dtype")
+        if dtype is not None and not isinstance(getattr(torch, str(dtype), dtype), torch.dtype):
+            raise TypeError(f"got dtype {dtype!r}, expected a name such as 'float32'")
+        return made
     except LinearizeError:
         raise
     except Exception as error:
@@ -115,7 +119,13 @@ def check_section(section: Any) -> dict[str, Any]:
             f"config.json: the checkpoint has format version {version}, this linearize reads up to {FORMAT_VERSION}; "
             "upgrade it: pip install -U linearize"
         )
-    _check_kernels(Plan.from_dict(section))
+    plan = Plan.from_dict(section)
+    if not isinstance(section["base_model_type"], str) or not plan.converted:
+        raise CheckpointError(
+            "config.json: the section 'linearize' names no original model type, or no layer that was converted; the "
+            "file is damaged or was edited: convert the model again"
+        )
+    _check_kernels(plan)
     return section
 
 
@@ -126,8 +136,20 @@ def _check_kernels(plan: Plan) -> None:
         what = (layer.kernel, layer.arguments, layer.shape, layer.window)
         if what not in seen:
             seen.append(what)
-            with torch.device("meta"):
-                build_mixer(*what)
+            _check_kernel(*what)
+
+
+def _check_kernel(*what: Any) -> None:
+    try:
+        with torch.device("meta"):
+            build_mixer(*what)
+    except LinearizeError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"config.json: kernel {what[0]!r} cannot be built for {what[2]} ({type(error).__name__}); the file is "
+            "damaged or was edited: convert the model again"
+        ) from error
 
 
 def base_config_class(model_type: str) -> type[PreTrainedConfig]:
@@ -137,7 +159,9 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
         CheckpointError: if the installed transformers does not know it.
     """
     try:
-        return CONFIG_MAPPING[model_type]
+        if model_type != MODEL_TYPE:
+            return CONFIG_MAPPING[model_type]
+        raise KeyError(model_type)
     except KeyError:
         raise CheckpointError(
             f"config.json: the original's model type {model_type!r} is unknown to the installed transformers; "

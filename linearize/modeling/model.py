@@ -123,8 +123,9 @@ def check_checkpoint(name: Any, **options: Any) -> None:
     if values.get("model_type") != MODEL_TYPE or "quantization_config" in values:
         return
     config = LinearizeConfig.from_dict(values)
-    saved = str((config.architectures or [""])[0]).removeprefix("Linearized")
-    base = getattr(transformers, saved, None)
+    names = config.architectures
+    saved = names[0] if isinstance(names, list) and names else config.linearize["base_architecture"]
+    base = getattr(transformers, str(saved).removeprefix("Linearized"), None)
     # A class of the user's own can be anything; its kernels are checked after loading.
     if isinstance(base, type) and issubclass(base, PreTrainedModel):
         check_weights(name, model_class(base, type(config)), config, **hub)

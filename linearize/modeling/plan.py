@@ -84,7 +84,7 @@ class Plan:
         try:
             layers = tuple(_layer_from_dict(layer) for layer in data["layers"])
             plan = cls(str(data["base_architecture"]), str(data["base_model_type"]), layers, int(data["seed"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"config.json: the 'linearize' section cannot be read ({type(error).__name__}: {error}); "
                 "the file is damaged or was edited: convert the model again"

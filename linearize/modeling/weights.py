@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
@@ -20,7 +20,6 @@ from transformers.utils import cached_file
 from linearize.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEADER = 100_000_000
 HUB_OPTIONS = (
     "cache_dir",
     "force_download",
@@ -63,15 +62,20 @@ def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], co
         ) from error
     named = revert_weight_conversion(empty, empty.state_dict())
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
-    _compare(header, expected, _optional(empty, {*header, *expected}))
+    _compare(header, expected, _optional(empty, header, expected))
 
 
-def _optional(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names that a file may leave out: of several tied tensors it holds one, and what the class says."""
+def _optional(model: PreTrainedModel, header: Header, expected: Header) -> set[str]:
+    """Return the names that may be in one of the two only: of several tied tensors a file holds one."""
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    groups: dict[str, set[str]] = {}
+    for target, source in pairs.items():
+        groups.setdefault(source, {source}).add(target)
+    optional = {name for group in groups.values() if group & header.keys() for name in group}
     attributes = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save")
     patterns = [re.compile(pattern) for key in attributes for pattern in getattr(model, key, None) or ()]
-    return {*pairs, *pairs.values(), *(name for name in names if any(p.search(name) for p in patterns))}
+    ignored = {name for name in {*header, *expected} if any(pattern.search(name) for pattern in patterns)}
+    return optional | {name for name in ignored if not any(name in group for group in groups.values())}
 
 
 def _compare(header: Header, expected: Header, optional: set[str]) -> None:
@@ -170,23 +174,14 @@ def _shards(index: str) -> Iterable[str]:
 
 
 def _file_header(path: str) -> Header:
-    """Read a safetensors header: 8 bytes of length, JSON, then the data that its offsets must cover exactly."""
-    damaged = f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"
+    """Read a file's header; safetensors holds it against the file's size, and reads no weight."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > min(_MAX_HEADER, size - 8):
-                raise CheckpointError(damaged)
-            entries = json.loads(handle.read(length))
-        entries.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        header = {str(key): tuple(int(n) for n in entry["shape"]) for key, entry in entries.items()}
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
-        raise CheckpointError(damaged) from None
-    if 8 + length + end != size:
-        raise CheckpointError(damaged)
-    return header
+        with safe_open(path, framework="pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        raise CheckpointError(
+            f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"
+        ) from None
 
 
 def first_line(error: BaseException) -> str:

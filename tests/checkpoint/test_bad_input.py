@@ -1,0 +1,299 @@
+"""Damaged folders: one clear error each, no partial model, no memory for sizes that only config.json claims."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import converted
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+import linearize
+from linearize.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.modeling.config import LinearizeConfig
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "bert"
+    linearize.save(converted("bert", "AutoModelForMaskedLM"), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "bert")
+
+
+def edit(folder, change):
+    """Change config.json in place; `change` gets its values."""
+    values = json.loads((folder / "config.json").read_text())
+    change(values)
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def edit_layer(**changes):
+    return lambda values: values["linearize"]["layers"][0].update(changes)
+
+
+def edit_section(**changes):
+    return lambda values: values["linearize"].update(changes)
+
+
+def load(folder):
+    return AutoModelForMaskedLM.from_pretrained(folder)
+
+
+def test_the_folder_itself_is_fine(folder):
+    assert type(load(folder)).__name__ == "LinearizedBertForMaskedLM"
+
+
+CONFIG_DAMAGE = {
+    "no section": (lambda v: v.pop("linearize"), CheckpointError, "no section 'linearize'"),
+    "section is a list": (lambda v: v.update(linearize=[1]), CheckpointError, "no section 'linearize'"),
+    "newer format": (edit_section(format_version=2), CheckpointError, "format version 2, this linearize reads up to 1"),
+    "version is text": (edit_section(format_version="1"), CheckpointError, "format_version '1'"),
+    "version is zero": (edit_section(format_version=0), CheckpointError, "format_version 0"),
+    "no layers": (edit_section(layers=None), CheckpointError, "cannot be read"),
+    "empty layers": (edit_section(layers=[]), CheckpointError, "no layer"),
+    "unknown original": (edit_section(base_model_type="berd"), CheckpointError, "model type 'berd'"),
+    "original is a list": (edit_section(base_model_type=["bert"]), CheckpointError, "no original model type"),
+    "another original": (edit_section(base_model_type="gpt2"), CheckpointError, "expected|weights|no such module"),
+    "unknown kernel": (edit_layer(kernel="hegdehog"), ConfigError, "Did you mean 'hedgehog'"),
+    "kernel is a number": (edit_layer(kernel=3), CheckpointError, "names"),
+    "unknown argument": (edit_layer(arguments={"scale": 3}), ConfigError, "argument of kernel hedgehog 'scale'"),
+    "argument out of range": (edit_layer(kernel="flexformer_s", arguments={"frequencies": 10**9}), ConfigError, "most"),
+    "unknown key": (edit_layer(colour="red"), CheckpointError, "colour"),
+    "no such module": (edit_layer(module="encoder.layer.7.attention.self"), CheckpointError, "no such module"),
+    "module is no attention": (edit_layer(module="embeddings"), CheckpointError, "lacks"),
+    "other head size": (
+        edit_layer(shape={"heads": 4, "key_heads": 4, "head_dim": 16, "value_dim": 8, "causal": False}),
+        CheckpointError,
+        "another size",
+    ),
+    "absurd heads": (
+        edit_layer(shape={"heads": 2**40, "key_heads": 4, "head_dim": 16, "value_dim": 8, "causal": False}),
+        CheckpointError,
+        "65536",
+    ),
+    "heads is NaN": (
+        edit_layer(shape={"heads": float("nan"), "key_heads": 4, "head_dim": 8, "value_dim": 8, "causal": False}),
+        CheckpointError,
+        "65536",
+    ),
+    "one kernel more": (
+        lambda v: v["linearize"]["layers"].append({**v["linearize"]["layers"][0], "module": "pooler"}),
+        CheckpointError,
+        "pooler",
+    ),
+    "one kernel less": (lambda v: v["linearize"]["layers"].pop(), CheckpointError, "holds"),
+    "softmax instead": (edit_layer(kernel="softmax"), CheckpointError, "holds"),
+    "wider": (lambda v: v.update(hidden_size=64), CheckpointError, "another size"),
+    "absurdly wide": (lambda v: v.update(hidden_size=2**40), CheckpointError, "config.json"),
+    "absurd vocabulary": (lambda v: v.update(vocab_size=10**12), CheckpointError, "another size"),
+    "absurdly deep": (lambda v: v.update(num_hidden_layers=10**9), CheckpointError, "num_hidden_layers 1000000000"),
+    "one layer more": (lambda v: v.update(num_hidden_layers=3), CheckpointError, "lacks"),
+    "one layer less": (lambda v: v.update(num_hidden_layers=1), CheckpointError, "no such module|holds"),
+    "negative": (lambda v: v.update(hidden_size=-32), CheckpointError, "config.json"),
+    "text for a number": (lambda v: v.update(hidden_size="wide"), CheckpointError, "config.json"),
+    "heads do not divide": (lambda v: v.update(num_attention_heads=5), CheckpointError, "config.json"),
+    "unknown activation": (lambda v: v.update(hidden_act="gelo"), CheckpointError, "config.json"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_DAMAGE)
+def test_damaged_config(name, folder):
+    change, error, message = CONFIG_DAMAGE[name]
+    edit(folder, change)
+    with pytest.raises(error, match=message) as caught:
+        AutoModel.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_absurd_sizes_take_no_memory(folder):
+    edit(folder, lambda values: values.update(vocab_size=10**10, max_position_embeddings=10**10))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError):
+        load(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_config_cut_off(share, folder):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text[: int(len(text) * share)])
+    # transformers reads the file itself, before it can know whose it is.
+    with pytest.raises((OSError, LinearizeError), match=r"config\.json"):
+        load(folder)
+
+
+def test_weights_missing(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_weights_cut_off(keep, folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match="cut off or damaged"):
+        load(folder)
+
+
+def test_weights_with_bytes_to_spare_or_a_false_header(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    for other in (data + b"x", b"\xff" * 8 + data[8:], data[:8] + b"[" + data[9:]):
+        (folder / "model.safetensors").write_bytes(other)
+        with pytest.raises(CheckpointError, match="cut off or damaged"):
+            load(folder)
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+KERNEL = "bert.encoder.layer.0.attention.self.linear_attention.mixer.keys.weight"
+WEIGHT_DAMAGE = {
+    "kernel missing": (lambda w: w.pop(KERNEL), "lacks '.*linear_attention.*weight'"),
+    "body missing": (lambda w: w.pop("bert.encoder.layer.1.output.dense.weight"), "lacks '.*output.dense.weight'"),
+    "head missing": (lambda w: w.pop("cls.predictions.bias"), "lacks 'cls.predictions"),
+    "extra": (lambda w: w.update(extra=torch.zeros(3)), "holds 'extra'"),
+    "other size": (lambda w: w.update({KERNEL: torch.zeros(4, 8, 9)}), r"got \[4, 8, 9\], expected \[4, 8, 8\]"),
+    "empty": (lambda w: w.clear(), "lacks|holds only 0"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_DAMAGE)
+def test_damaged_weights(name, folder):
+    change, message = WEIGHT_DAMAGE[name]
+    change_weights(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+    with pytest.raises(CheckpointError, match=message):
+        AutoModel.from_pretrained(folder)
+
+
+def test_damaged_shards(tmp_path):
+    linearize.save(converted("gpt2", "AutoModelForCausalLM"), tmp_path / "out", max_shard_size="20KB")
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    first = sorted((tmp_path / "out").glob("model-*.safetensors"))[0]
+    data = first.read_bytes()
+    first.write_bytes(data[:-7])
+    with pytest.raises(CheckpointError, match="cut off or damaged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    first.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    first.write_bytes(data)
+    text = index.read_text()
+    for other in (text[:50], "{}", text.replace(first.name, f"../{first.name}", 1)):
+        index.write_text(other)
+        with pytest.raises(CheckpointError, match=r"index\.json"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+VALUES = [None, True, -1, 0, 1, 3, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x", "softmax", [], {}]
+
+
+def mutate(values, rng):
+    """Change, delete, double or swap one value anywhere, with more weight on our own section."""
+    places = []
+
+    def walk(node):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            if key == "auto_map":
+                # transformers looks into it itself, before it can know whose checkpoint it is.
+                continue
+            places.append((node, key))
+            if isinstance(value, (dict, list)):
+                walk(value)
+
+    walk(values if rng.random() < 0.4 else values["linearize"])
+    node, key = rng.choice(places)
+    action = rng.random()
+    if action < 0.6:
+        node[key] = copy.deepcopy(rng.choice(VALUES))
+    elif action < 0.75:
+        del node[key]
+    elif action < 0.85 and isinstance(node, list):
+        node.append(copy.deepcopy(node[key]))
+    elif isinstance(node[key], (int, float)):
+        node[key] = node[key] * rng.choice([-1, 2, 1000, 10**9])
+    else:
+        other, there = rng.choice(places)
+        node[key] = copy.deepcopy(other[there])
+
+
+def check_config(values):
+    """Read a config; anything but an error of ours fails the test. Returns whether it was accepted."""
+    try:
+        LinearizeConfig.from_dict(values)
+    except LinearizeError as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+def test_fuzz_config(saved):
+    original = json.loads((saved / "config.json").read_text())
+    rng = random.Random(208)
+    accepted = 0
+    for _ in range(3000):
+        values = copy.deepcopy(original)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            mutate(values, rng)
+            if not (isinstance(values.get("linearize"), dict) and values["linearize"]):
+                break
+        accepted += check_config(values)
+    assert 100 < accepted < 2900
+
+
+def test_fuzz_loading(folder):
+    """A mutated config either loads the whole checkpoint or is refused by us."""
+    original = json.loads((folder / "config.json").read_text())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        kernels = {key for key in file.keys() if ".linear_attention." in key}  # noqa: SIM118
+    rng = random.Random(218)
+    outcomes = {True: 0, False: 0}
+    for _ in range(200):
+        values = copy.deepcopy(original)
+        mutate(values, rng)
+        (folder / "config.json").write_text(json.dumps(values))
+        if values.get("model_type") != "linearize":
+            continue
+        try:
+            model = load(folder)
+        except LinearizeError as error:
+            assert "\n" not in str(error)
+            outcomes[False] += 1
+        else:
+            assert kernels <= {f"{key}" for key in model.state_dict()}
+            outcomes[True] += 1
+    assert min(outcomes.values()) > 20
+
+
+def test_fuzz_cut_off_headers(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    rng = random.Random(228)
+    refused = 0
+    for _ in range(60):
+        other = bytearray(data)
+        for _ in range(rng.choice([1, 3])):
+            other[rng.randrange(0, 3000)] = rng.randrange(256)
+        (folder / "model.safetensors").write_bytes(bytes(other[: rng.choice([len(data), rng.randrange(len(data))])]))
+        try:
+            load(folder)
+        except CheckpointError:
+            refused += 1
+    assert refused > 40
