@@ -13,6 +13,8 @@ from tiny import converted, inputs_of, outputs
 
 import linearize
 import linearize.registry as registry
+from linearize.attention.interface import linear_attentions
+from linearize.attention.mixer import Mixer, count_parameters
 from linearize.errors import ConfigError, UnknownNameError
 from linearize.kernels.base import FeatureMap, Features, NoArguments, draw_normal, project
 from linearize.registry import KernelInfo, kernel_info, make_config, option
@@ -63,7 +65,7 @@ def sharp(monkeypatch):
     return linearize.register_kernel(INFO)
 
 
-@pytest.mark.filterwarnings("ignore:kernel 'sharp' x")
+@pytest.mark.filterwarnings("ignore:kernel 'sharp' .*is not part of linearize")
 @pytest.mark.parametrize("window", [None, 3])
 def test_converts_saves_loads_and_decodes(sharp, window, tmp_path):
     model = converted("llama", "AutoModelForCausalLM", "sharp", kernel_args={"power": 3.0}, window=window)
@@ -148,3 +150,47 @@ def test_directions_and_head_sizes_are_held(sharp, monkeypatch):
         with pytest.raises(ConfigError, match=message) as caught:
             build_mixer("sharp", {}, where)
         assert "\n" not in str(caught.value)
+
+
+class Averaging(Mixer):
+    """The mean of the values seen so far, times a learned number: no features, no blocks."""
+
+    def __init__(self, info, config, shape):
+        super().__init__(info, config, shape)
+        self.gain = torch.nn.Parameter(torch.empty(shape.heads))
+
+    def reset_parameters(self, generator):
+        torch.nn.init.ones_(self.gain)
+
+    def weights(self, q, k, *, scaling, key_padding_mask=None):
+        seen = torch.ones(k.shape[0], 1, q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
+        seen = seen if key_padding_mask is None else seen * key_padding_mask[:, None, None].float()
+        return (seen / seen.sum(-1, keepdim=True).clamp(min=1)).expand(-1, self.shape.heads, -1, -1)
+
+    def finish(self, mixed):
+        return mixed * self.gain[:, None, None]
+
+    def forward(self, q, k, v, *, scaling, key_padding_mask=None, state=None, return_state=False):
+        real = torch.ones(v.shape[0], 1, v.shape[2], 1)
+        real = real if key_padding_mask is None else key_padding_mask[:, None, :, None].float()
+        total = torch.cat([v * real, real.expand(-1, v.shape[1], -1, -1)], dim=-1).cumsum(dim=2)
+        total = total if state is None else total + state["total"]
+        out = (total[..., :-1] / total[..., -1:].clamp(min=1)).repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return self.finish(out).to(v.dtype), {"total": total[:, :, -1:]} if return_state else None
+
+
+@pytest.mark.filterwarnings("ignore:kernel '.*is not part of linearize")
+def test_a_mixer_of_ones_own(sharp, tmp_path):
+    facts = {"feature_dim": None, "output_parameters": lambda config, v: 1, "parameters": lambda config, d: 0}
+    info = dataclasses.replace(
+        INFO, name="averaging", build=Averaging, config=NoArguments, bidirectional=False, **facts
+    )
+    linearize.register_kernel(info)
+    model = converted("llama", "AutoModelForCausalLM", "averaging", layers={1: "sharp"})
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = inputs_of(model)["input_ids"][1:]
+    cached, plain = (again.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, plain)
+    layer = next(iter(linear_attentions(again).values()))
+    assert sum(p.numel() for p in layer.parameters()) == count_parameters("averaging", {}, layer.shape)
