@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from linearize.checkpoint.card import base_facts, model_card
 from linearize.errors import CheckpointError
 from linearize.modeling.model import is_linearized
 
@@ -88,7 +89,7 @@ def save(
     extra_files: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> Path:
-    """Save a converted model with its tokenizer or image processor, all or nothing.
+    """Save a converted model with its tokenizer or image processor, a model card and its own code, all or nothing.
 
     Args:
         model: a converted model.
@@ -110,8 +111,10 @@ def save(
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
     if provenance is not None:
         model.config.linearize = {**model.config.linearize, "provenance": provenance}
+    card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")))
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
         for one in processors:

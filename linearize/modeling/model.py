@@ -123,12 +123,21 @@ def check_checkpoint(name: Any, **options: Any) -> None:
     if values.get("model_type") != MODEL_TYPE or "quantization_config" in values:
         return
     config = LinearizeConfig.from_dict(values)
+    saved = saved_class(config)
+    if saved is not None:
+        check_weights(name, saved, config, **hub)
+
+
+def saved_class(config: Any) -> type[PreTrainedModel] | None:
+    """Return the class of the model that a converted checkpoint holds; None if its original is not transformers' own.
+
+    A class of the user's own can be anything; its kernels are checked after loading.
+    """
     names = config.architectures
     saved = names[0] if isinstance(names, list) and names else config.linearize["base_architecture"]
     base = getattr(transformers, str(saved).removeprefix("Linearized"), None)
-    # A class of the user's own can be anything; its kernels are checked after loading.
-    if isinstance(base, type) and issubclass(base, PreTrainedModel):
-        check_weights(name, model_class(base, type(config)), config, **hub)
+    known = isinstance(base, type) and issubclass(base, PreTrainedModel)
+    return model_class(base, type(config)) if known else None  # type: ignore[arg-type]
 
 
 _CLASSES: dict[Any, Any] = {}

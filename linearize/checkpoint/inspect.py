@@ -1,0 +1,190 @@
+"""What a checkpoint is, without reading its weights: from its config and the header of the weights file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+
+from linearize.errors import CheckpointError, LinearizeError
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
+from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
+from linearize.modeling.plan import Plan
+from linearize.modeling.weights import first_line, read_header
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """Facts about a checkpoint, converted or not.
+
+    Attributes:
+        name: what was asked for.
+        converted: whether it has linear attention.
+        base_model: what it was made from, as far as it says so.
+        model_type: of the original.
+        architecture: class that was saved.
+        plan: what was converted into what; None if nothing was.
+        parameters_added: learnable numbers of the kernels.
+        parameters_total: numbers in the weights file; None if they are not in safetensors files.
+        max_length: tokens that it takes; None if unlimited or unknown.
+        format_version: of a converted checkpoint.
+        provenance: how it was made, as it says itself.
+    """
+
+    name: str
+    converted: bool
+    base_model: str | None
+    model_type: str
+    architecture: str | None
+    plan: Plan | None = None
+    parameters_added: int = 0
+    parameters_total: int | None = None
+    max_length: int | None = None
+    format_version: int | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return label and value of each fact, ready to print."""
+        converted = "no: this is an ordinary model with softmax attention"
+        if self.plan is not None:
+            kernels = Counter(layer.kernel for layer in self.plan.layers)
+            converted = "yes: " + ", ".join(f"{count} x {name}" for name, count in sorted(kernels.items()))
+        rows = [("checkpoint", self.name), ("converted", converted)]
+        if self.base_model:
+            rows.append(("made from", self.base_model))
+        rows += [("model type", self.model_type), ("architecture", self.architecture or "not said")]
+        if self.parameters_total is not None:
+            rows.append(("parameters", f"{self.parameters_total:,}"))
+        if self.converted:
+            rows.append(("added by kernels", f"{self.parameters_added:,}"))
+        rows.append(
+            ("longest input", "not limited or not known" if self.max_length is None else f"{self.max_length:,}")
+        )
+        if self.format_version is not None:
+            rows.append(("format version", str(self.format_version)))
+        return rows + training_rows(self.provenance)
+
+
+def training_rows(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return label and value of what a checkpoint says about its training."""
+    rows = []
+    distilled = provenance.get("distillation")
+    if isinstance(distilled, dict):
+        data = provenance.get("dataset") or "the built-in data"
+        rows.append(("stage one", f"{distilled.get('steps')} steps on {data} ({distilled.get('stopped')})"))
+        for side in ("before", "after"):
+            mean = (distilled.get(side) or {}).get("mean") or {}
+            figures = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in mean.items() if value is not None]
+            if figures:
+                rows.append((f"fidelity {side}", ", ".join(figures)))
+    tuned = provenance.get("finetuning")
+    if isinstance(tuned, dict):
+        rows.append(("stage two", f"{tuned.get('task')} on {tuned.get('data')}, {tuned.get('steps')} steps"))
+        for name, value in (tuned.get("metrics") or {}).items():
+            if isinstance(value, (int, float)):
+                rows.append((f"metric {name}", f"{value:.4g}"))
+    return rows
+
+
+def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
+    """Read what a checkpoint is, and check that its files belong together; no weight is read into memory.
+
+    Args:
+        name: folder, or name on the Hub.
+
+    Raises:
+        CheckpointError: if there is no checkpoint of that name, or it is damaged.
+        ConfigError: if it uses a kernel that is not known.
+    """
+    values = _config_values(name)
+    header = read_header(name)
+    total = None if header is None else sum(prod(shape) for shape in header.values())
+    architecture = (values.get("architectures") or [None])[0]
+    if values.get("model_type") == MODEL_TYPE:
+        check_checkpoint(name)
+        config = LinearizeConfig.from_dict(values)
+        model: Any = _empty(saved_class(config), config)
+        section = config.linearize
+        provenance = dict(section.get("provenance") or {})
+        return CheckpointInfo(
+            name=str(name),
+            converted=True,
+            base_model=provenance.get("base_model"),
+            model_type=section["base_model_type"],
+            architecture=architecture,
+            plan=Plan.from_dict(section),
+            parameters_added=0 if model is None else sum(p.numel() for p in kernel_parameters(model)),
+            parameters_total=total,
+            max_length=_length(model),
+            format_version=section["format_version"],
+            provenance=provenance,
+        )
+    config = _plain_config(name)
+    model = _empty(AutoModel, config)
+    return CheckpointInfo(
+        name=str(name),
+        converted=False,
+        base_model=None,
+        model_type=config.model_type,
+        architecture=architecture,
+        parameters_total=total,
+        max_length=_length(model),
+    )
+
+
+def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
+    file = Path(name) / "config.json"
+    try:
+        if Path(name).is_dir():
+            values = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            values, _ = PreTrainedConfig.get_config_dict(name)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{str(name)!r} has no config.json, so it is no checkpoint; name another folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(name)!r}: config.json cannot be read ({first_line(error)}); name a folder or a Hub model"
+        ) from None
+    if not isinstance(values, dict) or not values:
+        raise CheckpointError(f"{str(name)!r} has no config.json of a model; name a folder or a Hub model")
+    return values
+
+
+def _plain_config(name: str | os.PathLike[str]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(f"{str(name)!r}: config.json describes no known model ({first_line(error)})") from None
+
+
+def _empty(model: Any, config: Any) -> nn.Module | None:
+    """Build a model without memory; None where that cannot be done."""
+    if model is None:
+        return None
+    try:
+        with torch.device("meta"):
+            return model.from_config(config) if model is AutoModel else model(config)
+    except LinearizeError:
+        raise
+    except Exception:
+        return None
+
+
+def _length(model: nn.Module | None) -> int | None:
+    from linearize.surgery.positions import current_length
+
+    try:
+        return None if model is None else current_length(model)
+    except Exception:
+        # A fact that cannot be found out is left out.
+        return None

@@ -1,0 +1,92 @@
+"""Upload a checkpoint's folder to the Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import httpx
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+from linearize.errors import CheckpointError, ConfigError
+
+_BROKEN = (httpx.TransportError, ConnectionError, TimeoutError)
+_REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def check_repo(repo_id: str) -> str:
+    """Check the form of a Hub name, before any work is done for it.
+
+    Raises:
+        ConfigError: if it is not USER/NAME.
+    """
+    if not isinstance(repo_id, str) or not _REPO.fullmatch(repo_id):
+        raise ConfigError(f"got Hub name {repo_id!r}, expected USER/NAME such as alice/bert-hedgehog")
+    return repo_id
+
+
+def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *, tries: int = 3) -> str:
+    """Upload a checkpoint's folder as one commit; the repository is made if it is not there.
+
+    A connection that breaks is tried again; what is on the Hub already is not sent twice. The token is
+    huggingface_hub's own (`hf auth login` or HF_TOKEN).
+
+    Args:
+        folder: what `save` wrote.
+        repo_id: USER/NAME.
+        private: whether a new repository is private.
+        tries: how often to try before giving up.
+
+    Returns:
+        Address of the repository.
+
+    Raises:
+        ConfigError: if the name is not USER/NAME.
+        CheckpointError: if the folder is no checkpoint, the Hub refuses or cannot be reached; the local folder stays.
+    """
+    check_repo(repo_id)
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{str(folder)!r} has no config.json, so it is no checkpoint; convert a model first")
+    api = HfApi()
+    for left in reversed(range(tries)):
+        try:
+            url = api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(
+                repo_id=repo_id,
+                folder_path=path,
+                commit_message="Upload a model converted with linearize",
+                ignore_patterns=[".*", "*.tmp", "__pycache__/*"],
+            )
+            return str(url)
+        except (LocalTokenNotFoundError, HFValidationError) as error:
+            raise CheckpointError(f"could not push to {repo_id!r}: {_line(error)}; run: hf auth login") from None
+        except HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", 0)
+            if status < 500 or not left:
+                raise CheckpointError(f"could not push to {repo_id!r}: {_why(status, error)}") from None
+        except _BROKEN as error:
+            if not left:
+                raise CheckpointError(
+                    f"could not push to {repo_id!r}: the connection broke {tries} times ({type(error).__name__}); the "
+                    f"checkpoint is in {str(folder)!r}: try again with linearize push"
+                ) from None
+        time.sleep(0.2 * 2 ** (tries - left))
+    raise CheckpointError(f"could not push to {repo_id!r}: got tries={tries}, expected at least 1")
+
+
+def _why(status: int, error: Exception) -> str:
+    hints = {
+        401: "the Hub does not know this token (401); run: hf auth login",
+        403: "the token may not write there (403); use one with write access, or another USER",
+        404: "there is no such user or organisation (404)",
+    }
+    return hints.get(status, f"the Hub answered {status} ({_line(error)})")
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of a message; huggingface_hub never writes the token into one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

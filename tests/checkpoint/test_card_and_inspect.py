@@ -1,0 +1,157 @@
+"""The model card, and what `inspect` says of a folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import yaml
+from tiny import converted, original
+from transformers import AutoModel
+
+import linearize
+from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.card import base_facts, model_card
+from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.errors import CheckpointError
+
+LAYER = {"module": "encoder.layer.0.attention.self", "kernel": "hedgehog", "kl": 0.5, "output_error": 0.25}
+PROVENANCE = {
+    "base_model": "alice/tiny-bert",
+    "dataset": "wikitext",
+    "distillation": {
+        "steps": 30,
+        "stopped": "steps",
+        "before": {"mean": {"kl": 0.75, "output_error": 0.5}, "layers": [LAYER]},
+        "after": {"mean": {"kl": 0.125, "output_error": 0.25}, "layers": [{**LAYER, "kl": 0.125}]},
+    },
+    "finetuning": {"task": "sst2", "data": "glue", "steps": 9, "metrics": {"accuracy": 0.9, "note": "x"}},
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = converted("bert", "AutoModelForMaskedLM", keep_softmax=[1])
+    linearize.save(model, tmp_path / "out", provenance=PROVENANCE)
+    return tmp_path / "out"
+
+
+def front_matter(text):
+    return yaml.safe_load(text.split("---")[1])
+
+
+def test_card_says_what_the_model_is(saved):
+    text = (saved / "README.md").read_text()
+    front = front_matter(text)
+    assert front["library_name"] == "transformers"
+    assert front["pipeline_tag"] == "fill-mask"
+    assert {"linearize", "hedgehog"} <= set(front["tags"])
+    assert "alice/tiny-bert" in text
+    assert "phi(x) = [act(W x + b)" in text
+    assert "arxiv.org/abs/2402.04347" in text
+    assert "AutoModelForMaskedLM.from_pretrained" in text
+    assert "`encoder.layer.1.attention.self` | softmax |  | kept on request |" in text
+    assert "30 steps on wikitext" in text
+    assert "| `encoder.layer.0.attention.self` | 0.5 | 0.125 | 0.25 | 0.25 |" in text
+    assert "Longest input: 64 tokens" in text
+    assert str(saved.parent) not in text
+
+
+def test_untrained_card_says_so(tmp_path):
+    linearize.save(converted("gpt2", "AutoModelForCausalLM"), tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "they were not trained" in text
+    assert front_matter(text)["pipeline_tag"] == "text-generation"
+
+
+def test_licence_is_taken_over_and_survives_a_second_round(tmp_path):
+    original("bert").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\nlanguage: en\nother: 1\n---\n# Base\n")
+    assert base_facts(str(tmp_path / "base")) == {"license": "mit", "language": "en"}
+    model = linearize.convert(AutoModel.from_pretrained(tmp_path / "base"))
+    linearize.save(model, tmp_path / "one")
+    linearize.save(AutoModel.from_pretrained(tmp_path / "one"), tmp_path / "two")
+    for name in ("one", "two"):
+        text = (tmp_path / name / "README.md").read_text()
+        assert front_matter(text)["license"] == "mit"
+        assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("text", ["", "no front", "---\n: [\n---\n", "---\n- a\n---\n"])
+def test_a_card_without_facts_gives_none(text, tmp_path):
+    (tmp_path / "README.md").write_text(text)
+    assert base_facts(str(tmp_path)) == {}
+    assert base_facts("nobody/nothing") == {}
+
+
+def test_every_kernel_has_a_card():
+    from linearize.registry import kernel_infos
+
+    for info in kernel_infos():
+        arguments = {"max_positions": 64} if info.maximum_positions else {}
+        model = converted("bert" if info.bidirectional else "gpt2", kernel=info.name, kernel_args=arguments)
+        assert f"[{info.source}]({info.url})" in model_card(model) or info.preset is not None
+
+
+def test_inspect_converted(saved):
+    info = inspect_checkpoint(saved)
+    model = AutoModel.from_pretrained(saved)
+    assert info.converted
+    assert (info.base_model, info.model_type) == ("alice/tiny-bert", "bert")
+    assert info.architecture == "LinearizedBertForMaskedLM"
+    assert [layer.kernel for layer in info.plan.layers] == ["hedgehog", "softmax"]
+    assert info.parameters_added == 4 * (8 * 8 + 8) == sum(p.numel() for p in kernels(model))
+    assert info.max_length == 64
+    assert info.format_version == 1
+    assert info.provenance == PROVENANCE
+    rows = dict(info.rows())
+    assert rows["converted"] == "yes: 1 x hedgehog, 1 x softmax"
+    assert rows["fidelity after"] == "kl 0.125, output error 0.25"
+    assert rows["metric accuracy"] == "0.9"
+
+
+def kernels(model):
+    return [p for layer in linear_attentions(model).values() for p in layer.parameters()]
+
+
+def test_inspect_counts_what_is_in_the_file(saved):
+    from safetensors.torch import load_file
+
+    tensors = load_file(saved / "model.safetensors")
+    assert inspect_checkpoint(saved).parameters_total == sum(t.numel() for t in tensors.values())
+
+
+def test_inspect_an_ordinary_model(tmp_path):
+    original("gpt2", "AutoModelForCausalLM").save_pretrained(tmp_path)
+    info = inspect_checkpoint(tmp_path)
+    assert not info.converted
+    assert info.plan is None
+    assert (info.model_type, info.architecture, info.max_length) == ("gpt2", "GPT2LMHeadModel", 64)
+    assert dict(info.rows())["converted"].startswith("no")
+
+
+def test_inspect_reads_no_weights(saved, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", None)
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", None)
+    assert inspect_checkpoint(saved).converted
+
+
+def test_inspect_bad_folders(saved, tmp_path):
+    with pytest.raises(CheckpointError, match="has no config"):
+        inspect_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="nobody/nothing"):
+        inspect_checkpoint("nobody/nothing")
+    config = saved / "config.json"
+    text = config.read_text()
+    config.write_text(text[:100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        inspect_checkpoint(saved)
+    config.write_text(json.dumps({"model_type": "nonsense"}))
+    with pytest.raises(CheckpointError, match="no known model"):
+        inspect_checkpoint(saved)
+    config.write_text(text)
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="cut off"):
+        inspect_checkpoint(saved)
