@@ -22,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def describe(info: Any) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
+    from linearize.attention.mixer import HeadShape, count_parameters
+
     config, size = info.config(), BERT_BASE["head_dim"]
+    shape = HeadShape(BERT_BASE["heads"], BERT_BASE["heads"], size, size, False)
     arguments = [
         {
             "name": f.name,
@@ -40,7 +43,7 @@ def describe(info: Any) -> dict[str, Any]:
         "source": info.source,
         "url": info.url,
         "feature_size": None if info.feature_dim is None else info.feature_dim(config, size),
-        "extra_parameters_bert_base": BERT_BASE["layers"] * BERT_BASE["heads"] * info.parameters(config, size),
+        "extra_parameters_bert_base": count_parameters(info.name, {}, shape, BERT_BASE["layers"]),
         "parameters_per_head": info.parameters_formula,
         **{flag: getattr(info, flag) for flag in flags},
         "arguments": arguments,
