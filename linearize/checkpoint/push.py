@@ -7,13 +7,14 @@ import re
 import time
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+# HTTPError is of the HTTP library that huggingface_hub uses, which has changed more than once.
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
 from linearize.errors import CheckpointError, ConfigError
 
-_BROKEN = (httpx.TransportError, ConnectionError, TimeoutError)
+_BROKEN = (HTTPError, ConnectionError, TimeoutError)
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 

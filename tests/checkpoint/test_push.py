@@ -1,0 +1,135 @@
+"""Pushing to a Hub on loopback, incl. a connection that breaks halfway."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fake_hub import TOKEN, FakeHub
+from tiny import converted
+
+import linearize
+from linearize.checkpoint.push import check_repo
+from linearize.errors import ConfigError
+
+CODE = """
+import sys
+from linearize.checkpoint.push import push
+from linearize.errors import LinearizeError
+try:
+    print(push(sys.argv[1], sys.argv[2], sys.argv[3] == "private"))
+except LinearizeError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def hub():
+    made = FakeHub()
+    made.address = made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    target = tmp_path_factory.mktemp("push") / "out"
+    linearize.save(converted("bert"), target)
+    return target
+
+
+def push(hub, folder, home, repo="alice/tiny", visibility="public", token=TOKEN):
+    """Run push in a process of its own: huggingface_hub reads its settings on import."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HOME": str(home),
+        "NO_PROXY": "127.0.0.1",
+    }
+    environment.pop("HF_TOKEN", None)
+    if token:
+        environment["HF_TOKEN"] = token
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, folder, repo, visibility], env=environment, capture_output=True, text=True
+    )
+    assert TOKEN not in done.stdout + done.stderr
+    assert not [path for path in home.rglob("*") if path.is_file() and TOKEN in path.read_text(errors="ignore")]
+    return done
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("visibility", ["public", "private"])
+def test_push_makes_the_repository_and_sends_everything(visibility, hub, folder, tmp_path):
+    done = push(hub, folder, tmp_path, visibility=visibility)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{hub.address}/alice/tiny"
+    assert hub.repos == {"alice/tiny": visibility == "private"}
+    assert hub.files == content(folder)
+    assert {"README.md", "modeling_linearize.py", "model.safetensors", "config.json"} <= set(hub.files)
+    assert hub.commits == 1
+    assert hub.tokens <= {f"Bearer {TOKEN}", None}
+
+
+def test_a_connection_broken_halfway_is_tried_again(hub, folder, tmp_path):
+    hub.breaks = 1
+    done = push(hub, folder, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert hub.files == content(folder)
+    assert hub.commits == 1
+    assert len([line for line in hub.seen if line.startswith("PUT")]) == 2
+
+
+def test_pushing_again_sends_only_what_is_new(hub, folder, tmp_path):
+    for _ in range(2):
+        assert push(hub, folder, tmp_path).returncode == 0
+    assert len([line for line in hub.seen if line.startswith("PUT")]) == 1
+
+
+@pytest.mark.parametrize(("status", "message"), [(401, "hf auth login"), (403, "may not write"), (404, "no such user")])
+def test_refusals_are_one_clear_line(status, message, hub, folder, tmp_path):
+    hub.refuse = status
+    done = push(hub, folder, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("CheckpointError: could not push to 'alice/tiny'")
+    assert message in done.stderr
+    assert hub.commits == 0
+
+
+def test_no_hub_at_all(folder, tmp_path):
+    hub = FakeHub()
+    hub.address = "http://127.0.0.1:9"
+    done = push(hub, folder, tmp_path)
+    assert done.returncode == 1
+    assert "the connection broke 3 times" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_not_a_checkpoint(hub, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = push(hub, empty, tmp_path)
+    assert done.returncode == 1
+    assert "no config.json" in done.stderr
+    assert hub.seen == []
+
+
+@pytest.mark.parametrize(
+    "name", ["", "tiny", "alice/", "a/b/c", "https://huggingface.co/alice/tiny", "alice/ti ny", None]
+)
+def test_names_are_checked_first(name):
+    with pytest.raises(ConfigError, match="USER/NAME"):
+        check_repo(name)
+
+
+def test_names_that_are_fine():
+    assert check_repo("alice/bert-hedgehog_v1.0") == "alice/bert-hedgehog_v1.0"
