@@ -167,7 +167,7 @@ def _masked(
 ) -> TaskData:
     if tokenizer.mask_token_id is None:
         raise ConfigError("masked language model: got a tokenizer without a mask token; use task causal-lm")
-    around = tokenizer.num_special_tokens_to_add()
+    around = sum(token is not None for token in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     length = options.max_length - around
     if length < 1:
         raise ConfigError(f"data, max_length: got {options.max_length}, expected more than the {around} special tokens")

@@ -1,0 +1,1 @@
+"""Recipes: load and validate them, run them, show their results."""

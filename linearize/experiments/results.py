@@ -1,0 +1,184 @@
+"""The rows of `results.jsonl`, and the table made of them with the paper's figures beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linearize.errors import ConfigError, DataError
+from linearize.experiments.recipe import AVERAGE, cells, check, resolve
+from linearize.experiments.schema import SOFTMAX, Recipe
+
+RESULTS = "results.jsonl"
+RECIPE = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell as shown, means over seeds.
+
+    Attributes:
+        ours: our figure, in the paper's unit (points for shares); None where there is none yet.
+        paper: the paper's figure; None where there is none.
+        recovered: share of the softmax model's score, percent.
+        seeds: how many seeds ours is a mean of.
+    """
+
+    ours: float | None
+    paper: float | None
+    recovered: float | None
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A recipe's table.
+
+    Attributes:
+        title: one line.
+        columns: names of the tasks, and "average" where there are several.
+        rows: entries by row and column.
+        missing: cells that are not there yet.
+        damaged: lines of the results file that could not be read.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: dict[str, dict[str, Entry]]
+    missing: int
+    damaged: int
+
+
+def append_row(folder: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a folder's results, whole or not at all as far as the file system allows."""
+    with (folder / RESULTS).open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def read_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read a folder's results.
+
+    Returns:
+        The rows, of several lines of one cell the last; and how many lines are damaged (an interrupted run's last one).
+    """
+    path = folder / RESULTS
+    if not path.is_file():
+        return [], 0
+    found: dict[str, dict[str, Any]] = {}
+    damaged = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            found[row["cell"]] = row
+            float(row["score"])
+        except (ValueError, KeyError, TypeError):
+            damaged += bool(line.strip())
+    return [row for row in found.values() if isinstance(row.get("score"), int | float)], damaged
+
+
+def mend(folder: Path) -> list[dict[str, Any]]:
+    """Rewrite a results file that holds damaged lines, and return its rows."""
+    rows, damaged = read_rows(folder)
+    if damaged:
+        fresh = folder / f".{RESULTS}"
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        fresh.replace(folder / RESULTS)
+    return rows
+
+
+def tables(folder: str | Path) -> list[Table]:
+    """Make the tables of a run's folder, or of all runs in a folder.
+
+    Raises:
+        DataError: if there is no run in it.
+        ConfigError: if a run's recipe is damaged.
+    """
+    root = Path(folder).expanduser()
+    runs = [root] if (root / RECIPE).is_file() else sorted(file.parent for file in root.glob(f"*/{RECIPE}"))
+    if not runs:
+        raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
+    return [_table(run) for run in runs]
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """Read the resolved recipe of a run.
+
+    Raises:
+        ConfigError: if it is damaged.
+    """
+    path = folder / RECIPE
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}); the run was damaged: run it again"
+        ) from error
+    return check(values if isinstance(values, dict) else {}, str(path))
+
+
+def _table(folder: Path) -> Table:
+    recipe = read_recipe(folder)
+    rows, damaged = read_rows(folder)
+    return make_table(recipe, rows, folder.name, damaged)
+
+
+def make_table(recipe: Recipe, rows: Sequence[Mapping[str, Any]], name: str, damaged: int = 0) -> Table:
+    """Make a recipe's table of its results."""
+    wanted = cells(recipe)
+    columns = list(dict.fromkeys(cell.job.name for cell in wanted))
+    several = len(columns) > 1
+    labels = dict.fromkeys([*(cell.row for cell in wanted), *recipe.figures])
+    table: dict[str, dict[str, Entry]] = {}
+    for label in labels:
+        paper = recipe.figures.get(label, {})
+        line = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
+        if several:
+            line[AVERAGE] = _average(list(line.values()), paper)
+        table[label] = line
+    _recover_averages(recipe, table)
+    done = {row["cell"] for row in rows}
+    missing = sum(cell.key not in done for cell in wanted)
+    shown = (*columns, *((AVERAGE,) if several else ()))
+    source = f" ({recipe.paper.title}, {recipe.paper.table})" if recipe.paper is not None else ""
+    return Table(f"{name}: {recipe.summary}{source}", shown, table, missing, damaged)
+
+
+def _entry(rows: Sequence[Mapping[str, Any]], label: str, column: str, paper: float | None) -> Entry:
+    mine = [row for row in rows if row.get("row") == label and row.get("task") == column]
+    if not mine:
+        return Entry(None, paper, None, 0)
+    ours = sum(row["score"] * (100.0 if row.get("percent") else 1.0) for row in mine) / len(mine)
+    shares = [row["recovered"] for row in mine if row.get("recovered") is not None]
+    recovered = sum(shares) / len(shares) if shares and label != SOFTMAX else None
+    return Entry(ours, paper, recovered, len(mine))
+
+
+def _average(entries: Sequence[Entry], paper: Mapping[str, float]) -> Entry:
+    """Average a row where all its cells are there."""
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(values) else None
+
+    figures = mean([entry.paper for entry in entries])
+    ours = mean([entry.ours for entry in entries])
+    return Entry(ours, paper.get(AVERAGE, figures), None, min(entry.seeds for entry in entries))
+
+
+def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:
+    """Say what share of the softmax model's average is recovered: of the averages, as the papers have it."""
+    original = table.get(SOFTMAX, {}).get(AVERAGE)
+    if original is None or not original.ours or any(job.task.lower_is_better for job in resolve(recipe).values()):
+        return
+    for label, line in table.items():
+        entry = line[AVERAGE]
+        if label != SOFTMAX and entry.ours is not None:
+            line[AVERAGE] = replace(entry, recovered=100.0 * (entry.ours / original.ours))

