@@ -14,6 +14,12 @@ from linearize.errors import ConfigError, LinearizeError, unknown_name
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
     "distill": "go on with the distillation of a converted checkpoint",
+    "finetune": "tune a checkpoint on a task",
+    "evaluate": "measure a checkpoint on a task, beside the original",
+    "init": "make an untrained linear model from a config",
+    "run": "run a recipe: a published table, or a demonstration",
+    "recipes": "list the recipes, or print one",
+    "results": "show the table of a run, beside the paper's figures",
     "kernels": "list the kernels, or explain one",
     "inspect": "show what a model or a converted checkpoint is",
     "demo": "convert a small real model here, without a network",

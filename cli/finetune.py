@@ -1,0 +1,97 @@
+"""Tune a converted (or any) checkpoint on a task and save the result; the best measured weights are kept."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+EPILOG = """examples:
+  linearize finetune bert-hedgehog --task cola --output bert-cola
+  linearize finetune bert-hedgehog --task text-classification --dataset a.jsonl --columns review --label-column mood
+  linearize finetune gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --lora r=8,alpha=16
+  linearize finetune bert-hedgehog --task cola --output bert-cola --resume"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    from linearize.cli._tasks import add_task_arguments
+
+    add = parser.add_argument
+    add("model", metavar="DIR", help="converted checkpoint, or any of transformers; folder or Hub name")
+    add_task_arguments(parser)
+    add("--output", metavar="DIR", help="folder to make (<model>-<task>)")
+    add("--overwrite", action="store_true", help="replace the folder if it holds something")
+    add("--resume", action="store_true", help="go on with an interrupted run of the same output")
+    add("--new-head", action="store_true", help="replace a trained head with another number of labels")
+    add("--lora", metavar="r=8,alpha=16", help="low-rank updates of the attention's linear maps, merged when saved")
+    add("--learning-rate", type=float, default=2e-5, metavar="R", help="peak learning rate (2e-5)")
+    add("--epochs", type=float, default=3.0, metavar="N", help="passes over the training rows (3)")
+    add("--steps", type=int, metavar="N", help="optimizer steps, instead of epochs")
+    add("--weight-decay", type=float, default=0.0, metavar="W", help="AdamW's weight decay (0)")
+    add("--warmup", type=float, default=0.06, metavar="S", help="share of the steps in which the rate rises (0.06)")
+    add("--schedule", default="cosine", metavar="S", help="how the rate falls: cosine, linear ... (cosine)")
+    add("--eval-every", type=int, metavar="N", help="steps between measurements (once per epoch)")
+    add(
+        "--patience",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measurements without gain after which to stop; 0: never (0)",
+    )
+    add("--precision", default="no", metavar="P", help="mixed precision: no, bf16 or fp16 (no)")
+    add("--report-to", default="none", metavar="R", help="none, tensorboard, wandb ... (none)")
+    add("--seed", type=int, default=0, metavar="S", help="of the order of the rows, dropout and a new head (0)")
+
+
+def job_from(args: argparse.Namespace) -> Any:
+    """Turn parsed arguments into a `TuneJob`.
+
+    Raises:
+        ConfigError: for values that are not allowed.
+    """
+    from linearize.cli._tasks import rows_from, task_from
+
+    from linearize.finetune.config import TuneConfig, parse_lora
+    from linearize.finetune.job import TuneJob
+
+    names = ("learning_rate", "batch_size", "epochs", "steps", "weight_decay", "warmup", "schedule", "eval_every")
+    names += ("patience", "precision", "report_to", "seed")
+    given = {name: getattr(args, name) for name in names}
+    tune = TuneConfig(**given, lora=parse_lora(args.lora) if args.lora else None)
+    same = {name: getattr(args, name) for name in ("model", "dataset", "output", "overwrite", "resume", "new_head")}
+    return TuneJob(task=task_from(args), device=args.device, data=rows_from(args, seed=args.seed), tune=tune, **same)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune and print the metrics."""
+    from linearize.cli._output import console, print_json
+
+    from linearize.finetune.job import finetune_checkpoint
+
+    job = job_from(args)
+    out = console(to_stderr=args.json)
+
+    def listen(event: str, data: Any) -> None:
+        if event == "data":
+            out.print(f"Data: {data}", markup=False)
+        elif event == "log":
+            out.print(log_line(data), markup=False)
+
+    try:
+        target, result = finetune_checkpoint(job, listen)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"go on with --resume (checkpoints in {job.target()}.training)") from None
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in result.figures.items())
+    out.print(f"Kept step {result.best_step} of {result.steps} ({result.stopped}): {figures}", markup=False)
+    out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)
+    if args.json:
+        print_json({"output": str(target), "metrics": result.figures, "score": result.score, "steps": result.steps})
+    return 0
+
+
+def log_line(entry: dict[str, Any]) -> str:
+    """Write one entry of the trainer's log."""
+    shown = {key: value for key, value in entry.items() if isinstance(value, float) and "per_second" not in key}
+    hidden = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")
+    figures = ", ".join(f"{key} {value:.4g}" for key, value in shown.items() if key not in hidden)
+    return f"step {entry['step']}/{entry['steps']}: {figures}"

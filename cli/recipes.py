@@ -1,0 +1,39 @@
+"""List the recipes, or print one."""
+
+from __future__ import annotations
+
+import argparse
+
+EPILOG = """examples:
+  linearize recipes
+  linearize recipes minilm-glue"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list or one recipe."""
+    from linearize.cli._output import console, print_json, table
+
+    from linearize.experiments.recipe import cells, load_recipe, plain, recipe_names, recipe_text
+
+    if args.name:
+        recipe = load_recipe(args.name)
+        print_json(plain(recipe)) if args.json else print(recipe_text(args.name), end="")
+        return 0
+    facts = []
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        paper = "" if recipe.paper is None else f"{recipe.paper.title}, {recipe.paper.table}"
+        facts.append({"name": name, "summary": recipe.summary, "paper": paper, "cells": len(cells(recipe))})
+    if args.json:
+        print_json(facts)
+        return 0
+    rows = [[fact["name"], fact["summary"], fact["paper"], fact["cells"]] for fact in facts]
+    title = f"{len(rows)} recipes (linearize run NAME)"
+    console().print(table(title, ["recipe", "what", "paper", "cells"], rows, right=(3,)))
+    return 0

@@ -1,0 +1,93 @@
+"""Run a recipe: every cell of a published table, or of a demonstration."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+EPILOG = """examples:
+  linearize run minilm-glue data=./glue kernels=[softmax,hedgehog] --output runs/minilm
+  linearize run associative-recall --dry-run
+  linearize run minilm-glue data=./glue --output runs/minilm --resume
+  linearize run my-recipe.yaml finetune.epochs=1 tasks=[cola]
+
+What is finished stays: an interrupted run goes on with --resume. The table: linearize results FOLDER."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="name of a recipe (see `linearize recipes`) or a YAML file")
+    add("changes", nargs="*", metavar="key=value", help="changes to it; keys with dots, values as in YAML")
+    add("--output", metavar="DIR", help="folder of the run (runs/<recipe>)")
+    add("--dry-run", action="store_true", help="check it, print it and do nothing")
+    add("--resume", action="store_true", help="go on with an interrupted run")
+    add("--json", action="store_true", help="print the results (or the checked recipe) as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the recipe, or show what would be run."""
+    from pathlib import Path
+
+    from linearize.cli._output import console, print_json
+    from linearize.cli.results import results_table
+
+    from linearize.experiments.recipe import load_recipe, plain
+    from linearize.experiments.results import make_table
+    from linearize.experiments.run import check_data, run_recipe
+
+    recipe = load_recipe(args.recipe, args.changes)
+    name = Path(args.recipe).stem
+    if args.dry_run:
+        check_data(recipe)
+        print_json(plain(recipe)) if args.json else _show(recipe, name)
+        return 0
+    out = console(to_stderr=args.json)
+    folder = args.output or f"runs/{name}"
+    try:
+        rows = run_recipe(recipe, folder, resume=args.resume, listen=_listener(out))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what is finished lies in {folder}; go on with --resume") from None
+    out.print(results_table(make_table(recipe, rows, name)))
+    out.print(f"Results: {folder}/results.jsonl", markup=False)
+    if args.json:
+        print_json(rows)
+    return 0
+
+
+def _show(recipe: Any, name: str) -> None:
+    """Print a checked recipe and the cells of its table."""
+    import yaml
+    from linearize.cli._output import console
+
+    from linearize.experiments.recipe import cells, plain
+
+    wanted = cells(recipe)
+    print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
+    out = console()
+    out.print(f"\n{name}: {len(wanted)} cells, flow {recipe.flow}. {recipe.needs}", markup=False)
+    for cell in wanted:
+        data = cell.job.data or cell.job.step.make or cell.job.task.dataset or "no data set; name one"
+        out.print(f"  {cell.key}: {', '.join(cell.job.task.score)} on {data}", markup=False, soft_wrap=True)
+    for line in recipe.differs:
+        out.print(f"Differs from the paper: {line}", markup=False)
+
+
+def _listener(out: Any) -> Any:
+    from linearize.cli.finetune import log_line
+
+    def listen(event: str, data: Any) -> None:
+        if event == "cell":
+            number, count, key = data
+            out.print(f"[{number}/{count}] {key}", markup=False)
+        elif event == "data":
+            out.print(f"  data: {data}", markup=False, soft_wrap=True)
+        elif event == "log":
+            out.print(f"  {log_line(data)}", markup=False, soft_wrap=True)
+        elif event == "step" and data.held_out is not None:
+            out.print(f"  stage one {data.step}/{data.steps}: held out {data.held_out:.4f}", markup=False)
+        elif event == "row":
+            share = "" if data["recovered"] is None else f", {data['recovered']:.1f} % of softmax"
+            out.print(f"  {data['cell']}: score {data['score']:.4f}{share}", markup=False)
+
+    return listen

@@ -1,0 +1,147 @@
+"""Every recipe file is valid, and a dry run of each works without the network."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import yaml
+
+from linearize.errors import ConfigError, LinearizeError, UnknownNameError
+from linearize.experiments.recipe import cells, check, load_recipe, plain, recipe_names, resolve
+from linearize.experiments.schema import SOFTMAX
+
+FILES = sorted(Path(str(resources.files("linearize.recipes"))).rglob("*.y*ml"))
+NAMED = {
+    "flexformer-glue", "flexformer-transfer", "flexformer-lra", "flexformer-wikitext103", "hedgehog-glue",
+    "hedgehog-gpt2-wikitext103", "hedgehog-associative-recall", "hedgehog-lra", "luna-glue", "luna-vit-imagenet",
+    "luna-lra", "transnormer-wikitext103", "transnormer-glue", "transnormer-lra", "macformer-lra", "minilm-glue",
+    "minilm-transfer", "gpt2-small-wikitext2", "vit-cifar10", "listops-small", "associative-recall",
+}  # fmt: skip
+
+
+def test_none_is_left_out():
+    assert {file.stem for file in FILES} == NAMED == set(recipe_names())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_recipe(file):
+    recipe = load_recipe(str(file))
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith(f"# linearize run {file.stem}"), "the command stands on top"
+    assert all(len(line) <= 240 for line in text.splitlines())
+    assert recipe.summary and recipe.needs
+    assert check(plain(recipe), "again") == recipe, "what a run writes down is the recipe"
+    wanted = cells(recipe)
+    assert len({cell.key for cell in wanted}) == len(wanted)
+    if recipe.paper is not None:
+        assert recipe.figures, "a table of a paper has its figures"
+        assert text.count("#") >= 2, "hyper-parameters have their source in comments"
+        assert re.match(r"https://arxiv.org/abs/\d{4}\.\d{5}$", recipe.paper.url)
+        known = {cell.row for cell in wanted}
+        assert known & set(recipe.figures), "at least one row can be compared"
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_dry_run(name, capsys):
+    from linearize.cli.main import main
+
+    assert main(["run", name, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert name in out and "cells" in out
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_models_from_scratch_can_be_built(name):
+    """Shrunk in depth and width, every config still makes a model of its task, with every kernel of the recipe."""
+    from linearize.experiments.stages import convert
+    from linearize.finetune.load import fresh_model
+
+    recipe = load_recipe(name)
+    if recipe.model.pretrained:
+        return
+    for job in resolve(recipe).values():
+        config = dict(job.config)
+        small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        small |= {"num_key_value_heads": 2, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 32}
+        config |= {key: value for key, value in small.items() if key in config}
+        if config["model_type"] != "vit":
+            config |= {"vocab_size": 64, "pad_token_id": 0}
+        labels = 10 if job.task.head in ("text-classification", "image-classification") else None
+        for kernel in recipe.rows_of_table:
+            model = fresh_model(config, job.task, labels)
+            if kernel.name != SOFTMAX:
+                assert type(convert(model, kernel, 0)).__name__.startswith("Linearized")
+
+
+def load(tiny, write, **changes):
+    return load_recipe(write({**tiny, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": ["elu"]}, r"recipe tiny: unknown key 'kernel'. Did you mean 'kernels'"),
+        ({"finetune": {"learning_rat": 1}}, r"tasks.cola.finetune: unknown key 'learning_rat'. Did you mean 'learning"),
+        ({"finetune": {"learning_rate": "fast"}}, r"finetune.learning_rate: got 'fast', expected a number"),
+        ({"finetune": {"batch_size": 1.5}}, r"finetune.batch_size: got 1.5, expected a whole number"),
+        ({"finetune": {"batch_size": 0}}, r"stage two, batch_size: got 0"),
+        ({"finetune": {"group_by_length": "yes"}}, r"group_by_length: got 'yes', expected true or false"),
+        ({"finetune": {"schedule": "sine"}}, r"stage two, schedule: got 'sine'"),
+        ({"distil": {"steps": True}}, r"distil.steps: got True, expected a whole number"),
+        ({"distil": {"loss": "none"}}, r"stage one, loss: got 'none'"),
+        ({"kernels": ["hedgehoc"]}, r"kernels\[0\]: unknown kernel 'hedgehoc'. Did you mean 'hedgehog'"),
+        ({"kernels": [{"name": "luna", "args": {"chanels": 3}}]}, r"kernels\[0\]: unknown argument of kernel luna"),
+        ({"kernels": [{"nam": "luna"}]}, r"kernels\[0\]: unknown key 'nam'"),
+        ({"kernels": ["elu", "elu"]}, r"two rows are called 'elu'"),
+        ({"kernels": "elu"}, r"kernels: got 'elu', expected a list"),
+        ({"kernels": []}, r"kernels: got none"),
+        ({"tasks": ["cola", "mrcp"]}, r"tasks.mrcp: unknown task 'mrcp'. Did you mean 'mrpc'"),
+        ({"tasks": {"x": {"task": "recall", "make": "listop"}}}, r"tasks.x: unknown made data set 'listop'"),
+        (
+            {"tasks": {"x": {"task": "recall", "make": "listops", "options": {"a": 1}}}},
+            r"unknown option of listops 'a'",
+        ),
+        ({"tasks": {"cola": {"rows": {"max_lenght": 3}}}}, r"tasks.cola.rows: unknown key 'max_lenght'"),
+        ({"flow": "finetune"}, r"flow: unknown flow 'finetune'. Did you mean 'finetuned'"),
+        ({"sources": ["mrpc"]}, r"sources: expected tasks to distil on for flow transfer"),
+        ({"model": {"name": "a", "package": "b"}}, r"model: got a name and a package"),
+        ({"model": {"pretrained": False}}, r"model: got pretrained false and no config.model_type"),
+        ({"model": {"pretrained": "no", "name": "a"}}, r"model.pretrained: got 'no', expected true or false"),
+        ({"figures": {"elu": {"rte": 1}}}, r"figures.elu: unknown task 'rte'"),
+        ({"figures": {"elu": {"cola": "high"}}}, r"figures.elu.cola: got 'high', expected a number"),
+        ({"summary": None}, r"summary: got nothing, expected text"),
+        ({"seeds": ["one"]}, r"seeds\[0\]: got 'one', expected a whole number"),
+        ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
+    ],
+)
+def test_what_is_wrong_is_named(tiny, write, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(tiny, write, **changes)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("recipe tiny")
+
+
+def test_missing_keys_and_other_files(tiny, write, tmp_path):
+    del tiny["flow"]
+    with pytest.raises(ConfigError, match="the key 'flow' is missing"):
+        load_recipe(write(tiny))
+    with pytest.raises(UnknownNameError, match="Did you mean 'minilm-glue'"):
+        load_recipe("minilm-gleu")
+    for text, message in (("a: [", "not YAML"), ("- a", "got a list"), ("!!python/object:os.system {}", "not YAML")):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_recipe(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize("change", ["data", "=3", "finetune..epochs=1", "kernels=[", "summary.x=1", "finetun.epochs=1"])
+def test_wrong_changes(tiny, write, change):
+    with pytest.raises(LinearizeError):
+        load_recipe(write(tiny), [change])
+
+
+def test_numbers_without_a_dot_are_numbers(tiny, write):
+    assert yaml.safe_load("1e-5") == "1e-5", "YAML 1.1 reads it as text"
+    tiny["finetune"]["learning_rate"] = "1e-5"
+    assert cells(load_recipe(write(tiny)))[0].job.finetune.learning_rate == 1e-5

@@ -1,0 +1,81 @@
+"""The verbs finetune, evaluate, init, run, recipes and results, as typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from linearize.cli.main import build_parser, main
+
+
+def out_of(capsys, *arguments):
+    code = main([str(one) for one in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("verb", ["finetune", "evaluate", "init", "run", "recipes", "results"])
+def test_help(verb, capsys):
+    code, out, _ = out_of(capsys, verb, "--help")
+    assert code == 0 and "examples:" in out
+    for action in build_parser(verb)._actions:
+        assert action.help, action
+
+
+def test_finetune_evaluate_compare(checkpoint, sets, tmp_path, capsys):
+    common = ["--task", "cola", "--dataset", sets, "--max-length", 20, "--device", "cpu"]
+    target = tmp_path / "tuned"
+    tune = ["--epochs", 2, "--batch-size", 16, "--learning-rate", 5e-3, "--output", target, "--lora", "r=2,alpha=4"]
+    code, out, err = out_of(capsys, "finetune", checkpoint, *common, *tune, "--json")
+    assert code == 0, err
+    assert json.loads(out)["metrics"].keys() == {"matthews"} and "Kept step" in err
+    code, out, err = out_of(capsys, "evaluate", target, *common, "--compare", target, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["score"] == found["original_score"] and found["figures"].keys() == {"matthews"}
+    code, out, _ = out_of(capsys, "evaluate", target, *common)
+    assert code == 0 and "matthews" in out and "score (matthews)" in out
+    code, _, err = out_of(capsys, "finetune", checkpoint, *common, *tune)
+    assert code == 2 and "is not empty" in err and err.count("\n") == 1
+
+
+def test_init(tmp_path, capsys):
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = out_of(
+        capsys, "init", tmp_path / "config.json", "--kernel", "elu", "--output", tmp_path / "new", "--json"
+    )
+    assert code == 0, err
+    assert [layer["kernel"] for layer in json.loads(out)["plan"]["layers"]] == ["elu", "elu"]
+    code, _, err = out_of(capsys, "init", tmp_path / "nowhere", "--output", tmp_path / "other")
+    assert code == 2 and "expected a JSON or YAML file" in err
+
+
+def test_recipes(capsys):
+    code, out, _ = out_of(capsys, "recipes", "--json")
+    facts = {fact["name"]: fact for fact in json.loads(out)}
+    assert code == 0 and facts["hedgehog-glue"]["paper"] == "Hedgehog, table 2"
+    assert out_of(capsys, "recipes")[1].count("minilm") == 2
+    code, out, _ = out_of(capsys, "recipes", "minilm-glue")
+    assert code == 0 and out.startswith("# linearize run minilm-glue data=FOLDER")
+    assert out_of(capsys, "recipes", "minilm")[0] == 2
+
+
+def test_run_and_results(tiny, write, tmp_path, capsys):
+    tiny["kernels"] = ["softmax", "elu"]
+    name, folder = write(tiny), tmp_path / "run"
+    code, out, _ = out_of(capsys, "run", name, "tasks=[cola]", "--dry-run")
+    assert code == 0 and "2 cells" in out and "elu-cola-s0: matthews" in out and not folder.exists()
+    code, out, err = out_of(capsys, "run", name, "tasks=[cola]", "--output", folder)
+    assert code == 0, err
+    assert "[1/2] softmax-cola-s0" in out and "| 58.8" in out
+    code, out, _ = out_of(capsys, "results", folder)
+    assert code == 0 and "| 58.8" in out
+    assert len(json.loads(out_of(capsys, "results", tmp_path, "--json")[1])) == 1
+    code, _, err = out_of(capsys, "run", name, "tasks=[cola]", "--output", folder)
+    assert code == 2 and "go on with --resume" in err
+    assert out_of(capsys, "run", name, "tasks=[cola]", "--output", folder, "--resume")[0] == 0
+    code, _, err = out_of(capsys, "run", name, "finetune.epoch=1", "--dry-run")
+    assert code == 2 and "Did you mean 'epochs'" in err
+    code, _, err = out_of(capsys, "run", name, f"data={tmp_path / 'none'}", "--dry-run")
+    assert code == 2 and "does not exist" in err
