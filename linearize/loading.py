@@ -68,6 +68,9 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     loader: Any = getattr(transformers, TASKS[task] if task else str(architecture), None)
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
         loader = transformers.AutoModel
+    if task is None and "architecture" in raw and raw.get("num_classes"):
+        # timm's own config.json, which names no class of transformers.
+        loader = transformers.AutoModelForImageClassification
     with quiet(), _explained(name, architecture):
         model = loader.from_pretrained(name, revision=revision)
     modality = MODALITIES.get(model.main_input_name, "other")

@@ -51,7 +51,7 @@ def attention_forward(
         **kwargs: whatever else the host hands over.
 
     Returns:
-        Output [B, T, H, V] and the weights [B, H, T, S] if the host asks for them.
+        Output [B, T, H, V] and, only with `output_attentions=True`, the weights [B, H, T, S]: those are quadratic.
 
     Raises:
         UnsupportedModelError: if the mask or the scores are of a kind that a kernel cannot honour.

@@ -73,8 +73,8 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
         f"# {base} with linear attention\n",
-        f"The softmax attention of `{base}` was replaced by "
-        f"[linearize](https://pypi.org/project/linearize/): time and memory grow linearly with the input.\n",
+        f"The softmax attention of `{base}` was replaced with linear attention by `linearize`: time and memory grow "
+        "linearly with the input.\n",
         _usage(auto),
         _kernels(plan),
         _layers(model, plan),

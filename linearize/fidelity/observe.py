@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
+from linearize.attention.redirect import REDIRECTED
 from linearize.fidelity.rows import group, row_blocks, softmax_rows
 
 
@@ -32,7 +33,8 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
     """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
-    body = model.base_model
+    # Below its wrapper, a timm model has other arguments.
+    body: Any = model if model.config.model_type in REDIRECTED else model.base_model
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(body.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):

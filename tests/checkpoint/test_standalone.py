@@ -87,7 +87,7 @@ def test_bert_gpt2_vit_timm_in_a_bare_environment(python, tmp_path):
     vit = converted("vit", "AutoModelForImageClassification", layers={0: "hedgehog", 1: "flexformer_n"})
     write_job(tmp_path, "vit", vit, "AutoModelForImageClassification", images)
     write_job(tmp_path, "timm", stir(linearize.convert(vision)), "AutoModelForImageClassification")
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    (tmp_path / "jobs.json").write_text(json.dumps({name: (*job, True) for name, job in jobs.items()}))
     done = run_child(python, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == list(jobs)
@@ -99,7 +99,9 @@ def test_every_kernel_travels(python, tmp_path):
         name, head = ("bert", "AutoModel") if info.bidirectional else ("gpt2", "AutoModel")
         arguments = {"max_positions": 64} if info.maximum_positions else {}
         write_job(tmp_path, info.name, converted(name, head, info.name, kernel_args=arguments), head)
-        jobs[info.name] = (head, "")
+        jobs[info.name] = (head, "", False)
+    write_job(tmp_path, "window", converted("llama", "AutoModelForCausalLM", window=4), "AutoModelForCausalLM")
+    jobs["window"] = ("AutoModelForCausalLM", "", False)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     done = run_child(python, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,6 +12,8 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassif
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError, UnsupportedModelError
+from linearize.fidelity.observe import run_body
+from linearize.loading import load_model
 from linearize.surgery.timm import wrap
 
 timm = pytest.importorskip("timm")
@@ -154,7 +156,14 @@ def test_local_timm_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert isinstance(loaded.config, TimmWrapperConfig)
+    # The loader of the command line keeps the classifier too.
+    assert type(load_model(str(tmp_path)).model) is type(loaded)
     linearize.convert(loaded)
+    # What stage one runs.
+    assert run_body(loaded, {"pixel_values": torch.zeros(1, 3, 160, 160), "labels": torch.tensor([1])})[0].shape == (
+        1,
+        5,
+    )
     linearize.save(loaded, tmp_path / "out")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert len(linear_attentions(again)) == len(model.blocks)
