@@ -17,7 +17,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     add("--label-column", metavar="C", help="column of the label")
     add("--labels", metavar="A,B,...", help="class names in the order of their numbers")
     add("--split", metavar="NAME", help="split to measure on (validation, or else test, or else held-out rows)")
-    add("--max-length", type=int, default=128, metavar="N", help="tokens per row; longer texts are cut (128)")
+    add("--max-length", type=int, metavar="N", help="tokens per row; longer texts are cut (128, or what it takes)")
     add("--stride", type=int, metavar="N", help="new tokens per window, for perplexity and long answers (all but one)")
     add("--limit", type=int, metavar="N", help="only the first N training rows")
     add("--batch-size", type=int, default=32, metavar="B", help="rows per step (32)")
@@ -40,9 +40,11 @@ def task_from(args: argparse.Namespace) -> Any:
 
 def rows_from(args: argparse.Namespace, **more: Any) -> Any:
     """Build the options of the rows."""
+    from linearize.finetune.load import usual_length
     from linearize.finetune.prepared import DataOptions
 
-    return DataOptions(max_length=args.max_length, stride=args.stride, limit=args.limit, **more)
+    length = args.max_length or usual_length(args.model)
+    return DataOptions(max_length=length, stride=args.stride, limit=args.limit, **more)
 
 
 def percent(score: float, task: Any) -> str:

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="how learned positions are extended: tile or interpolate (tile)",
     )
+    add("--finetune", metavar="TASK", help="then tune the result on a task (cola ...), with `finetune`'s defaults")
     add("--dry-run", action="store_true", help="print the plan and change nothing")
     add_stage_one(parser, "<model-name>-<kernel>")
 
@@ -55,7 +56,7 @@ def options_from(args: argparse.Namespace) -> Any:
     from linearize.workflow import ConvertOptions
 
     same = vars(args).copy()
-    for name in ("kernel_arg", "dry_run", "json", "keep_softmax"):
+    for name in ("kernel_arg", "dry_run", "json", "keep_softmax", "finetune"):
         same.pop(name)
     kept = tuple(parse_indices(args.keep_softmax, "--keep-softmax")) if args.keep_softmax else ()
     return ConvertOptions(**same, kernel_args=parse_pairs(args.kernel_arg), keep_softmax=kept)
@@ -90,4 +91,14 @@ def run(args: argparse.Namespace) -> int:
         print_json(plan.to_dict()) if args.json else console().print(plan_table(plan))
         return 0
     keeps = options.save_every is not None
-    return show(lambda listen: convert_checkpoint(options, listen), as_json=args.json, keeps_states=keeps)
+    if args.finetune:
+        # Everything that can be refused is refused before the first slow step.
+        from linearize.finetune.tasks import task
+
+        task(args.finetune)
+    code = show(lambda listen: convert_checkpoint(options, listen), as_json=args.json, keeps_states=keeps)
+    if code or not args.finetune:
+        return code
+    from linearize.cli.finetune import tune_in_place
+
+    return tune_in_place(options.target(), args.finetune, args.dataset, args.device, args.seed, to_stderr=args.json)

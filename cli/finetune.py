@@ -66,10 +66,31 @@ def run(args: argparse.Namespace) -> int:
     """Tune and print the metrics."""
     from linearize.cli._output import console, print_json
 
-    from linearize.finetune.job import finetune_checkpoint
-
     job = job_from(args)
     out = console(to_stderr=args.json)
+    result = tune(job, out)
+    if args.json:
+        print_json(
+            {"output": str(job.target()), "metrics": result.figures, "score": result.score, "steps": result.steps}
+        )
+    return 0
+
+
+def tune_in_place(model: str, task: str, dataset: str | None, device: str, seed: int, *, to_stderr: bool) -> int:
+    """Tune a checkpoint with the defaults and put the result in its place."""
+    from linearize.cli._output import console
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = [model, "--task", task, "--output", model, "--overwrite", "--device", device, "--seed", str(seed)]
+    words += ["--dataset", dataset] if dataset else []
+    tune(job_from(parser.parse_args(words)), console(to_stderr=to_stderr))
+    return 0
+
+
+def tune(job: Any, out: Any) -> Any:
+    """Tune, and print what happens."""
+    from linearize.finetune.job import finetune_checkpoint
 
     def listen(event: str, data: Any) -> None:
         if event == "data":
@@ -84,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
     figures = ", ".join(f"{name} {value:.4f}" for name, value in result.figures.items())
     out.print(f"Kept step {result.best_step} of {result.steps} ({result.stopped}): {figures}", markup=False)
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)
-    if args.json:
-        print_json({"output": str(target), "metrics": result.figures, "score": result.score, "steps": result.steps})
-    return 0
+    return result
 
 
 def log_line(entry: dict[str, Any]) -> str:

@@ -42,6 +42,23 @@ def load_processor(name: str, modality: str) -> Any:
         return auto.from_pretrained(name)
 
 
+def usual_length(name: str, most: int = 128) -> int:
+    """Return how many tokens a row has where nobody says: `most`, or what a shorter model takes.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    from transformers import PreTrainedConfig
+
+    with _explained(name, "its config.json"):
+        values, _ = PreTrainedConfig.get_config_dict(name)
+    room = values.get("max_position_embeddings") or values.get("n_positions")
+    kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
+    # RoBERTa and its kin count positions from behind the padding token's number.
+    reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
+    return min(most, room - reserved) if isinstance(room, int) else most
+
+
 def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> Any:
     """Load a checkpoint with the head of a task; a head that it does not have is drawn from the seed.
 
