@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from linearize.cli._stage_one import add_stage_one, show
-
 from linearize.errors import ConfigError
 
 EPILOG = """examples:
@@ -42,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how learned positions are extended: tile or interpolate (tile)",
     )
     add("--finetune", metavar="TASK", help="then tune the result on a task (cola ...), with `finetune`'s defaults")
+    add("--push-to-hub", metavar="USER/NAME", help="then upload the result")
+    add("--private", action="store_true", help="make a new repository on the Hub private")
     add("--dry-run", action="store_true", help="print the plan and change nothing")
     add_stage_one(parser, "<model-name>-<kernel>")
 
@@ -56,7 +57,7 @@ def options_from(args: argparse.Namespace) -> Any:
     from linearize.workflow import ConvertOptions
 
     same = vars(args).copy()
-    for name in ("kernel_arg", "dry_run", "json", "keep_softmax", "finetune"):
+    for name in ("kernel_arg", "dry_run", "json", "keep_softmax", "finetune", "push_to_hub", "private"):
         same.pop(name)
     kept = tuple(parse_indices(args.keep_softmax, "--keep-softmax")) if args.keep_softmax else ()
     return ConvertOptions(**same, kernel_args=parse_pairs(args.kernel_arg), keep_softmax=kept)
@@ -96,9 +97,19 @@ def run(args: argparse.Namespace) -> int:
         from linearize.finetune.tasks import task
 
         task(args.finetune)
-    code = show(lambda listen: convert_checkpoint(options, listen), as_json=args.json, keeps_states=keeps)
-    if code or not args.finetune:
-        return code
-    from linearize.cli.finetune import tune_in_place
+    if args.push_to_hub:
+        from linearize.checkpoint.push import check_repo
 
-    return tune_in_place(options.target(), args.finetune, args.dataset, args.device, args.seed, to_stderr=args.json)
+        check_repo(args.push_to_hub)
+    code = show(lambda listen: convert_checkpoint(options, listen), as_json=args.json, keeps_states=keeps)
+    if args.finetune and not code:
+        from linearize.cli.finetune import tune_in_place
+
+        code = tune_in_place(options.target(), args.finetune, args.dataset, args.device, args.seed, to_stderr=args.json)
+    if args.push_to_hub and not code:
+        from linearize.checkpoint.push import push
+        from linearize.cli._output import console
+
+        url = push(options.target(), args.push_to_hub, args.private)
+        console(to_stderr=args.json).print(f"Uploaded to {url}", markup=False)
+    return code

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
     from linearize.cli._output import StageOneProgress, console, fidelity_table, print_json, table
-
     from linearize.demo import run_demo
 
     out = console(to_stderr=args.json)

@@ -24,7 +24,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._tasks import percent, rows_from, task_from
-
     from linearize.finetune.job import evaluate_checkpoint
 
     task = task_from(args)

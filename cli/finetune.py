@@ -50,7 +50,6 @@ def job_from(args: argparse.Namespace) -> Any:
         ConfigError: for values that are not allowed.
     """
     from linearize.cli._tasks import rows_from, task_from
-
     from linearize.finetune.config import TuneConfig, parse_lora
     from linearize.finetune.job import TuneJob
 

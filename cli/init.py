@@ -32,7 +32,6 @@ def run(args: argparse.Namespace) -> int:
     """Make the model and show what it is."""
     from linearize.cli._output import console, plan_table, print_json
     from linearize.cli.convert import parse_pairs
-
     from linearize.finetune.job import init_checkpoint
     from linearize.finetune.load import load_processor
     from linearize.finetune.tasks import task

@@ -54,7 +54,6 @@ def describe(info: Any) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Print the table or one kernel."""
     from linearize.cli._output import console, print_json, table
-
     from linearize.registry import kernel_info, kernel_infos
 
     infos = [kernel_info(args.name)] if args.name else kernel_infos()

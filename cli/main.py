@@ -22,6 +22,7 @@ VERBS = {
     "results": "show the table of a run, beside the paper's figures",
     "kernels": "list the kernels, or explain one",
     "inspect": "show what a model or a converted checkpoint is",
+    "push": "upload a converted checkpoint to the Hub",
     "demo": "convert a small real model here, without a network",
 }
 

@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list or one recipe."""
     from linearize.cli._output import console, print_json, table
-
     from linearize.experiments.recipe import cells, load_recipe, plain, recipe_names, recipe_text
 
     if args.name:

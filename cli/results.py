@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
     from linearize.cli._output import console, print_json
-
     from linearize.experiments.results import tables
 
     found = tables(args.folder)

@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
     from linearize.cli._output import console, print_json
     from linearize.cli.results import results_table
-
     from linearize.experiments.recipe import load_recipe, plain
     from linearize.experiments.results import make_table
     from linearize.experiments.run import check_data, run_recipe
@@ -58,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 def _show(recipe: Any, name: str) -> None:
     """Print a checked recipe and the cells of its table."""
     import yaml
-    from linearize.cli._output import console
 
+    from linearize.cli._output import console
     from linearize.experiments.recipe import cells, plain
 
     wanted = cells(recipe)

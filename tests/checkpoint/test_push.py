@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from fake_hub import TOKEN, FakeHub
-from tiny import converted
+from tiny import converted, original
 
 import linearize
 from linearize.checkpoint.push import check_repo
@@ -133,3 +133,42 @@ def test_names_are_checked_first(name):
 
 def test_names_that_are_fine():
     assert check_repo("alice/bert-hedgehog_v1.0") == "alice/bert-hedgehog_v1.0"
+
+
+def test_the_command_line_pushes(hub, folder, tmp_path):
+    """`linearize push`, and `convert --push-to-hub`, end in the same upload."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": TOKEN,
+        "NO_PROXY": "127.0.0.1",
+    }
+    cli = [sys.executable, "-c", "import sys; from linearize.cli import main; sys.exit(main(sys.argv[1:]))"]
+    done = subprocess.run(
+        [*cli, "push", folder, "alice/tiny", "--private"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{hub.address}/alice/tiny" in done.stdout
+    assert hub.repos == {"alice/tiny": True}
+    assert TOKEN not in done.stdout + done.stderr
+    original("bert").save_pretrained(tmp_path / "model")
+    arguments = ["convert", tmp_path / "model", "--distill-steps", "0", "--output", tmp_path / "out"]
+    done = subprocess.run(
+        [*cli, *arguments, "--push-to-hub", "alice/other"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "alice/other" in hub.repos
+    assert hub.files["config.json"] == (tmp_path / "out" / "config.json").read_bytes()
+    done = subprocess.run(
+        [*cli, *arguments[:-1], tmp_path / "no", "--push-to-hub", "alice"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "expected USER/NAME" in done.stderr
+    assert not (tmp_path / "no").exists()

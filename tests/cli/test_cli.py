@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 import transformers
-from linearize.cli import main
-from linearize.cli.main import VERBS, build_parser
 from tiny import original
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ViTImageProcessor, pipeline
 
 import linearize
+from linearize.cli import main
+from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
 
 SENTENCE = "the cat sat on a mat and then it ran far away from all of us who saw how very fast one can be"
