@@ -30,16 +30,19 @@ class SpectralConfig:
 class SpectralMap(FeatureMap):
     """Base of the Fourier maps with `h(x) = exp(|x|^2 / exp(tau))`; inputs are scaled so that scores are x . y."""
 
-    def __init__(self, config: SpectralConfig, heads: int, head_dim: int) -> None:
+    def __init__(self, config: SpectralConfig, heads: int, head_dim: int, *, norm: bool = True) -> None:
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)
-        self.tau = self.learned()
+        self.tau = self.learned() if norm else None
 
     def reset_tau(self) -> None:
         """Start at softmax's own width: exp(x . y) = exp(|x|^2 / 2) exp(-|x - y|^2 / 2) exp(|y|^2 / 2)."""
+        if self.tau is None:
+            return
         with torch.no_grad():
             self.tau.fill_(math.log(2.0))
 
     def log_norm(self, x: Tensor) -> Tensor:
         """Return log h(x) [B, H, T]."""
+        assert self.tau is not None
         return x.square().sum(dim=-1) * torch.exp(-self.tau.float())[:, None]

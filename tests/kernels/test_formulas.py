@@ -8,6 +8,8 @@ import pytest
 import torch
 from kernel_cases import make_inputs, make_mixer, run
 
+from linearize.kernels.flexformer_n import FlexformerN
+from linearize.kernels.flexformer_s import FlexformerS
 from linearize.registry import kernel_info, make_config
 
 DIM, HEADS = 6, 3
@@ -199,3 +201,27 @@ def test_blocks_do_not_overlap(causal):
             near = near.masked_fill(torch.ones(near.shape[-2:]).triu(1).bool(), -torch.inf)
         torch.testing.assert_close(weights[:, :, part, part], near.softmax(-1))
         assert (weights[:, :, part, part.stop :] == 0).all() and (weights[:, :, part, :start] == 0).all()
+
+
+def test_squared_flexformer_is_the_square_of_the_plain_one_and_never_negative():
+    info = kernel_info("flexformer_s")
+    plain = FlexformerS(make_config(info, {"frequencies": 3}), 2, 8)
+    squared = FlexformerS(make_config(info, {"frequencies": 3, "form": "squared"}), 2, 8)
+    for one in (plain, squared):
+        one.reset_parameters(torch.Generator().manual_seed(0))
+    q, k = torch.randn(2, 1, 2, 5, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    products = plain(q, keys=False).phi @ plain(k, keys=True).phi.transpose(-1, -2)
+    squares = squared(q, keys=False).phi @ squared(k, keys=True).phi.transpose(-1, -2)
+    torch.testing.assert_close(squares, products.square())
+    assert squared(q, keys=False).phi.shape[-1] == 3 * 7
+    assert make_config(info, {"form": "squared"}).features(32) == 55
+
+
+def test_damped_flexformer_with_no_waves_is_one_half_of_hedgehog():
+    info = kernel_info("flexformer_n")
+    damped = FlexformerN(make_config(info, {"form": "damped", "init_scale": 0.0}), 1, 16)
+    damped.reset_parameters(torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 5, 16)
+    phi = damped(x * 16**-0.25, keys=True).phi
+    torch.testing.assert_close(phi[..., :16], x.softmax(-1))
+    assert (phi[..., 16:] == 0).all()
