@@ -76,7 +76,7 @@ class Workshop:
         data, processor = self.data(job, cell.seed)
         model = load_for_task(base or checkpoint(self.recipe.model), data, seed=cell.seed)
         fit_tokenizer(model, processor)
-        check_length(model, job.rows.max_length)
+        check_length(model, job.task, job.rows.max_length)
         model = convert(model, cell.kernel, cell.seed)
         result = self._distil(model, data, job, cell)
         record = distil_record(result)
@@ -112,7 +112,7 @@ class Workshop:
         config = dataclasses.replace(config, seed=seed)
         model = self._start(base, kernel, job, data, seed).to(self.device)
         fit_tokenizer(model, processor)
-        check_length(model, job.rows.max_length)
+        check_length(model, job.task, job.rows.max_length)
         work = self.folder / ".work" / target.parent.name / target.name
         result = finetune(model, data, config, folder=work, resume=True, on_log=lambda entry: self.tell("log", entry))
         record = tuning_record(data, config, result)

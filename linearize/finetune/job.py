@@ -94,7 +94,7 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     tell("data", data.description)
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed).to(device)
     fit_tokenizer(model, processor)
-    check_length(model, job.data.max_length)
+    check_length(model, job.task, job.data.max_length)
     result = finetune(model, data, job.tune, folder=work, resume=job.resume, on_log=lambda entry: tell("log", entry))
     record = tuning_record(data, job.tune, result)
     save_model(
@@ -145,7 +145,7 @@ def evaluate_checkpoint(
         _check_trained(name, task)
         loaded = load_for_task(name, data).to(where).eval()
         fit_tokenizer(loaded, processor)
-        check_length(loaded, options.max_length)
+        check_length(loaded, task, options.max_length)
         return data, measure_task(loaded, data, batch_size=batch_size)
 
     data, figures = measured(model)
@@ -229,15 +229,15 @@ def read_config(name: str) -> dict[str, Any]:
     return values
 
 
-def check_length(model: Any, length: int) -> None:
-    """Refuse rows that are longer than the model's positions.
+def check_length(model: Any, task: Task, length: int) -> None:
+    """Refuse rows of text that are longer than the model's positions.
 
     Raises:
         ConfigError: if they are.
     """
     from linearize.surgery.positions import current_length
 
-    most = current_length(model)
+    most = current_length(model) if task.modality == "text" else None
     if most is not None and length > most:
         raise ConfigError(
             f"max_length: got {length}, but {type(model).__name__} takes at most {most} tokens; lower it, or "

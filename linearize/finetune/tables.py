@@ -61,7 +61,9 @@ class Splits:
     description: str
 
 
-def open_splits(task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False) -> Splits:
+def open_splits(
+    task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
+) -> Splits:
     """Open the training and the validation split of a data set.
 
     Args:
@@ -70,6 +72,7 @@ def open_splits(task: Task, given: Given, *, limit: int | None, seed: int, raw: 
         limit: only the first so many training rows.
         seed: of the choice of held-out rows where there is no split to measure on.
         raw: whether to give the tables as they are, with all their columns.
+        most: only the first so many rows to measure on.
 
     Returns:
         Both splits. Of a data set without splits, a tenth of the rows (at most 1,000) is set aside to measure on.
@@ -91,6 +94,9 @@ def open_splits(task: Task, given: Given, *, limit: int | None, seed: int, raw: 
     else:
         validation = _open(task, given, name, raw)
         where = f"{len(validation):,} rows of split {name}"
+    if most is not None and most < len(validation):
+        validation = _select(validation, np.arange(most))
+        where = f"the first {most:,} of {where}"
     if limit is not None and limit < len(train):
         train = _select(train, np.arange(limit))
     return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}")

@@ -22,6 +22,9 @@ class AssociativeRecall:
     validation: int = field(default=500, metadata={"help": "validation rows"})
     vocabulary: int = field(default=40, metadata={"help": "tokens: keys and values, half each"})
     length: int = field(default=128, metadata={"help": "tokens of a row, the answer among them"})
+    fewest_keys: int | None = field(
+        default=None, metadata={"help": "different keys of a training row, at least; by default all: easy rows help"}
+    )
     supervise: str = field(default="all", metadata={"help": "answers that are trained on: all seen keys', or the last"})
     seed: int = field(default=0, metadata={"help": "of all rows"})
 
@@ -30,6 +33,10 @@ class AssociativeRecall:
             raise ConfigError(
                 f"associative recall: got vocabulary {self.vocabulary} and length {self.length}, expected even numbers "
                 "of at least 4"
+            )
+        if self.fewest_keys is not None and not 1 <= self.fewest_keys <= self.vocabulary // 2:
+            raise ConfigError(
+                f"associative recall: got fewest_keys {self.fewest_keys}, expected 1 to half the vocabulary"
             )
         if self.supervise not in SUPERVISED:
             raise ConfigError(f"associative recall: got supervise {self.supervise!r}, expected all or last")
@@ -41,14 +48,20 @@ def tokens(config: AssociativeRecall) -> tuple[str, ...]:
     return (*(f"k{number}" for number in range(half)), *(f"v{number}" for number in range(half)))
 
 
-def rows(config: AssociativeRecall, count: int, seed: int, supervise: str) -> list[dict[str, object]]:
-    """Draw rows with `text` (the answer is its last token) and `positions` (of the answers to learn or measure)."""
+def rows(
+    config: AssociativeRecall, count: int, seed: int, supervise: str, fewest: int | None = None
+) -> list[dict[str, object]]:
+    """Draw rows with `text` (the answer is its last token) and `positions` (of the answers to learn or measure).
+
+    With `fewest`, a row's keys are drawn from a random choice of `fewest` up to all of them.
+    """
     chance = random.Random(seed)
     half = config.vocabulary // 2
     made: list[dict[str, object]] = []
     for _ in range(count):
         values = [chance.randrange(half) for _ in range(half)]
-        keys = [chance.randrange(half) for _ in range(config.length // 2 - 1)]
+        among = range(half) if fewest is None else chance.sample(range(half), chance.randint(fewest, half))
+        keys = [chance.choice(among) for _ in range(config.length // 2 - 1)]
         keys.append(chance.choice(keys))
         text = " ".join(f"k{key} v{values[key]}" for key in keys)
         known: set[int] = set()
@@ -64,6 +77,6 @@ def rows(config: AssociativeRecall, count: int, seed: int, supervise: str) -> li
 def tables(config: AssociativeRecall) -> dict[str, list[dict[str, object]]]:
     """Draw both splits; the last answer alone is measured."""
     return {
-        "train": rows(config, config.train, 2 * config.seed, config.supervise),
+        "train": rows(config, config.train, 2 * config.seed, config.supervise, config.fewest_keys),
         "validation": rows(config, config.validation, 2 * config.seed + 1, "last"),
     }

@@ -137,6 +137,14 @@ def test_images(vit, tmp_path):
     model, data, result = tune("image-classification", vit, tmp_path / "photos", tmp_path, config, options)
     assert data.task.labels == ("blue", "red") and model.config.num_labels == 2
     assert result.figures == {"accuracy": 1.0}
+    once = TuneConfig(steps=1, batch_size=4)
+    few = DataOptions(limit=8, validation_limit=6)
+    job = TuneJob(
+        vit, task("image-classification"), str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=tune
+    )
+    finetune_checkpoint(job)
+    found = evaluate_checkpoint(str(tmp_path / "out"), job.task, dataset=job.dataset, options=few)
+    assert "the first 6 of 24 rows" in found.data
 
 
 def test_tags(bert, tmp_path):

@@ -79,6 +79,14 @@ def test_recall_ends_in_a_key_seen_before():
     assert recall.tables(config) == found
 
 
+def test_recall_with_easy_rows():
+    rows = recall.rows(recall.AssociativeRecall(), 200, 0, "all", 2)
+    counts = {len(set(row["text"].split()[::2])) for row in rows}
+    assert min(counts) <= 4 and max(counts) >= 17
+    with pytest.raises(ConfigError, match="got fewest_keys 21"):
+        recall.AssociativeRecall(fewest_keys=21)
+
+
 def test_made_sets_have_tables_and_tokenizers():
     made = make("listops", {"train": 3, "validation": 2, "shortest": 10, "longest": 60})
     row = made.tables["train"][0]
@@ -135,7 +143,7 @@ def test_retrieval(tmp_path):
         assert len(row["text1"]) == len(row["text2"]) == 3
         assert (row["text1"][0] == row["text2"][0].lower()) == bool(row["label"])
     assert sum(row["label"] for row in rows) == 5
-    (tmp_path / "set.txt").write_text("\n".join(texts * 3))
+    (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
     assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
     for name in retrieval.RELEASED.values():

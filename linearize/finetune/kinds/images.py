@@ -25,15 +25,14 @@ class ImageRows(Dataset):
 
     Args:
         view: the records.
-        rows: how many of them.
         augment: whether the collator may change them.
     """
 
-    def __init__(self, view: View, rows: int, augment: bool) -> None:
-        self.view, self.rows, self.augment = view, rows, augment
+    def __init__(self, view: View, augment: bool) -> None:
+        self.view, self.augment = view, augment
 
     def __len__(self) -> int:
-        return self.rows
+        return len(self.view)
 
     def __getitem__(self, place: int) -> Row:
         return {"example": self.view.fetch([place])[0], "place": place, "augment": self.augment}
@@ -45,7 +44,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     Raises:
         DataError: if the images or their classes cannot be read.
     """
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, most=options.validation_limit)
     task = dataclasses.replace(task, labels=label_names(task, splits.train))
     encoder = ImageEncoder(processor, None)
 
@@ -56,11 +55,10 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
             pixels = shifted(pixels, stable_seed(options.seed, [row["place"] for row in rows]))
         return {"pixel_values": pixels, "labels": torch.tensor(numbered(task, examples))}
 
-    held = len(splits.validation) if options.validation_limit is None else options.validation_limit
     return TaskData(
         task,
-        ImageRows(splits.train, len(splits.train), options.augment),
-        ImageRows(splits.validation, min(held, len(splits.validation)), False),
+        ImageRows(splits.train, options.augment),
+        ImageRows(splits.validation, False),
         collate,
         figures_of(task),
         splits.description,

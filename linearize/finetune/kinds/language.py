@@ -60,13 +60,10 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         ConfigError: if the stride does not fit, or a masked model's tokenizer has no mask token.
     """
     tokenizer = copy_tokenizer(processor)
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     column = find_column(column_kinds(splits.train, "text"), task.columns[0] if task.columns else None, "text", "text")
     train, _ = tokens_of(splits.train, column, tokenizer)
-    held = splits.validation
-    if options.validation_limit is not None:
-        held = held.select(range(min(len(held), options.validation_limit)))
-    valid, words = tokens_of(held, column, tokenizer)
+    valid, words = tokens_of(splits.validation, column, tokenizer)
     length = options.max_length
     for name, row in (("training", train), ("validation", valid)):
         if len(row) < min(length, 2):

@@ -29,10 +29,8 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     tokenizer = copy_tokenizer(processor)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("question answering: got a slow tokenizer, expected a fast one that knows its characters")
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     held = splits.validation
-    if options.validation_limit is not None:
-        held = held.select(range(min(options.validation_limit, len(held))))
     validation = _rows(task, held, tokenizer, options)
     texts, answers = held[task.columns[1]], [entry["text"] for entry in held[str(task.label)]]
     spans = metric("spans")

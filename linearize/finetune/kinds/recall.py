@@ -25,7 +25,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         DataError: if a column is missing or a sequence does not fit the length.
     """
     tokenizer = copy_tokenizer(processor)
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     accuracy = metric("accuracy")
 
     def figures(predictions: Any, labels: Any) -> dict[str, float]:

@@ -25,7 +25,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
     """
     tokenizer = copy_tokenizer(processor)
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, most=options.validation_limit)
     if task.kind == "classification":
         task = dataclasses.replace(task, labels=label_names(task, splits.train))
 
@@ -35,16 +35,16 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
 
     return TaskData(
         task,
-        _rows(task, splits.train, tokenizer, options, None),
-        _rows(task, splits.validation, tokenizer, options, options.validation_limit),
+        _rows(task, splits.train, tokenizer, options),
+        _rows(task, splits.validation, tokenizer, options),
         collate,
         figures_of(task),
         splits.description,
     )
 
 
-def _rows(task: Task, view: View, tokenizer: Any, options: DataOptions, limit: int | None) -> Rows:
-    examples = view.fetch(range(len(view))[:limit])
+def _rows(task: Task, view: View, tokenizer: Any, options: DataOptions) -> Rows:
+    examples = view.fetch(range(len(view)))
     rows = tokenise(tokenizer, [e.value for e in examples], [e.pair for e in examples], options.max_length)
     for row, label in zip(rows, numbered(task, examples), strict=True):
         row["labels"] = label

@@ -25,7 +25,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     tokenizer = copy_tokenizer(processor)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("token classification: got a slow tokenizer, expected a fast one that knows its words")
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True)
+    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     words, label = task.columns[0], str(task.label)
     need_columns(splits.train, (words, label), "token classification")
     task = dataclasses.replace(task, labels=tag_names(task, splits.train, label))
@@ -46,8 +46,8 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
 
     return TaskData(
         task,
-        _rows(task, splits.train, tokenizer, options, None),
-        _rows(task, splits.validation, tokenizer, options, options.validation_limit),
+        _rows(task, splits.train, tokenizer, options),
+        _rows(task, splits.validation, tokenizer, options),
         collate,
         figures,
         splits.description,
@@ -70,13 +70,12 @@ def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
     return tuple(str(number) for number in range(int(max(found)) + 1))
 
 
-def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions, limit: int | None) -> Rows:
+def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
     words, label = task.columns[0], str(task.label)
     names = task.labels or ()
     places: dict[Any, int] = {name: number for number, name in enumerate(names)} | {n: n for n in range(len(names))}
     rows = []
-    part = table if limit is None else table.select(range(min(limit, len(table))))
-    for texts, tags in zip(part[words], part[label], strict=True):
+    for texts, tags in zip(table[words], table[label], strict=True):
         unknown = [tag for tag in tags if tag not in places]
         if unknown or len(tags) != len(texts):
             problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
