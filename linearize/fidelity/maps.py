@@ -1,0 +1,150 @@
+"""The two matrices of weights of every layer and head, softmax's and the kernel's, for one short input: to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions
+from linearize.attention.layer import LinearAttention
+from linearize.errors import DataError
+from linearize.fidelity.measure import weight_rows
+from linearize.fidelity.observe import observed, run_body
+from linearize.fidelity.rows import Rows, group, softmax_rows
+
+MAX_TOKENS = 1024
+"""Longest input whose matrices are written out: T x T numbers per layer and head."""
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """One layer on one input of T real tokens; everything is on the CPU in fp32.
+
+    Attributes:
+        module: the host module.
+        layer: the converted layer itself.
+        softmax: its frozen softmax's weights [H, T, T].
+        linear: the kernel's signed weights [H, T, T]; where the kernel does not normalise, divided by the sum of
+            their magnitudes in the row, so that the two can be laid side by side.
+        scores: q . k times the host's scaling [H, T, T].
+        q: queries [H, T, D].
+        k: keys [K, T, D].
+        scaling: the host's scaling.
+    """
+
+    module: str
+    layer: LinearAttention
+    softmax: Tensor
+    linear: Tensor
+    scores: Tensor
+    q: Tensor
+    k: Tensor
+    scaling: float
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return self.layer.kernel
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees only keys up to its own position."""
+        return self.layer.shape.causal
+
+    @property
+    def visible(self) -> Tensor:
+        """[T, T] bool: which keys a query sees."""
+        seen = torch.ones(self.softmax.shape[-2:], dtype=torch.bool)
+        return seen.tril() if self.causal else seen
+
+    def distances(self) -> Tensor:
+        """Return the total variation between the two weights, mean over queries: [H]."""
+        return 0.5 * (self.softmax - self.linear).abs().sum(dim=-1).mean(dim=-1)
+
+
+@torch.no_grad()
+def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[LayerMaps]:
+    """Write out the weights of every converted layer on one input without padding.
+
+    Args:
+        model: a converted model; it is left as it was.
+        batch: its inputs, one row.
+
+    Returns:
+        One entry per converted layer, in the order of the layers.
+
+    Raises:
+        DataError: if there is more than one row, or more than `MAX_TOKENS` tokens.
+    """
+    names = {id(layer): name for name, layer in linear_attentions(model).items()}
+    found: list[LayerMaps] = []
+
+    def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            found.append(_maps(names[id(layer)], layer, q, k, mask, scaling))
+
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        with observed(model, observe):
+            run_body(model, {name: value.to(device) for name, value in batch.items()})
+    finally:
+        model.train(training)
+    return found
+
+
+def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> LayerMaps:
+    if q.shape[0] != 1 or k.shape[2] > MAX_TOKENS:
+        raise DataError(
+            f"attention maps: got {q.shape[0]} inputs of {k.shape[2]} tokens, expected one of at most {MAX_TOKENS}; "
+            "give fewer"
+        )
+    tokens = k.shape[2]
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+    rows = Rows(slice(0, tokens), tokens, (visible.tril() if layer.shape.causal else visible)[None, None, None])
+    queries = group(q, k.shape[1])
+    softmax = softmax_rows(queries, k, rows, scaling)
+    linear = normalised(weight_rows(layer, q, k, mask, scaling)(rows), layer)
+    scores = (queries.float() * scaling) @ k[:, :, None].float().transpose(-1, -2)
+
+    def plain(x: Tensor) -> Tensor:
+        return x.flatten(1, 2)[0].float().cpu()
+
+    return LayerMaps(
+        name, layer, plain(softmax), plain(linear), plain(scores), q[0].float().cpu(), k[0].float().cpu(), scaling
+    )
+
+
+def normalised(weights: Tensor, layer: LinearAttention) -> Tensor:
+    """Divide weights [..., T] of a kernel without a denominator by the sum of their magnitudes; others stay."""
+    if layer.mixer.info.normalized:
+        return weights
+    return weights / weights.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
+
+
+def rank_correlation(maps: LayerMaps) -> Tensor:
+    """Return how monotone the kernel's weights are in q . k: Spearman's correlation per row, mean over rows, [H].
+
+    Softmax has 1. Rows that see fewer than three keys have no order to speak of and are left out.
+    """
+    heads, tokens, _ = maps.scores.shape
+    total, count = torch.zeros(heads), 0
+    for row in range(tokens):
+        seen = row + 1 if maps.causal else tokens
+        if seen < 3:
+            continue
+        one, two = (_ranks(x[:, row, :seen]) for x in (maps.scores, maps.linear))
+        total += torch.nn.functional.cosine_similarity(one, two, dim=-1)
+        count += 1
+    return total / max(1, count)
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Return centred ranks along the last axis."""
+    ranks = x.argsort(dim=-1).argsort(dim=-1).float()
+    return ranks - ranks.mean(dim=-1, keepdim=True)

@@ -1,0 +1,252 @@
+"""Pictures of how close linear attention is to softmax, as matplotlib figures: nothing is shown, saved or kept.
+
+    from linearize.fidelity import measure
+    from linearize.fidelity.plots import fidelity_heatmaps
+    fidelity_heatmaps(measure(model, batches)).savefig("heads.png")
+
+Maps of the attention itself are in `plots_maps`, learned kernels in `plots_kernels`. matplotlib is loaded with the
+first figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from linearize.errors import DataError
+from linearize.fidelity.maps import LayerMaps, rank_correlation
+from linearize.fidelity.measure import Fidelity
+from linearize.fidelity.plots_style import FIGURES, LINEAR, SOFTMAX, THIRD, axes_grid, layer_names, new_figure, tidy
+from linearize.fidelity.spread import RATIOS, LayerSpread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIDELITY_FIGURES = {
+    "kl": "KL divergence, nats per query",
+    "total_variation": "total variation",
+    "negative_share": "share of negative weights",
+    "output_error": "error of the head's output",
+}
+POINTS = 1500
+"""Weights per side and layer that a scatter shows."""
+
+
+def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
+    """Show KL, total variation, negative share and output error per layer and head; bright is far from softmax."""
+    shown = [name for name in FIDELITY_FIGURES if any(name in layer.heads for layer in fidelity.layers)]
+    if not shown:
+        raise DataError("fidelity heat maps: got no converted layer, expected at least one; measure a converted model")
+    heads = max(len(layer.heads["output_error"]) for layer in fidelity.layers)
+    names = layer_names([layer.module for layer in fidelity.layers])
+    figure = new_figure(max(7.5, 0.9 * heads), 1.2 + 2 * (0.28 * len(names) + 0.5))
+    for axes, name in zip(axes_grid(figure, len(shown), 2), shown, strict=True):
+        table = np.full((len(names), heads), np.nan)
+        for row, layer in enumerate(fidelity.layers):
+            values = layer.heads.get(name, [])
+            table[row, : len(values)] = values
+        heatmap(figure, axes, table, names, FIDELITY_FIGURES[name])
+    return figure
+
+
+def heatmap(
+    figure: Figure, axes: Any, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
+) -> None:
+    """Draw a table [layers, heads] with its numbers in the cells, where there is room for them."""
+    image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=min(0.0, float(np.nanmin(table))))
+    if not np.nanmax(np.abs(table)):
+        image.set_clim(0.0, 1.0)
+    figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02).ax.tick_params(labelsize=6)
+    tidy(axes, title, "head")
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.set_xticks(range(table.shape[1]))
+    if not numbers or table.size > 200:
+        return
+    for (row, column), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+            axes.text(column, row, _brief(float(value)), ha="center", va="center", fontsize=5.5, color=ink)
+
+
+def _brief(value: float) -> str:
+    if value == 0:
+        return "0"
+    text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+    return text.replace("0.", ".", 1) if abs(value) < 1 else text
+
+
+def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
+    """Show the entropy of the weights per layer, softmax beside linear; bars span the heads."""
+    figure = new_figure(7.5, 3.0)
+    axes = figure.subplots()
+    places = np.arange(len(spreads))
+    for side, colour, marker, shift, dashes in (
+        ("softmax", SOFTMAX, "o", -0.08, "-"),
+        ("linear", LINEAR, "s", 0.08, "--"),
+    ):
+        values = [np.array(spread.entropy[side]) for spread in spreads]
+        mean = np.array([v.mean() for v in values])
+        reach = np.array([[m - v.min(), v.max() - m] for m, v in zip(mean, values, strict=True)]).T
+        axes.errorbar(
+            places + shift, mean, yerr=np.abs(reach), color=colour, marker=marker, markersize=5, linestyle=dashes,
+            linewidth=1.2, elinewidth=1, capsize=2, label=side,
+        )  # fmt: skip
+    axes.set_xticks(places, layer_names([spread.module for spread in spreads]), fontsize=7)
+    axes.tick_params(axis="x", rotation=0 if len(spreads) <= 8 else 45)
+    tidy(axes, "Entropy of the weights (mean over heads; bars: lowest to highest head)", "", "nats")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def local_attention(spreads: Sequence[LayerSpread]) -> Figure:
+    """Show locally accumulated attention against the size of the neighbourhood (TransNormer, section 3.2)."""
+    figure = new_figure(7.5, 3.4)
+    one, two = figure.subplots(1, 2, sharey=True)
+    ratios = [0.0, *RATIOS]
+    last = max(1, len(spreads) - 1)
+    for axes, side, colour in ((one, "softmax", SOFTMAX), (two, "linear", LINEAR)):
+        for number, spread in enumerate(spreads):
+            axes.plot(ratios, [0, *spread.local[side]], color=colour, alpha=0.25 + 0.3 * number / last, linewidth=0.8)
+        tidy(axes, f"{side}: one line per layer, thick: their mean", "neighbourhood, share of the input")
+        for which, ink, style, width in (("softmax", SOFTMAX, "-", 2.2), ("linear", LINEAR, "--", 2.2)):
+            mean = np.mean([spread.local[which] for spread in spreads], axis=0)
+            if which == side or side == "linear":
+                axes.plot(ratios, [0, *mean], color=ink, linestyle=style, linewidth=width, label=f"{which}, mean")
+        axes.plot([0, 1], [0, 1], color=THIRD, linestyle=":", linewidth=1, label="evenly spread")
+        axes.legend(fontsize=7, frameon=False, loc="lower right")
+    one.set_ylabel("accumulated attention", fontsize=8)
+    return figure
+
+
+def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
+    """Show weight against q . k, all heads of a layer in one panel: softmax rises, a good kernel does too."""
+    figure = new_figure(9.0, 0.3 + 2.1 * -(-len(maps) // 4))
+    for axes, layer, name in zip(
+        axes_grid(figure, len(maps), 4), maps, layer_names([m.module for m in maps]), strict=True
+    ):
+        visible = layer.visible.expand_as(layer.scores)
+        scores = layer.scores[visible].numpy()
+        pick = np.random.default_rng(seed).permutation(len(scores))[:POINTS]
+        negative = False
+        for weights, colour, marker, label in (
+            (layer.softmax, SOFTMAX, "o", "softmax"),
+            (layer.linear, LINEAR, "^", "linear"),
+        ):
+            values = weights[visible].numpy()[pick]
+            negative |= bool((values < 0).any())
+            axes.scatter(scores[pick], values, s=4, c=colour, marker=marker, alpha=0.35, linewidths=0, label=label)
+        axes.set_yscale("symlog", linthresh=1e-4) if negative else axes.set_yscale("log")
+        if not negative:
+            axes.set_ylim(1e-6, 2.0)
+        rank = float(rank_correlation(layer).mean())
+        tidy(axes, f"{name}: rank corr. {rank:.2f}", "q . k (scaled)", "weight")
+    figure.axes[0].legend(fontsize=6, frameon=False, markerscale=2)
+    return figure
+
+
+def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
+    """Show stage one's losses from the lines of `distillation.jsonl`.
+
+    Raises:
+        DataError: if there is no line.
+    """
+    if not log:
+        raise DataError("stage one's curves: got an empty log; give the lines of distillation.jsonl")
+    figure = new_figure(7.5, 3.2)
+    axes = figure.subplots()
+    steps = [entry["step"] for entry in log]
+    layers = list(log[0]["losses"])
+    for layer in layers:
+        known = [entry["losses"].get(layer, np.nan) for entry in log]
+        axes.plot(
+            steps, known, color=THIRD, linewidth=0.6, alpha=0.6, label="single layers" if layer == layers[0] else None
+        )
+    means = [np.mean(list(entry["losses"].values())) for entry in log]
+    axes.plot(steps, means, color=SOFTMAX, linewidth=1.6, label="training batches, mean of the layers")
+    held = [(entry["step"], entry["held_out"]) for entry in log if entry.get("held_out") is not None]
+    if held:
+        axes.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="held out")
+    tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
+    """Show stage two's loss and metrics from the lines of `finetuning.jsonl`.
+
+    Raises:
+        DataError: if there is no line with a loss or a metric.
+    """
+    losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
+    measured = [entry for entry in log if "eval_loss" in entry or "eval_score" in entry]
+    if not losses and not measured:
+        raise DataError("stage two's curves: got a log without losses; give the lines of finetuning.jsonl")
+    figure = new_figure(7.5, 3.2)
+    one, two = figure.subplots(1, 2)
+    if losses:
+        one.plot(*zip(*losses, strict=True), color=SOFTMAX, linewidth=1.4, label="training")
+    held = [(entry["step"], entry["eval_loss"]) for entry in measured if "eval_loss" in entry]
+    if held:
+        one.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="validation")
+    tidy(one, "Stage two: loss", "step", "loss")
+    one.legend(fontsize=8, frameon=False)
+    score = [(entry["step"], entry["eval_score"]) for entry in measured if "eval_score" in entry]
+    if score:
+        two.plot(*zip(*score, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4)
+    tidy(two, "the task's figure on validation rows", "step", "score")
+    return figure
+
+
+def time_and_memory(speeds: Sequence[Any]) -> Figure:
+    """Show seconds and peak memory against the input's length, softmax beside linear.
+
+    Args:
+        speeds: one `linearize.bench.side_by_side.Comparison` (or the like) per length.
+    """
+    figure = new_figure(7.5, 3.2)
+    one, two = figure.subplots(1, 2)
+    tokens = [speed.tokens for speed in speeds]
+    for axes, attribute, scale, label in (
+        (one, "seconds", 1.0, "seconds per forward"),
+        (two, "bytes", 2.0**20, "peak memory above the model, MiB"),
+    ):
+        for side, colour, marker, dashes in (("softmax", SOFTMAX, "o", "-"), ("linear", LINEAR, "s", "--")):
+            values = [getattr(speed, f"{side}_{attribute}") for speed in speeds]
+            if any(value is None for value in values):
+                continue
+            axes.plot(tokens, [v / scale for v in values], color=colour, marker=marker, linestyle=dashes, label=side)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [f"{t:,}" for t in tokens])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        tidy(axes, label, "tokens")
+        if axes.has_data():
+            axes.legend(fontsize=8, frameon=False)
+        else:
+            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
+    return figure
+
+
+def compare_conversions(
+    names: Sequence[str], rows: Sequence[Mapping[str, float | None]], labels: Mapping[str, str]
+) -> Figure:
+    """Show several conversions beside each other: one panel of bars per figure, a dash where there is none."""
+    figure = new_figure(9.0, 0.7 + (0.3 * len(names) + 0.7) * -(-len(labels) // 3))
+    for number, (axes, (key, label)) in enumerate(zip(axes_grid(figure, len(labels), 3), labels.items(), strict=True)):
+        values = [row.get(key) for row in rows]
+        places = range(len(names))
+        axes.barh(places, [value or 0.0 for value in values], color=SOFTMAX, height=0.6)
+        for place, value in zip(places, values, strict=True):
+            text = "-" if value is None else f"{value:.3g}"
+            axes.annotate(
+                text, (value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
+            )
+        axes.set_yticks(places, names if number % 3 == 0 else [], fontsize=7)
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+        tidy(axes, label)
+    return figure

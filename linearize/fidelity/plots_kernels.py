@@ -1,0 +1,166 @@
+"""Pictures of what a kernel has learned. Which kernel has which is a table, open to kernels from outside.
+
+    register_picture("my_kernel", draw)     # draw(maps) -> Figure
+
+`maps` are the layers of that kernel alone, with the queries and keys that they saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linearize.fidelity.maps import LayerMaps
+from linearize.fidelity.plots import heatmap
+from linearize.fidelity.plots_style import FIGURES, LINEAR, SOFTMAX, THIRD, axes_grid, layer_names, new_figure, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Drawing = Callable[[Sequence[LayerMaps]], "Figure"]
+
+
+@dataclass(frozen=True)
+class KernelPicture:
+    """A picture of one kernel's learned numbers.
+
+    Attributes:
+        draw: makes the figure of the layers of this kernel.
+        caption: what is to be seen, one or two sentences.
+    """
+
+    draw: Drawing
+    caption: str
+
+
+_PICTURES: dict[str, KernelPicture] = {}
+
+
+def register_picture(kernel: str, draw: Drawing, caption: str = "") -> None:
+    """Add, or replace, the picture of a kernel."""
+    _PICTURES[kernel] = KernelPicture(draw, caption)
+
+
+def kernel_picture(kernel: str) -> KernelPicture | None:
+    """Look up the picture of a kernel; None where it has none."""
+    return _PICTURES.get(kernel)
+
+
+def _map(layer: LayerMaps) -> Any:
+    return layer.layer.mixer.keys
+
+
+def _most_changed(weight: Tensor) -> int:
+    return int((weight - torch.eye(weight.shape[-1])).norm(dim=(-2, -1)).argmax())
+
+
+@torch.no_grad()
+def hedgehog_weights(maps: Sequence[LayerMaps]) -> Figure:
+    """Show Hedgehog's W, of the head of each layer that left the identity furthest, and all heads' distances."""
+    figure = new_figure(9.0, 0.4 + 2.1 * -(-(len(maps) + 1) // 4))
+    cells = axes_grid(figure, len(maps) + 1, 4)
+    names = layer_names([m.module for m in maps])
+    distances = []
+    for axes, layer, name in zip(cells, maps, names, strict=False):
+        weight = _map(layer).weight.float().cpu()
+        size = weight.shape[-1]
+        distances.append(((weight - torch.eye(size)).norm(dim=(-2, -1)) / size**0.5).numpy())
+        head = _most_changed(weight)
+        image = axes.imshow(weight[head].numpy(), cmap=FIGURES, interpolation="nearest")
+        figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02).ax.tick_params(labelsize=6)
+        tidy(axes, f"{name}, head {head}: W")
+    heatmap(figure, cells[-1], np.stack(distances), names, "|W - I| / |I|", numbers=False)
+    return figure
+
+
+@torch.no_grad()
+def luna_channels(maps: Sequence[LayerMaps], head: int = 0) -> Figure:
+    """Show LUNA's scalar functions psi_l of one head per layer, over the histogram of the numbers that they get."""
+    figure = new_figure(9.0, 0.4 + 2.1 * -(-len(maps) // 3))
+    for axes, layer, name in zip(
+        axes_grid(figure, len(maps), 3), maps, layer_names([m.module for m in maps]), strict=True
+    ):
+        kernel = _map(layer)
+        mine = head % kernel.heads
+        inputs = _luna_inputs(layer, kernel, mine, head)
+        low, high = np.quantile(inputs, [0.005, 0.995])
+        room = 0.3 * (high - low) + 1e-3
+        u = torch.linspace(low - room, high + room, 200)
+        behind = axes.twinx()
+        behind.hist(inputs, bins=40, range=(float(u[0]), float(u[-1])), color=THIRD, alpha=0.35)
+        behind.set_yticks([])
+        for number, line in enumerate(_luna_psi(kernel, mine, u)):
+            axes.plot(
+                u.numpy(), line.numpy(), color=SOFTMAX, linestyle=("-", "--", ":", "-.")[number % 4], linewidth=1.1
+            )
+        axes.set_zorder(behind.get_zorder() + 1)
+        axes.patch.set_visible(False)
+        tidy(axes, f"{name}, head {mine}", "u = w . x + b", "psi(u)")
+    return figure
+
+
+def _luna_inputs(layer: LayerMaps, kernel: Any, mine: int, head: int) -> np.ndarray:
+    keys = layer.k[head % len(layer.k)]
+    queries = layer.q[head % len(layer.q)]
+    both = torch.cat([keys, queries])
+    return (both @ kernel.weight[mine].float().cpu().T + kernel.bias[mine].float().cpu()).flatten().numpy()
+
+
+def _luna_psi(kernel: Any, mine: int, u: Tensor) -> Tensor:
+    """Write the scalar MLPs out: [L, len(u)]."""
+    slope, offset, out = (p[mine].float().cpu() for p in (kernel.slope, kernel.offset, kernel.out_weight))
+    hidden = (slope[..., None] * u + offset[..., None]).relu()
+    return ((out[..., None] * hidden).sum(dim=-2) + kernel.out_bias[mine].float().cpu()[:, None]).relu()
+
+
+def _frequencies(*names: str) -> Drawing:
+    """Make the drawing of Fourier kernels: the learned frequencies, in the parameters of these names."""
+
+    def draw(maps: Sequence[LayerMaps]) -> Figure:
+        figure = new_figure(9.0, 0.4 + 2.0 * -(-len(maps) // 3))
+        for axes, layer, title in zip(
+            axes_grid(figure, len(maps), 3), maps, layer_names([m.module for m in maps]), strict=True
+        ):
+            _spectrum(axes, layer, names)
+            tidy(axes, title, "frequency (one coordinate)", "density")
+        figure.axes[0].legend(fontsize=6, frameon=False)
+        return figure
+
+    return draw
+
+
+@torch.no_grad()
+def _spectrum(axes: Any, layer: LayerMaps, names: Sequence[str]) -> None:
+    values = {name: getattr(_map(layer), name).float().cpu().flatten().numpy() for name in names}
+    reach = max(2.5, *(float(np.quantile(np.abs(v), 0.999)) for v in values.values()))
+    x = np.linspace(-reach, reach, 200)
+    for (name, numbers), colour, dashes in zip(values.items(), (SOFTMAX, LINEAR), ("-", "--"), strict=False):
+        style: dict[str, Any] = {"histtype": "step", "color": colour, "linestyle": dashes}
+        axes.hist(numbers, bins=60, range=(-reach, reach), density=True, label=f"learned {name}", **style)
+    axes.plot(x, np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi), color=THIRD, linestyle=":", label="softmax's own density")
+
+
+register_picture(
+    "hedgehog",
+    hedgehog_weights,
+    "Hedgehog's learned W of the head that left the identity furthest, layer by layer; last panel: how far W is from "
+    "the identity in every head.",
+)
+register_picture(
+    "luna",
+    luna_channels,
+    "LUNA's learned scalar functions (one line per channel) of head 0, layer by layer; grey behind them: the numbers "
+    "that they get from queries and keys of the first input.",
+)
+for _name, _parameters in (("flexformer_s", ("weight",)), ("flexformer_n", ("a", "b"))):
+    register_picture(
+        _name,
+        _frequencies(*_parameters),
+        "Flexformer's learned frequencies, all heads of a layer, against the Gaussian density whose random features "
+        "would give softmax itself.",
+    )

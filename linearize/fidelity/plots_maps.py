@@ -1,0 +1,194 @@
+"""Attention maps, softmax beside linear, as matplotlib figures: all heads small, single heads large, over a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from linearize.errors import DataError
+from linearize.fidelity.maps import LayerMaps
+from linearize.fidelity.plots_style import NEGATIVE, WEIGHTS, axes_grid, layer_names, new_figure, safe_label, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GAP = 0.12
+"""Empty space between two maps of a mosaic, as a share of a map."""
+HEADS_PER_ROW = 16
+
+
+def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
+    """Show all layers and heads: for every layer a row of softmax maps and below it the row of the kernel's.
+
+    A map's queries run down, its keys to the right. Both maps of a head share one scale, from 0 to its largest weight;
+    shades are the square root of the share of it. Negative weights are red.
+    """
+    blocks = [
+        (layer, name, range(start, min(start + HEADS_PER_ROW, len(layer.softmax))))
+        for layer, name in zip(maps, layer_names([m.module for m in maps]), strict=True)
+        for start in range(0, len(layer.softmax), HEADS_PER_ROW)
+    ]
+    columns = max(len(heads) for _, _, heads in blocks)
+    cell = min(1.0, 10.0 / columns)
+    figure = new_figure(1.0 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
+    for axes, (layer, name, heads) in zip(axes_grid(figure, len(blocks), 1), blocks, strict=True):
+        _mosaic(axes, layer, name, heads, columns)
+    return figure
+
+
+def _mosaic(axes: Any, layer: LayerMaps, name: str, heads: range, columns: int) -> None:
+    tokens = layer.softmax.shape[-1]
+    step = tokens + max(1, round(GAP * tokens))
+    canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
+    for place, head in enumerate(heads):
+        largest = max(float(layer.softmax[head].max()), float(layer.linear[head].max()), 1e-30)
+        for row, weights in enumerate((layer.softmax[head], layer.linear[head])):
+            canvas[row * step : row * step + tokens, place * step : place * step + tokens] = _shade(weights, largest)
+    axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+    tidy(axes, f"{name} ({layer.kernel})")
+    middles = [place * step + tokens / 2 for place in range(len(heads))]
+    axes.set_xticks(middles, [f"head {head}" for head in heads], fontsize=6)
+    axes.set_yticks([tokens / 2, step + tokens / 2], ["softmax", "linear"], fontsize=7)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    from matplotlib.patches import Rectangle
+
+    for place in range(len(heads)):
+        for row in range(2):
+            corner = (place * step - 0.5, row * step - 0.5)
+            axes.add_patch(Rectangle(corner, tokens, tokens, fill=False, edgecolor="#999999", linewidth=0.4))
+
+
+def _shade(weights: Tensor, largest: float) -> np.ndarray:
+    share = (weights / largest).numpy()
+    return np.where(share < -1e-4, -1.0, np.sqrt(np.clip(share, 0.0, 1.0)))
+
+
+def _colours() -> Any:
+    from matplotlib import colormaps
+
+    return colormaps[WEIGHTS].with_extremes(under=NEGATIVE, bad="white")
+
+
+def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = "") -> Figure:
+    """Show one head large, softmax beside linear, with the tokens on the axes; a cross marks negative weights.
+
+    Args:
+        layer: the layer's maps.
+        head: which head.
+        tokens: T labels.
+        title: above both; by default layer and head.
+    """
+    side = min(7.0, max(3.0, 0.14 * len(tokens) + 1.0))
+    figure = new_figure(2 * side + 0.6, side + 0.5)
+    largest = max(float(layer.softmax[head].max()), float(layer.linear[head].max()), 1e-30)
+    panels = figure.subplots(1, 2)
+    image: Any = None
+    for axes, weights, name in zip(
+        panels, (layer.softmax[head], layer.linear[head]), ("softmax", layer.kernel), strict=True
+    ):
+        image = axes.imshow(_shade(weights, largest), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+        rows, columns = np.nonzero((weights < -1e-4 * largest).numpy())
+        axes.scatter(columns, rows, marker="x", s=8, c="black", linewidths=0.6)
+        tidy(axes, name, "key", "query" if name == "softmax" else "")
+        size = 7 if len(tokens) <= 24 else 5.5
+        labels = [safe_label(token) for token in tokens]
+        axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
+        axes.set_yticks(range(len(tokens)), labels, fontsize=size)
+    bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.01)
+    bar.set_ticks([0, 0.5, 1], labels=["0", f"{largest / 4:.2g}", f"{largest:.2g}"])
+    bar.ax.tick_params(labelsize=7)
+    figure.suptitle(title or f"{layer.module}, head {head}", fontsize=10)
+    return figure
+
+
+def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int]:
+    """Find out how T tokens cover a picture of square patches.
+
+    Returns:
+        Tokens before the patches (class token and the like), rows and columns of patches.
+
+    Raises:
+        DataError: if there is no such grid.
+    """
+    for before in range(9):
+        patches = tokens - before
+        if patches < 1:
+            break
+        side = round((height * width / patches) ** 0.5)
+        if side and height % side == 0 and width % side == 0 and (height // side) * (width // side) == patches:
+            return before, height // side, width // side
+    raise DataError(
+        f"maps over a picture: got {tokens} tokens for {height} x {width} pixels, expected square patches in a grid; "
+        "use the plain attention maps"
+    )
+
+
+def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
+    """Lay the class token's attention over the picture: per layer softmax and linear, mean over heads.
+
+    Without a token before the patches it is the mean over all queries.
+
+    Args:
+        maps: one entry per layer, of one picture.
+        picture: [C, height, width] as the model gets it; it is brought to 0 to 1 for showing.
+
+    Raises:
+        DataError: if the tokens do not lie on a grid.
+    """
+    count = len(maps)
+    figure = new_figure(9.0, 0.4 + 2.2 * -(-2 * (count + 1) // 6) * 1.05)
+    cells = axes_grid(figure, 2 * count + 1, 6 if count > 2 else 2 * count + 1)
+    shown = to_picture(picture)
+    cells[0].imshow(shown)
+    tidy(cells[0], "the picture")
+    for number, (layer, name) in enumerate(zip(maps, layer_names([m.module for m in maps]), strict=True)):
+        for axes, weights, side in (
+            (cells[1 + 2 * number], layer.softmax, "softmax"),
+            (cells[2 + 2 * number], layer.linear, "linear"),
+        ):
+            _overlay(axes, shown, weights.mean(dim=0))
+            tidy(axes, f"{name}, {side}")
+    for axes in cells:
+        axes.set_xticks([])
+        axes.set_yticks([])
+    return figure
+
+
+def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") -> Figure:
+    """Lay one head's attention over the picture, softmax beside linear."""
+    figure = new_figure(7.5, 3.1)
+    shown = to_picture(picture)
+    panels = figure.subplots(1, 3)
+    panels[0].imshow(shown)
+    tidy(panels[0], "the picture")
+    _overlay(panels[1], shown, layer.softmax[head])
+    tidy(panels[1], "softmax")
+    _overlay(panels[2], shown, layer.linear[head])
+    tidy(panels[2], layer.kernel)
+    for axes in panels:
+        axes.set_xticks([])
+        axes.set_yticks([])
+    figure.suptitle(title or f"{layer.module}, head {head}", fontsize=10)
+    return figure
+
+
+def _overlay(axes: Any, picture: np.ndarray, weights: Tensor) -> None:
+    height, width = picture.shape[:2]
+    before, rows, columns = patch_grid(weights.shape[-1], height, width)
+    row = weights[0] if before else weights.mean(dim=0)
+    heat = row[before:].reshape(rows, columns).clamp(min=0).numpy()
+    # Grey picture below, so that brightness is the attention's alone to tell.
+    axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
+    axes.imshow(heat, cmap="cividis", alpha=0.6, extent=(-0.5, width - 0.5, height - 0.5, -0.5), vmin=0)
+
+
+def to_picture(pixels: Tensor) -> np.ndarray:
+    """Bring normalised pixels [C, height, width] to [height, width, 3] from 0 to 1."""
+    low, high = pixels.amin(), pixels.amax()
+    shown = ((pixels - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).float().cpu().numpy()
+    return np.repeat(shown, 3, axis=-1) if shown.shape[-1] == 1 else shown[..., :3]

@@ -1,0 +1,80 @@
+"""How all pictures look: colours that the colour-blind tell apart and that stay apart in grey; no global state."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
+"""Dark blue and orange differ in brightness as well as in hue; lines differ in their dashes too."""
+WEIGHTS = "Blues"
+"""Light to dark: none to much."""
+FIGURES = "cividis"
+NEGATIVE = "#d7301f"
+MAX_PIXELS = 2200
+"""Longest side of a saved picture, so that a model of many layers gives a page that still opens."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make a figure of a size in inches, without pyplot: no display is needed and nothing is kept."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def axes_grid(figure: Figure, count: int, columns: int) -> list[Any]:
+    """Lay out `count` axes in rows of `columns`; places that are left over stay empty."""
+    rows = -(-count // columns)
+    cells = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for empty in cells[count:]:
+        empty.set_axis_off()
+    return cells[:count]
+
+
+def tidy(axes: Any, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
+    """Label axes and take the box off."""
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
+    axes.tick_params(labelsize=7)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
+    """Draw a figure on the Agg canvas.
+
+    Returns:
+        The PNG, and its width and height in pixels.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    # Figures remember the canvas last attached to them.
+    canvas = FigureCanvasAgg(figure)
+    dpi = max(30, min(dpi, int(MAX_PIXELS / max(figure.get_size_inches()))))
+    figure.set_dpi(dpi)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    width, height = canvas.get_width_height()
+    return buffer.getvalue(), int(width), int(height)
+
+
+def short(module: str) -> str:
+    """Shorten a module's dotted name to what tells layers apart: its numbers, else its end."""
+    numbers = [part for part in module.split(".") if part.isdigit()]
+    return f"layer {'.'.join(numbers)}" if numbers else module.rpartition(".")[2] or module
+
+
+def layer_names(modules: list[str]) -> list[str]:
+    """Shorten all; the full names where two would be the same (encoder and decoder)."""
+    names = [short(module) for module in modules]
+    return names if len(set(names)) == len(names) else modules
+
+
+def safe_label(text: str) -> str:
+    """Make a token fit to be a label: short, on one line, and no formula to matplotlib."""
+    shown = "".join(sign if sign.isprintable() else "?" for sign in text.strip()) or "_"
+    return (shown if len(shown) <= 14 else f"{shown[:13]}…").replace("$", r"\$")
