@@ -26,8 +26,10 @@ class DataOptions:
     """How a task's data becomes rows."""
 
     max_length: int = field(default=128, metadata={"help": "tokens per row; longer texts are cut"})
-    limit: int | None = field(default=None, metadata={"help": "only the first so many training rows"})
-    validation_limit: int | None = field(default=None, metadata={"help": "only the first so many validation rows"})
+    limit: int | None = field(
+        default=None, metadata={"help": "only so many training rows: the first, of images evenly"}
+    )
+    validation_limit: int | None = field(default=None, metadata={"help": "the same of the rows to measure on"})
     stride: int | None = field(default=None, metadata={"help": "new tokens per window"})
     mask_share: float = field(default=0.15, metadata={"help": "tokens to predict, masked language models"})
     augment: bool = field(default=False, metadata={"help": "crop and flip training images at random"})

@@ -69,10 +69,10 @@ def open_splits(
     Args:
         task: names the columns and the splits.
         given: data set.
-        limit: only the first so many training rows.
+        limit: only so many training rows.
         seed: of the choice of held-out rows where there is no split to measure on.
         raw: whether to give the tables as they are, with all their columns.
-        most: only the first so many rows to measure on.
+        most: only so many rows to measure on.
 
     Returns:
         Both splits. Of a data set without splits, a tenth of the rows (at most 1,000) is set aside to measure on.
@@ -95,11 +95,18 @@ def open_splits(
         validation = _open(task, given, name, raw)
         where = f"{len(validation):,} rows of split {name}"
     if most is not None and most < len(validation):
-        validation = _select(validation, np.arange(most))
-        where = f"the first {most:,} of {where}"
+        validation = _select(validation, _some(task, len(validation), most))
+        where = f"{most:,} of {where}"
     if limit is not None and limit < len(train):
-        train = _select(train, np.arange(limit))
+        train = _select(train, _some(task, len(train), limit))
     return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}")
+
+
+def _some(task: Task, rows: int, count: int) -> np.ndarray:
+    """Choose rows [count]: the first ones of texts; of images evenly, as they often lie class by class."""
+    if task.modality == "text":
+        return np.arange(count)
+    return np.linspace(0, rows - 1, count).round().astype(np.int64)
 
 
 def local_folder(task: Task, path: str) -> str:

@@ -139,12 +139,13 @@ def test_images(vit, tmp_path):
     assert result.figures == {"accuracy": 1.0}
     once = TuneConfig(steps=1, batch_size=4)
     few = DataOptions(limit=8, validation_limit=6)
-    job = TuneJob(
-        vit, task("image-classification"), str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=tune
-    )
+    chosen = task("image-classification")
+    job = TuneJob(vit, chosen, str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=once)
     finetune_checkpoint(job)
-    found = evaluate_checkpoint(str(tmp_path / "out"), job.task, dataset=job.dataset, options=few)
-    assert "the first 6 of 24 rows" in found.data
+    found = evaluate_checkpoint(str(tmp_path / "out"), chosen, dataset=job.dataset, options=few)
+    assert "6 of 24 rows" in found.data
+    data = data_for("image-classification", vit, tmp_path / "photos", few)
+    assert {int(data.collate([row])["labels"]) for row in data.train} == {0, 1}, "few images are of all classes"
 
 
 def test_tags(bert, tmp_path):
