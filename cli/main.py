@@ -23,6 +23,8 @@ VERBS = {
     "kernels": "list the kernels, or explain one",
     "inspect": "show what a model or a converted checkpoint is",
     "push": "upload a converted checkpoint to the Hub",
+    "report": "show a converted checkpoint: pictures, figures, one page",
+    "compare": "show several conversions beside each other",
     "demo": "convert a small real model here, without a network",
 }
 

@@ -32,8 +32,10 @@ ROOMS = [
     "finetune",
     "synthetic",
     "bench",
+    "report",
     "workflow",
     "demo",
+    "examples",
     "experiments",
     "cli",
 ]

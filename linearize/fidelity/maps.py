@@ -109,7 +109,12 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
     rows = Rows(slice(0, tokens), tokens, (visible.tril() if layer.shape.causal else visible)[None, None, None])
     queries = group(q, k.shape[1])
     softmax = softmax_rows(queries, k, rows, scaling)
-    linear = normalised(weight_rows(layer, q, k, mask, scaling)(rows), layer)
+    if layer.mixer.info.normalized:
+        linear = weight_rows(layer, q, k, mask, scaling)(rows)
+    else:
+        # Signed and without a denominator: their own sum may be negative, the sum of magnitudes is not.
+        linear = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
+        linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
     scores = (queries.float() * scaling) @ k[:, :, None].float().transpose(-1, -2)
 
     def plain(x: Tensor) -> Tensor:
@@ -118,13 +123,6 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
     return LayerMaps(
         name, layer, plain(softmax), plain(linear), plain(scores), q[0].float().cpu(), k[0].float().cpu(), scaling
     )
-
-
-def normalised(weights: Tensor, layer: LinearAttention) -> Tensor:
-    """Divide weights [..., T] of a kernel without a denominator by the sum of their magnitudes; others stay."""
-    if layer.mixer.info.normalized:
-        return weights
-    return weights / weights.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
 def rank_correlation(maps: LayerMaps) -> Tensor:

@@ -95,7 +95,7 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         rows, columns = np.nonzero((weights < -1e-4 * largest).numpy())
         axes.scatter(columns, rows, marker="x", s=8, c="black", linewidths=0.6)
         tidy(axes, name, "key", "query" if name == "softmax" else "")
-        size = 7 if len(tokens) <= 24 else 5.5
+        size = 7 if len(tokens) <= 32 else 5.5
         labels = [safe_label(token) for token in tokens]
         axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,7 +58,10 @@ def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
     dpi = max(30, min(dpi, int(MAX_PIXELS / max(figure.get_size_inches()))))
     figure.set_dpi(dpi)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    with warnings.catch_warnings():
+        # A token may be in a script that matplotlib's font does not have: it shows a box then.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(buffer, format="png", dpi=dpi)
     width, height = canvas.get_width_height()
     return buffer.getvalue(), int(width), int(height)
 

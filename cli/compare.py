@@ -1,0 +1,51 @@
+"""Compare several conversions on the same inputs: which kernel, how close, how fast. One table and one picture."""
+
+from __future__ import annotations
+
+import argparse
+
+from linearize.cli.report import add_inputs, parse_lengths
+
+EPILOG = """examples:
+  linearize compare ./roberta-base-hedgehog ./roberta-base-luna
+  linearize compare ./a ./b ./c --dataset reviews.jsonl --original roberta-base --lengths 4096
+  linearize compare ./a ./b --json --lengths none
+
+The output folder gets comparison.png and comparison.json. Of --lengths the longest that a model takes is timed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("checkpoints", nargs="+", metavar="DIR", help="folders of converted checkpoints, two or more")
+    parser.add_argument("--output", default="comparison", metavar="DIR", help="folder to make (comparison)")
+    add_inputs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print the table, write the picture."""
+    from linearize.checkpoint.save import check_target
+    from linearize.cli._output import console, number, print_json, table
+    from linearize.report.compare import PICTURE, CompareOptions, compare_checkpoints, write_comparison
+    from linearize.report.inputs import InputOptions
+
+    check_target(args.output, overwrite=args.overwrite)
+    inputs = InputOptions(args.dataset, args.text_column, args.image_column, args.inputs, args.max_length)
+    options = CompareOptions(args.checkpoints, args.original, inputs, parse_lengths(args.lengths), args.device)
+    out = console(to_stderr=args.json)
+    compared = compare_checkpoints(options, lambda text: out.print(f"... {text}", markup=False))
+    write_comparison(compared, args.output, overwrite=args.overwrite)
+    figures = ("kl", "total_variation", "negative_share", "output_error", "cosine", "seconds", "speedup")
+    rows = [
+        [c.name, c.kernels, f"{c.parameters_added:,}", *(number(getattr(c, f)) for f in figures)]
+        for c in compared.conversions
+    ]
+    columns = ["name", "kernels", "added", "KL", "TV", "negative", "error", "cosine", "seconds", "x softmax"]
+    timed = sorted({c.tokens for c in compared.conversions if c.tokens})
+    at = f"; timed at {' and '.join(f'{tokens:,}' for tokens in timed)} tokens" if timed else ""
+    out.print(table(f"On {compared.inputs}{at}", columns, rows, right=tuple(range(2, 10))))
+    for line in compared.notes:
+        out.print(line, markup=False)
+    out.print(f"Picture: {args.output.rstrip('/')}/{PICTURE}", markup=False)
+    if args.json:
+        print_json(compared.to_dict() | {"output": args.output})
+    return 0

@@ -1,0 +1,178 @@
+"""Several conversions on the same inputs: which kernel, how close, how fast; as data, one table and one picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import ConfigError
+from linearize.report.gather import Listener
+from linearize.report.inputs import InputOptions
+from linearize.report.speed import LENGTHS
+
+FIGURES = {
+    "kl": "KL, nats per query",
+    "total_variation": "total variation",
+    "output_error": "output error per head",
+    "negative_share": "share of negative weights",
+    "cosine": "cosine to the original's outputs",
+    "speedup": "times faster than softmax",
+}
+PICTURE, NUMBERS = "comparison.png", "comparison.json"
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What a user may say about a comparison; see `ReportOptions`."""
+
+    checkpoints: Sequence[str]
+    original: str | None = None
+    inputs: InputOptions = field(default_factory=InputOptions)
+    lengths: Sequence[int] = LENGTHS
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One conversion; figures are means over its layers.
+
+    Attributes:
+        name: of the folder.
+        kernels: which, and in how many layers.
+        parameters_added: learnable numbers of the kernels.
+        kl: nats per query; None where no kernel has normalised weights.
+        total_variation: the same.
+        negative_share: the same.
+        output_error: of the heads.
+        cosine: of whole outputs to the original's; None without the original.
+        seconds: of a forward at `tokens`; None where it was not timed.
+        speedup: softmax's time over it.
+        tokens: the longest length that was timed.
+    """
+
+    name: str
+    kernels: str
+    parameters_added: int
+    kl: float | None
+    total_variation: float | None
+    negative_share: float | None
+    output_error: float | None
+    cosine: float | None
+    seconds: float | None
+    speedup: float | None
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All of them, on the inputs said in one line, with what the reader has to know."""
+
+    inputs: str
+    conversions: list[Conversion]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def compare_checkpoints(options: CompareOptions, listen: Listener | None = None) -> Compared:
+    """Measure several conversions on the same inputs, one after the other.
+
+    Raises:
+        ConfigError: if there are fewer than two, or one reads text and another one images.
+        LinearizeError: another of its children, for everything the user can mend.
+    """
+    from linearize.loading import check_device
+    from linearize.report.speed import check_lengths
+
+    if len(options.checkpoints) < 2:
+        raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
+    check_lengths(options.lengths, None)
+    device = check_device(options.device)
+    names = _names(options.checkpoints)
+    found: list[Conversion] = []
+    notes: list[str] = []
+    inputs = modality = None
+    for name, checkpoint in zip(names, options.checkpoints, strict=True):
+        (listen or (lambda text: None))(f"measuring {name}")
+        conversion, described, kind = _one(name, checkpoint, options, device, notes)
+        if modality is not None and kind != modality:
+            raise ConfigError(
+                f"compare: {name} reads {kind}, but {names[0]} reads {modality}; compare models of the same inputs"
+            )
+        modality, inputs = kind, inputs or described
+        found.append(conversion)
+    return Compared(inputs or "", found, list(dict.fromkeys(notes)))
+
+
+def _names(checkpoints: Sequence[str]) -> list[str]:
+    """Shorten folders to their names, unless two would be the same."""
+    names = [Path(checkpoint).name for checkpoint in checkpoints]
+    return names if len(set(names)) == len(names) else list(checkpoints)
+
+
+def _one(
+    name: str, checkpoint: str, options: CompareOptions, device: str, notes: list[str]
+) -> tuple[Conversion, str, str]:
+    from linearize.attention.interface import linear_attentions
+    from linearize.fidelity.measure import measure
+    from linearize.loading import load_converted
+    from linearize.modeling.model import kernel_parameters
+    from linearize.report.inputs import load_inputs
+    from linearize.report.original import find_original, output_difference
+    from linearize.report.speed import check_lengths, measure_speed
+    from linearize.surgery.positions import current_length
+
+    loaded = load_converted(checkpoint, device=device)
+    # The same seed for all, not each one's own: the inputs shall be the same.
+    inputs = load_inputs(loaded, options.inputs)
+    notes += [f"{name}: {note}" for note in inputs.notes]
+    fidelity = measure(loaded.model, inputs.batches)
+    original, missing = find_original(options.original, loaded, device)
+    if original is None:
+        notes.append(f"{name}: no cosine to the original, as {missing}; give it with --original.")
+    outputs = None if original is None else output_difference(original, loaded, inputs.batches)
+    speed = None
+    if loaded.modality == "text":
+        lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
+        notes += [f"{name}: {note}" for note in dropped]
+        speed = measure_speed(loaded.model, None, lengths[-1:])[0] if lengths else None
+    kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
+    conversion = Conversion(
+        name=name,
+        kernels=", ".join(f"{count} x {kernel}" for kernel, count in kernels.items()),
+        parameters_added=sum(p.numel() for p in kernel_parameters(loaded.model)),
+        kl=fidelity.mean("kl"),
+        total_variation=fidelity.mean("total_variation"),
+        negative_share=fidelity.mean("negative_share"),
+        output_error=fidelity.mean("output_error"),
+        cosine=None if outputs is None else outputs.cosine,
+        seconds=None if speed is None else speed.linear_seconds,
+        speedup=None if speed is None else speed.speedup,
+        tokens=None if speed is None else speed.tokens,
+    )
+    return conversion, inputs.description, loaded.modality
+
+
+def write_comparison(compared: Compared, target: str, *, overwrite: bool = False) -> None:
+    """Write the picture and the numbers to a folder, all or nothing.
+
+    Raises:
+        CheckpointError: if the folder cannot be used or written.
+    """
+    from linearize.checkpoint.save import atomic_folder
+    from linearize.fidelity.plots import compare_conversions
+    from linearize.fidelity.plots_style import to_png
+    from linearize.report.write import finite
+
+    rows = [asdict(conversion) for conversion in compared.conversions]
+    labels = {key: label for key, label in FIGURES.items() if any(row[key] is not None for row in rows)}
+    png, _, _ = to_png(compare_conversions([row["name"] for row in rows], rows, labels))
+    with atomic_folder(target, overwrite=overwrite) as folder:
+        (folder / PICTURE).write_bytes(png)
+        (folder / NUMBERS).write_text(json.dumps(finite(compared.to_dict()), indent=2) + "\n", encoding="utf-8")

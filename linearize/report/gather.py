@@ -1,0 +1,197 @@
+"""Everything a report says, as data: loaded, run and measured; nothing is drawn or written here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from linearize.errors import CheckpointError
+from linearize.report.inputs import InputOptions
+from linearize.report.speed import LENGTHS
+
+MAP_TOKENS = 32
+"""Tokens of a text whose maps are shown: as many as can be read on an axis."""
+
+Listener = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a user may say about a report.
+
+    Attributes:
+        checkpoint: folder or Hub name of a converted checkpoint.
+        original: the model that it was made from; None: what the checkpoint says, if that can be reached.
+        inputs: which inputs are looked at.
+        lengths: tokens to measure time and memory at; empty: no such measurement.
+        device: where to run.
+    """
+
+    checkpoint: str
+    original: str | None = None
+    inputs: InputOptions = field(default_factory=InputOptions)
+    lengths: Sequence[int] = LENGTHS
+    device: str = "auto"
+
+
+@dataclass
+class Gathered:
+    """What was found out.
+
+    Attributes:
+        info: what the checkpoint is (`CheckpointInfo`).
+        modality: "text" or "image".
+        inputs: the inputs in one line.
+        fidelity: `Fidelity` on the inputs.
+        spreads: entropy and locally accumulated attention per layer.
+        maps: attention maps of the first input.
+        tokens: its tokens' labels; empty for a picture.
+        picture: the picture as the model gets it, [C, height, width], or None.
+        outputs: whole outputs against the original's (`OutputDifference`), or None.
+        speeds: one `Comparison` per length.
+        logs: lines of the logs that lie in the folder, by file name.
+        notes: what the reader has to know.
+        left_out: what the report does not have, and why.
+    """
+
+    info: Any
+    modality: str
+    inputs: str
+    fidelity: Any
+    spreads: list[Any]
+    maps: list[Any]
+    tokens: list[str]
+    picture: Tensor | None
+    outputs: Any
+    speeds: list[Any]
+    logs: dict[str, list[dict[str, Any]]]
+    notes: list[str]
+    left_out: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as plain data."""
+        plan = None if self.info.plan is None else self.info.plan.to_dict()
+        info = {name: value for name, value in vars(self.info).items() if name not in ("plan", "provenance")}
+        info["name"] = Path(self.info.name).name or self.info.name
+        return {
+            "checkpoint": info | {"plan": plan},
+            "inputs": self.inputs,
+            "fidelity": self.fidelity.to_dict(),
+            "spread": [spread.to_dict() for spread in self.spreads],
+            "outputs": None if self.outputs is None else asdict(self.outputs),
+            "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in self.speeds],
+            "notes": self.notes,
+            "left_out": self.left_out,
+        }
+
+
+def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
+    """Load a converted checkpoint and measure all that a report shows.
+
+    Args:
+        options: what to look at.
+        listen: told in a few words what is done.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend.
+    """
+    from linearize.checkpoint.inspect import inspect_checkpoint
+    from linearize.fidelity.measure import measure
+    from linearize.fidelity.spread import measure_spread
+    from linearize.loading import check_device, load_converted
+    from linearize.report.inputs import load_inputs, token_labels
+    from linearize.report.original import find_original, output_difference
+    from linearize.report.speed import check_lengths
+
+    tell = listen or (lambda text: None)
+    check_lengths(options.lengths, None)
+    device = check_device(options.device)
+    tell("reading the checkpoint")
+    loaded = load_converted(options.checkpoint, device=device)
+    info = inspect_checkpoint(options.checkpoint)
+    inputs = load_inputs(loaded, options.inputs, seed=_seed(info))
+    notes = list(inputs.notes)
+    left_out: list[str] = []
+    original, missing = find_original(options.original, loaded, device)
+    tell(f"measuring on {inputs.description}")
+    fidelity = measure(loaded.model, inputs.batches)
+    spreads = measure_spread(loaded.model, inputs.batches)
+    first = inputs.first(MAP_TOKENS)
+    maps = _maps(loaded, first, left_out)
+    tokens = token_labels(loaded.processor, first["input_ids"][0]) if loaded.modality == "text" else []
+    outputs = None
+    if original is None:
+        left_out.append(
+            f"Whole outputs against the original's: {missing}; give it with --original. The softmax shown everywhere "
+            "else is the checkpoint's own: its layers computing softmax with the same weights."
+        )
+    else:
+        outputs = output_difference(original, loaded, inputs.batches)
+        if outputs is None:
+            left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
+    speeds = _speeds(options, loaded, notes, left_out, tell)
+    logs = _logs(options.checkpoint, left_out)
+    picture = first["pixel_values"][0] if loaded.modality == "image" else None
+    return Gathered(
+        info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, speeds, logs,
+        notes, left_out,
+    )  # fmt: skip
+
+
+def _seed(info: Any) -> int:
+    seed = info.provenance.get("seed")
+    return seed if isinstance(seed, int) and seed >= 0 else 0
+
+
+def _maps(loaded: Any, first: dict[str, Tensor], left_out: list[str]) -> list[Any]:
+    from linearize.errors import DataError
+    from linearize.fidelity.maps import attention_maps
+
+    try:
+        return attention_maps(loaded.model, first)
+    except DataError as error:
+        left_out.append(f"Attention maps: {error}.")
+        return []
+
+
+def _speeds(options: ReportOptions, loaded: Any, notes: list[str], left_out: list[str], tell: Listener) -> list[Any]:
+    from linearize.report.speed import check_lengths, measure_speed
+    from linearize.surgery.positions import current_length
+
+    if loaded.modality != "text":
+        left_out.append("Time and memory against length: the length of a picture is fixed.")
+        return []
+    lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
+    notes += dropped
+    if not lengths:
+        left_out.append("Time and memory against length: no length to measure at (--lengths).")
+        return []
+    tell(f"time and memory at {', '.join(f'{length:,}' for length in lengths)} tokens")
+    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
+    folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
+    if folder is None:
+        left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
+    return measure_speed(loaded.model, folder, lengths)
+
+
+def _logs(checkpoint: str, left_out: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Read the logs beside the weights; a line that cannot be read is an error, as logs are written whole."""
+    found = {}
+    for name, stage in (("distillation.jsonl", "Stage one"), ("finetuning.jsonl", "Stage two")):
+        file = Path(checkpoint) / name
+        if not file.is_file():
+            left_out.append(f"{stage}'s curves: the checkpoint has no {name}.")
+            continue
+        try:
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            if not all(isinstance(line, dict) and "step" in line for line in lines):
+                raise ValueError("a line without a step")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(file)!r} cannot be read as a log ({error}); mend or remove it") from None
+        found[name] = lines
+    return found

@@ -1,0 +1,238 @@
+"""What was gathered, as sections of a page: words, pictures and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.inspect import training_rows
+from linearize.errors import DataError
+from linearize.fidelity import plots, plots_kernels, plots_maps
+from linearize.fidelity.plots_style import layer_names, to_png
+from linearize.report.gather import Gathered
+
+LARGE = 2
+"""How many of the best and of the worst heads are shown large."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One drawn picture: a file name without its ending, what it shows in words, and the PNG with its size."""
+
+    name: str
+    alt: str
+    caption: str
+    png: bytes
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first column names the row."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the page."""
+
+    anchor: str
+    title: str
+    text: str
+    pictures: tuple[Picture, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def draw(name: str, figure: Any, alt: str, caption: str = "") -> Picture:
+    """Draw a figure."""
+    png, width, height = to_png(figure)
+    return Picture(name, alt, caption or alt, png, width, height)
+
+
+def make_sections(found: Gathered) -> list[Section]:
+    """Draw all sections for which there is something to show, in the order of the page."""
+    makers = (_checkpoint, _fidelity, _maps, _heads, _scatter, _spread, _kernels, _training, _speed)
+    return [section for make in makers for section in make(found)]
+
+
+def _checkpoint(found: Gathered) -> Iterator[Section]:
+    elsewhere = dict(training_rows(found.info.provenance))
+    rows = [[label, value] for label, value in found.info.rows() if label not in elsewhere]
+    # A report travels: the folder on somebody's disk is nobody's business.
+    rows[0] = [rows[0][0], Path(found.info.name).name or found.info.name]
+    rows.append(["inputs of this report", found.inputs])
+    text = "What was converted into what, as the checkpoint itself says."
+    yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows),))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _fidelity(found: Gathered) -> Iterator[Section]:
+    names = list(plots.FIDELITY_FIGURES)
+    layers = found.fidelity.layers
+    rows = [
+        [name, layer.kernel, *(_number(getattr(layer, figure)) for figure in names)]
+        for name, layer in zip(layer_names([layer.module for layer in layers]), layers, strict=True)
+    ]
+    rows.append(["mean", "", *(_number(found.fidelity.mean(figure)) for figure in names)])
+    table = Table(
+        f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)",
+        ["layer", "kernel", *plots.FIDELITY_FIGURES.values()],
+        rows,
+    )
+    text = (
+        "Every layer gets the hidden states of the frozen softmax model. KL divergence and total variation compare the "
+        "weights (0: equal), the output error is the norm of the difference over the norm of softmax's output."
+    )
+    if found.outputs is not None:
+        text += (
+            f" Whole models, last hidden states of {found.outputs.tokens:,} tokens against the original's: mean cosine "
+            f"{found.outputs.cosine:.3f}, relative error {found.outputs.relative_error:.3f}."
+        )
+    alt = "Heat maps of KL divergence, total variation, negative share and output error per layer and head."
+    picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} Bright is far from softmax.")
+    yield Section("fidelity", "How close", text, (picture,), (table,))
+
+
+def _maps(found: Gathered) -> Iterator[Section]:
+    if not found.maps:
+        return
+    of = "the first picture" if found.picture is not None else f"the first {len(found.tokens)} tokens of the first text"
+    text = (
+        f"Attention of {of}: softmax above, the kernel below. Queries run down, keys to the right. Both maps of a "
+        "head share one scale; shades are the square root of the share of its largest weight; negative is red."
+    )
+    alt = f"Attention maps of all {len(found.maps)} converted layers and their heads, softmax above linear."
+    pictures = [draw("maps", plots_maps.attention_grid(found.maps), alt)]
+    if found.picture is not None:
+        try:
+            figure = plots_maps.picture_maps(found.maps, found.picture)
+            alt = "The class token's attention laid over the picture, per layer, softmax beside linear."
+            pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is much."))
+        except DataError as error:
+            found.left_out.append(f"Maps over the picture: {error}.")
+    yield Section("maps", "Attention maps", text, tuple(pictures))
+
+
+def _ranked(found: Gathered) -> list[tuple[float, Any, int]]:
+    """List all heads by the total variation of their maps, the closest first."""
+    all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
+    return sorted(all_heads, key=lambda entry: entry[0])
+
+
+def _heads(found: Gathered) -> Iterator[Section]:
+    ranked = _ranked(found)
+    if not ranked:
+        return
+    count = min(LARGE, max(1, len(ranked) // 2))
+    chosen = [("best", *entry) for entry in ranked[:count]]
+    chosen += [("worst", *entry) for entry in reversed(ranked[len(ranked) - count :]) if len(ranked) > count]
+    names = dict(zip([m.module for m in found.maps], layer_names([m.module for m in found.maps]), strict=True))
+    pictures = []
+    for number, (which, distance, layer, head) in enumerate(chosen):
+        title = f"{names[layer.module]}, head {head}: total variation {distance:.3f} ({which})"
+        alt = f"One of the {which} heads, {title}; softmax left, {layer.kernel} right."
+        name = f"head-{which}-{number % count + 1}"
+        if found.picture is None:
+            pictures.append(draw(name, plots_maps.head_map(layer, head, found.tokens, title), alt))
+            continue
+        try:
+            pictures.append(draw(name, plots_maps.picture_head(layer, head, found.picture, title), alt))
+        except DataError:
+            return
+    text = "The heads whose maps are closest to softmax's, and those that are furthest away, on the same input."
+    yield Section("heads", "Best and worst heads", text, tuple(pictures))
+
+
+def _scatter(found: Gathered) -> Iterator[Section]:
+    if not found.maps:
+        return
+    text = (
+        "Softmax's weight rises with q . k. A kernel that ranks the keys alike rises too (Hedgehog, section 3.2 and "
+        "figure 3): the rank correlation is Spearman's per query, mean over queries and heads; 1 is softmax's own."
+    )
+    alt = "Weight against q . k, one panel per layer: softmax's points and the kernel's."
+    yield Section("scatter", "Weight against q . k", text, (draw("scatter", plots.weight_scatter(found.maps), alt),))
+
+
+def _spread(found: Gathered) -> Iterator[Section]:
+    text = (
+        "Entropy says how many keys a query attends to. Locally accumulated attention (TransNormer, section 3.2) is "
+        "the weight of the keys nearest to a query: a curve below softmax's means diluted attention. "
+        "Negative weights count by their magnitude."
+    )
+    one = draw("entropy", plots.entropy_by_layer(found.spreads), "Entropy per layer, softmax against linear.")
+    two = draw(
+        "local",
+        plots.local_attention(found.spreads),
+        "Locally accumulated attention against the size of the neighbourhood, softmax left, linear right.",
+    )
+    yield Section("spread", "How widely attention is spread", text, (one, two))
+
+
+def _kernels(found: Gathered) -> Iterator[Section]:
+    pictures = []
+    for kernel in dict.fromkeys(layer.kernel for layer in found.maps):
+        known = plots_kernels.kernel_picture(kernel)
+        if known is None:
+            found.left_out.append(f"Learned kernels: there is no picture for kernel {kernel!r}.")
+            continue
+        figure = known.draw([layer for layer in found.maps if layer.kernel == kernel])
+        alt = f"What the kernel {kernel} has learned, layer by layer."
+        pictures.append(draw(f"kernel-{kernel}", figure, alt, known.caption or alt))
+    if pictures:
+        yield Section("kernels", "What the kernels learned", "Only these numbers were added.", tuple(pictures))
+
+
+def _training(found: Gathered) -> Iterator[Section]:
+    pictures = []
+    for name, make, title in (
+        ("distillation.jsonl", plots.stage_one_curves, "Stage one's losses, step by step."),
+        ("finetuning.jsonl", plots.stage_two_curves, "Stage two's loss and score, step by step."),
+    ):
+        try:
+            if found.logs.get(name):
+                pictures.append(draw(name.partition(".")[0], make(found.logs[name]), title))
+        except (DataError, KeyError):
+            found.left_out.append(f"{title.partition(chr(39))[0]}'s curves: {name} has no losses.")
+    rows = [[label, value] for label, value in training_rows(found.info.provenance)]
+    if pictures or rows:
+        tables = (Table("What the checkpoint says about its training", ["", "value"], rows),) if rows else ()
+        yield Section("training", "Training", "From the logs that lie beside the weights.", tuple(pictures), tables)
+
+
+def _speed(found: Gathered) -> Iterator[Section]:
+    if not found.speeds:
+        return
+    rows = [
+        [
+            f"{speed.tokens:,}",
+            f"{speed.softmax_seconds:.3f}",
+            f"{speed.linear_seconds:.3f}",
+            f"{speed.speedup:.2f}",
+            _mebibytes(speed.softmax_bytes),
+            _mebibytes(speed.linear_bytes),
+        ]
+        for speed in found.speeds
+    ]
+    columns = ["tokens", "softmax, s", "linear, s", "times faster", "softmax, MiB", "linear, MiB"]
+    text = (
+        "One forward of one input without the head, in turns, medians of three; the softmax side is the same "
+        "checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in a process of its own per "
+        "side. Short inputs do not gain: the crossing point depends on the model and the machine."
+    )
+    alt = "Seconds and peak memory against the length of the input, softmax beside linear."
+    picture = draw("speed", plots.time_and_memory(found.speeds), alt)
+    yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))
+
+
+def _mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.0f}"

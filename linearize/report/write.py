@@ -1,0 +1,58 @@
+"""Make the folder of a report: `index.html`, the pictures as PNG files, and the numbers as `report.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from linearize.report.gather import Gathered, Listener, ReportOptions, gather
+
+PAGE = "index.html"
+
+
+def write_report(
+    options: ReportOptions, target: str, *, overwrite: bool = False, listen: Listener | None = None
+) -> Gathered:
+    """Gather, draw and write a report, all or nothing.
+
+    Args:
+        options: what to look at.
+        target: folder to make.
+        overwrite: whether a folder that holds something may be replaced.
+        listen: told in a few words what is done.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend; nothing is written then.
+    """
+    from linearize import __version__
+    from linearize.checkpoint.save import atomic_folder, check_target
+    from linearize.report.html import page
+    from linearize.report.sections import make_sections
+
+    check_target(target, overwrite=overwrite)
+    found = gather(options, listen)
+    (listen or (lambda text: None))("drawing")
+    sections = make_sections(found)
+    name = Path(options.checkpoint).name
+    kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))
+    lead = f"{found.info.architecture or found.info.model_type}: linear attention ({kernels}) beside its softmax."
+    foot = f"Made by linearize {__version__}. The numbers are in report.json, the pictures in the folder images."
+    text = page(f"{name}: report", lead, sections, found.notes, found.left_out, foot)
+    with atomic_folder(target, overwrite=overwrite) as folder:
+        (folder / PAGE).write_text(text, encoding="utf-8")
+        (folder / "report.json").write_text(json.dumps(finite(found.to_dict()), indent=2) + "\n", encoding="utf-8")
+        (folder / "images").mkdir()
+        for picture in (picture for section in sections for picture in section.pictures):
+            (folder / "images" / f"{picture.name}.png").write_bytes(picture.png)
+    return found
+
+
+def finite(data: Any) -> Any:
+    """Replace what JSON has no number for by null."""
+    if isinstance(data, dict):
+        return {str(key): finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

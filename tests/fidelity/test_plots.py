@@ -1,0 +1,160 @@
+"""Pictures are figures without a display; what they are drawn from is right."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tiny import converted, inputs_of
+
+from linearize.errors import DataError
+from linearize.fidelity import measure, plots, plots_kernels, plots_maps
+from linearize.fidelity.maps import attention_maps, rank_correlation
+from linearize.fidelity.plots_style import layer_names, safe_label, to_png
+from linearize.fidelity.spread import RATIOS, measure_spread
+
+KERNELS = ("hedgehog", "luna", "flexformer_s", "flexformer_n", "norm_elu", "diag_softmax")
+
+
+def one(model):
+    return {name: value[1:2] for name, value in inputs_of(model).items()}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_maps_are_the_models_own_weights(kernel):
+    model = converted("bert", kernel=kernel)
+    batch = one(model)
+    maps = attention_maps(model, batch)
+    assert [m.module for m in maps] == ["encoder.layer.0.attention.self", "encoder.layer.1.attention.self"]
+    assert all(layer.layer.observer is None for layer in maps)
+    first = maps[0]
+    expected = (first.q @ first.k.transpose(-1, -2) * first.scaling).softmax(-1)
+    torch.testing.assert_close(first.softmax, expected)
+    written = first.layer.mixer.weights(first.q[None], first.k[None], scaling=first.scaling)[0]
+    if not first.layer.mixer.info.normalized:
+        written = written / written.abs().sum(-1, keepdim=True)
+    torch.testing.assert_close(first.linear, written.detach(), rtol=1e-4, atol=1e-6)
+    rank = rank_correlation(first)
+    assert rank.shape == (4,) and float(rank.abs().max()) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_causal_maps_see_no_later_key(name):
+    maps = attention_maps(m := converted(name), one(m))
+    for layer in maps:
+        assert float(layer.linear.triu(1).abs().max()) < 1e-6
+        assert float(layer.softmax.triu(1).abs().max()) == 0
+        torch.testing.assert_close(layer.linear.sum(-1), torch.ones(4, 9))
+    assert to_png(plots.weight_scatter(maps))[0].startswith(b"\x89PNG")
+
+
+def test_two_inputs_at_once_have_no_map():
+    model = converted("bert")
+    with pytest.raises(DataError, match="expected one"):
+        attention_maps(model, inputs_of(model))
+
+
+def test_spread_equals_the_written_out_figures():
+    model = converted("bert")
+    batch = one(model)
+    maps, spread = attention_maps(model, batch)[0], measure_spread(model, [batch])[0]
+    for side, w in (("softmax", maps.softmax), ("linear", maps.linear)):
+        entropy = -(w * w.clamp(min=1e-30).log()).sum(-1).mean(-1)
+        assert spread.entropy[side] == pytest.approx(entropy.tolist(), rel=1e-4)
+        assert spread.local[side][-1] == pytest.approx(1.0, abs=1e-5)
+        # 9 tokens: a neighbourhood of one third has three, moved inwards at the ends.
+        place = RATIOS.index(0.35)
+        near = [w[:, i, (s := min(max(i - 1, 0), 6)) : s + 3].sum(-1).mean() for i in range(9)]
+        assert spread.local[side][place] == pytest.approx(float(np.mean(near)), rel=1e-4)
+    padded = {k: torch.cat([v, torch.zeros(1, 4, dtype=v.dtype)], dim=1) for k, v in batch.items()}
+    again = measure_spread(model, [padded])[0]
+    assert again.local["linear"] == pytest.approx(spread.local["linear"], rel=1e-4)
+    assert again.entropy["softmax"] == pytest.approx(spread.entropy["softmax"], rel=1e-4)
+    with pytest.raises(DataError, match="no batch"):
+        measure_spread(model, [])
+
+
+@pytest.mark.parametrize("kernel", ["flexformer_n", "norm_elu"])
+def test_every_figure_draws(kernel):
+    model = converted("bert", kernel=kernel)
+    batch = one(model)
+    maps, spreads, fidelity = attention_maps(model, batch), measure_spread(model, [batch]), measure(model, [batch])
+    figures = [
+        plots_maps.attention_grid(maps),
+        plots_maps.head_map(maps[1], 3, ["$a", "b\n", "漢", "<s>", "e", "f", "g", "h" * 40, ""]),
+        plots.fidelity_heatmaps(fidelity),
+        plots.entropy_by_layer(spreads),
+        plots.local_attention(spreads),
+        plots.weight_scatter(maps),
+    ]
+    for figure in figures:
+        png, width, height = to_png(figure, dpi=40)
+        assert png.startswith(b"\x89PNG") and width > 100 and height > 50
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_learned_kernels_draw(kernel):
+    model = converted("bert", kernel=kernel)
+    known = plots_kernels.kernel_picture(kernel)
+    assert (known is None) == (kernel in ("norm_elu", "diag_softmax"))
+    if known:
+        assert to_png(known.draw(attention_maps(model, one(model))), dpi=40)[0].startswith(b"\x89PNG")
+
+
+def test_luna_channels_are_the_kernels_own():
+    model = converted("bert", kernel="luna")
+    kernel = attention_maps(model, one(model))[0].layer.mixer.keys
+    u = torch.linspace(-2, 2, 7)
+    mine = plots_kernels._luna_psi(kernel, 1, u)
+    all_heads = kernel._psi(u.reshape(1, 1, 7, 1).expand(1, 4, 7, 1))[0, 1, :, 0].T
+    torch.testing.assert_close(mine, all_heads.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_outside_kernel_can_have_a_picture(monkeypatch):
+    monkeypatch.setattr(plots_kernels, "_PICTURES", dict(plots_kernels._PICTURES))
+    plots_kernels.register_picture("mine", plots_kernels.luna_channels, "words")
+    assert plots_kernels.kernel_picture("mine").caption == "words"
+    assert plots_kernels.kernel_picture("elu") is None
+
+
+def test_picture_maps_and_their_grid():
+    assert plots_maps.patch_grid(197, 224, 224) == (1, 14, 14)
+    assert plots_maps.patch_grid(198, 224, 224) == (2, 14, 14)
+    assert plots_maps.patch_grid(261, 224, 224) == (5, 16, 16)
+    with pytest.raises(DataError, match="square patches"):
+        plots_maps.patch_grid(7, 31, 17)
+    model = converted("vit")
+    batch = {"pixel_values": torch.rand(1, 3, 30, 30)}
+    maps = attention_maps(model, batch)
+    for figure in (
+        plots_maps.picture_maps(maps, batch["pixel_values"][0]),
+        plots_maps.picture_head(maps[0], 1, batch["pixel_values"][0]),
+    ):
+        assert to_png(figure, dpi=40)[0].startswith(b"\x89PNG")
+
+
+def test_curves():
+    log = [{"step": 1, "losses": {"a": 2.0}, "held_out": None}, {"step": 2, "losses": {"b": 1.0}, "held_out": 1.5}]
+    assert len(plots.stage_one_curves(log).axes[0].lines) >= 3
+    tuned = [{"step": 1, "loss": 1.0}, {"step": 2, "eval_loss": 0.9, "eval_score": 80.0}]
+    assert len(plots.stage_two_curves(tuned).axes[1].lines) == 1
+    for empty in (plots.stage_one_curves, plots.stage_two_curves):
+        with pytest.raises(DataError, match="log"):
+            empty([])
+
+
+def test_names_and_labels():
+    assert layer_names(["encoder.layer.0.attn", "encoder.layer.11.attn"]) == ["layer 0", "layer 11"]
+    assert layer_names(["encoder.0", "decoder.0"]) == ["encoder.0", "decoder.0"]
+    assert safe_label("$x$") == r"\$x\$"
+    assert safe_label("\t") == "_"
+
+
+def test_matplotlib_is_loaded_with_the_first_figure():
+    code = (
+        "import sys; import linearize.fidelity.plots, linearize.fidelity.plots_maps, linearize.fidelity.plots_kernels, "
+        "linearize.report.write, linearize.report.compare; sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

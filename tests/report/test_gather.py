@@ -1,0 +1,155 @@
+"""Reports and comparisons of tiny checkpoints: what is in them, what they leave out, and bad input."""
+
+import json
+import re
+import stat
+
+import pytest
+import torch
+from report_models import make_image, make_original, make_text, texts
+
+from linearize.errors import CheckpointError, ConfigError, DataError
+from linearize.loading import load_model
+from linearize.report.compare import CompareOptions, compare_checkpoints
+from linearize.report.gather import ReportOptions, gather
+from linearize.report.inputs import InputOptions
+from linearize.report.original import output_difference
+from linearize.report.write import write_report
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("report")
+    texts(root)
+    make_original(root / "bert-original")
+    for kernel in ("hedgehog", "flexformer_n"):
+        make_text(root / f"bert-{kernel}", kernel=kernel)
+    make_text(root / "gpt2", "gpt2", "norm_elu", "AutoModelForCausalLM")
+    make_image(root / "vit")
+    return root
+
+
+def options(made, name, **more):
+    inputs = InputOptions(str(made / "texts.jsonl") if name != "vit" else None, "text" if name != "vit" else None,
+                          inputs=more.pop("inputs", 3), max_length=more.pop("max_length", 24))  # fmt: skip
+    return ReportOptions(str(made / name), inputs=inputs, lengths=more.pop("lengths", ()), device="cpu", **more)
+
+
+def test_a_text_report_has_everything(made, tmp_path):
+    out = tmp_path / "out"
+    found = write_report(
+        options(made, "bert-hedgehog", original=str(made / "bert-original"), lengths=(8, 16, 99)), str(out)
+    )
+    page = (out / "index.html").read_text()
+    for anchor in ("checkpoint", "fidelity", "maps", "heads", "scatter", "spread", "kernels", "training", "speed"):
+        assert f'<section id="{anchor}">' in page
+    images = re.findall(r"<img [^>]*>", page)
+    assert len(images) == len(list((out / "images").glob("*.png"))) >= 11
+    for tag in images:
+        assert re.search(r'alt="[^"]{20,}"', tag) and re.search(r'width="\d+" height="\d+"', tag)
+    assert "<script" not in page and not re.search(r'(src|href)="(?!data:|#)', page)
+    assert str(made) not in page and "bert-hedgehog: report" in page
+    numbers = json.loads((out / "report.json").read_text())
+    assert numbers["fidelity"]["mean"]["kl"] == pytest.approx(found.fidelity.mean("kl"))
+    assert numbers["outputs"]["cosine"] <= 1 + 1e-9 and numbers["outputs"]["relative_error"] > 0
+    assert [speed["tokens"] for speed in numbers["speed"]] == [8, 16]
+    assert all(speed["softmax_bytes"] is not None and speed["linear_bytes"] is not None for speed in numbers["speed"])
+    assert "99 tokens" in " ".join(found.notes)
+    assert [what for what in found.left_out if "finetuning.jsonl" in what]
+
+
+def test_without_the_original_it_says_what_is_left_out(made):
+    found = gather(options(made, "bert-hedgehog"))
+    assert found.outputs is None
+    assert any("Whole outputs" in what and "--original" in what for what in found.left_out)
+    with pytest.raises(CheckpointError, match="neither a folder nor a Hub name"):
+        gather(options(made, "bert-hedgehog", original="nobody/nothing"))
+    with pytest.raises(ConfigError, match="got a model of type 'bert', expected 'gpt2'"):
+        gather(options(made, "gpt2", original=str(made / "bert-original")))
+
+
+def test_a_model_does_not_differ_from_itself(made):
+    one = load_model(str(made / "bert-original"))
+    batch = {"input_ids": torch.arange(12).reshape(2, 6), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    batch["attention_mask"][1, 4:] = 0
+    same = output_difference(one, one, [batch])
+    assert (same.cosine, same.relative_error, same.tokens) == (pytest.approx(1.0), 0.0, 10)
+
+
+def test_long_inputs_are_cut_and_said(made):
+    found = gather(options(made, "bert-hedgehog", max_length=500))
+    assert "cut to 64 tokens" in found.notes[0]
+    assert found.tokens[0] == "<s>" and found.tokens[1] == "$x^2$"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "bert-flexformer_n"])
+def test_other_kinds(name, made, tmp_path):
+    found = write_report(options(made, name), str(tmp_path / "out"))
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert ("laid over the picture" in page) == (name == "vit")
+    assert ("Flexformer" in page) == (name == "bert-flexformer_n")
+    if name == "gpt2":
+        assert any("no picture for kernel 'norm_elu'" in what for what in found.left_out)
+        assert found.fidelity.mean("kl") is None
+    if name == "vit":
+        assert any("length of a picture" in what for what in found.left_out)
+
+
+def test_bad_input(made, tmp_path):
+    with pytest.raises(CheckpointError, match="is not a converted checkpoint"):
+        gather(options(made, "bert-original"))
+    with pytest.raises(DataError, match=re.escape("nowhere.jsonl")):
+        gather(ReportOptions(str(made / "bert-hedgehog"), inputs=InputOptions("./nowhere.jsonl"), device="cpu"))
+    for wrong in ({"inputs": 0}, {"max_length": -1}):
+        with pytest.raises(ConfigError, match="at least 1"):
+            InputOptions(**wrong)
+    with pytest.raises(ConfigError, match="lengths"):
+        gather(options(made, "bert-hedgehog", lengths=(0,)))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        write_report(options(made, "bert-hedgehog"), str(tmp_path / "full"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        write_report(options(made, "bert-hedgehog"), str(tmp_path / "file"))
+
+
+def test_a_folder_that_cannot_be_written(made, tmp_path, monkeypatch):
+    shut = tmp_path / "shut"
+    shut.mkdir()
+    shut.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    monkeypatch.setattr("linearize.checkpoint.save.os.access", lambda *a: False)  # root may write anywhere
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_report(options(made, "bert-hedgehog"), str(shut / "report"))
+
+
+def test_a_full_disk_leaves_no_half_report(made, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_report(options(made, "vit"), str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_log_is_named(made, tmp_path):
+    folder = make_text(tmp_path / "broken")
+    (folder / "distillation.jsonl").write_text('{"step": 1}\n{"st')
+    with pytest.raises(CheckpointError, match=re.escape("distillation.jsonl")):
+        inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=2, max_length=16)
+        gather(ReportOptions(str(folder), inputs=inputs, lengths=(), device="cpu"))
+
+
+def test_compare(made):
+    inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=3, max_length=24)
+    names = [str(made / f"bert-{kernel}") for kernel in ("hedgehog", "flexformer_n")]
+    one = compare_checkpoints(CompareOptions(names, str(made / "bert-original"), inputs, (8, 32), "cpu"))
+    assert [c.name for c in one.conversions] == ["bert-hedgehog", "bert-flexformer_n"]
+    assert [c.kernels for c in one.conversions] == ["2 x hedgehog", "2 x flexformer_n"]
+    assert one.conversions[0].parameters_added == 2 * 4 * (8 * 8 + 8)
+    assert all(c.tokens == 32 and c.speedup > 0 and 0 < c.cosine < 1 + 1e-9 for c in one.conversions)
+    with pytest.raises(ConfigError, match="two or more"):
+        compare_checkpoints(CompareOptions(names[:1]))
+    with pytest.raises(ConfigError, match="reads image, but bert-hedgehog reads text"):
+        compare_checkpoints(CompareOptions([names[0], str(made / "vit")], None, InputOptions(inputs=2), (), "cpu"))

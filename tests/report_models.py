@@ -1,0 +1,67 @@
+"""Tiny converted checkpoints in folders, with tokenizer, data and logs. Shared by the tests of reports and examples."""
+
+import json
+
+from tiny import converted, original
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, ViTImageProcessor
+
+import linearize
+
+SENTENCE = "the cat sat on a mat and then it ran far away from all of us who saw how very fast one can be"
+WORDS = SENTENCE.split()
+
+
+def tokenizer(length=64):
+    specials = ["<pad>", "<unk>", "<mask>", "<s>", "</s>", "$x^2$"]
+    vocabulary = {word: i for i, word in enumerate([*specials, *dict.fromkeys(WORDS)])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", mask_token="<mask>", bos_token="<s>",
+        eos_token="</s>", model_max_length=length,
+    )  # fmt: skip
+
+
+def texts(folder, count=12):
+    file = folder / "texts.jsonl"
+    rows = [{"text": " ".join(["$x^2$", *WORDS[i % 7 :], *WORDS[: i % 5]]), "label": i % 2} for i in range(count)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return file
+
+
+def log_lines(layers=("a.0", "a.1"), steps=4):
+    rows = [
+        {
+            "step": s,
+            "steps": steps,
+            "losses": dict.fromkeys(layers, 3.0 / s),
+            "held_out": 1.0 if s == steps else None,
+        }
+        for s in range(1, steps + 1)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def make_text(folder, name="bert", kernel="hedgehog", head="AutoModel", **options):
+    model = converted(name, head, kernel=kernel, **options)
+    files = {"distillation.jsonl": log_lines()}
+    provenance = {"base_model": "nobody/nothing", "seed": 0}
+    linearize.save(model, folder, processor=tokenizer(), provenance=provenance, extra_files=files)
+    return folder
+
+
+def make_image(folder, kernel="hedgehog"):
+    model = converted("vit", "AutoModelForImageClassification", kernel=kernel)
+    linearize.save(model, folder, processor=ViTImageProcessor(size={"height": 30, "width": 30}))
+    return folder
+
+
+def make_original(folder, name="bert", head="AutoModel", **overrides):
+    original(name, head, **overrides).save_pretrained(folder)
+    processor = ViTImageProcessor(size={"height": 30, "width": 30}) if name == "vit" else tokenizer()
+    processor.save_pretrained(folder)
+    return folder
