@@ -10,8 +10,8 @@ from typing import Any
 from linearize.checkpoint.save import atomic_folder, save
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
-from linearize.finetune.quiet import quiet
 from linearize.finetune.trainer import TuneResult
+from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 
 RECORD = "finetuning.json"

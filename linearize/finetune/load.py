@@ -9,8 +9,8 @@ from typing import Any
 
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.prepared import TaskData, copy_tokenizer
-from linearize.finetune.quiet import quiet
 from linearize.finetune.tasks import Task
+from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 
 HEADS = {

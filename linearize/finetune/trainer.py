@@ -15,8 +15,8 @@ from linearize.errors import CheckpointError, TrainingError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.lora import add_lora, merge_lora
 from linearize.finetune.prepared import TaskData
-from linearize.finetune.quiet import quiet
 from linearize.finetune.tasks import score_of
+from linearize.loading import quiet
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Files without which a checkpoint of the trainer is a half-written one (the weights come first)."""

@@ -1,7 +1,6 @@
 """Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
 
-What depends on the length is found, not listed per model: the model's class is built twice on the meta device, from
-the config as it is and from the longer one, and what differs between the two has to change here:
+What depends on the length is found, not listed per model (`linearize.surgery.follow`), and changed:
 
 - learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
   stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
@@ -16,13 +15,11 @@ Parameters are replaced, so build the optimizer afterwards.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from linearize.errors import ConfigError, UnsupportedModelError, unknown_name
+from linearize.surgery.follow import follow, refusal, stray
 
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.
@@ -40,9 +38,6 @@ _PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")
 # Model types whose own interpolation smooths; the others do not.
 _ANTIALIASED = frozenset({"dinov2_with_registers"})
 _LENGTH, _IMAGE = "max_position_embeddings", "image_size"
-
-# (name of the table, its values, the class's own values if it is a formula, new shape) -> new values
-_Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
 
 
 @dataclass(frozen=True)
@@ -185,10 +180,6 @@ def extend_processor(processor: Any, length: PositionReport | int, model: nn.Mod
     return processor
 
 
-def _refusal(model: Any, why: str, do: str = "leave the option out") -> UnsupportedModelError:
-    return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
-
-
 def _parts(model: Any) -> list[str]:
     """Name the configs of the parts (text, image ...) of a composite model."""
     config = getattr(model, "config", None)
@@ -197,13 +188,9 @@ def _parts(model: Any) -> list[str]:
 
 def _no_length(model: Any) -> UnsupportedModelError:
     if parts := ", ".join(_parts(model)):
-        return _refusal(model, f"made of several parts ({parts})", "extend the part itself")
+        return refusal(model, f"made of several parts ({parts})", "extend the part itself")
     why = f"with neither a table of positions nor a config.{_LENGTH}: not limited, or in a way not known here"
-    return _refusal(model, why)
-
-
-def _stray(model: Any, name: str, field: str) -> UnsupportedModelError:
-    return _refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")
+    return refusal(model, why)
 
 
 def _tile(rows: Tensor, count: int) -> Tensor:
@@ -244,14 +231,14 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
     def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
         nonlocal note
         if name not in tables or shape[0] - len(table) != max_length - length:
-            raise _stray(model, name, _LENGTH)
+            raise stray(model, name, _LENGTH)
         if formula is not None:
             note = "sinusoidal rows continued by their formula"
             return formula
         kept = _reserved(tables[name], limit)
         return torch.cat([table[:kept], _METHODS[method](table[kept:], shape[0] - kept)])
 
-    changed = _follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
+    changed = follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
     return PositionReport(length, max_length, method, changed, note)
 
 
@@ -260,12 +247,12 @@ def _without_table(model: PreTrainedModel) -> str:
     rotary = False
     for name, _ in model.named_parameters():
         if "position_embedding" in name:
-            raise _stray(model, name, _LENGTH)
+            raise stray(model, name, _LENGTH)
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
         if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
-            raise _refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
+            raise refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
         rotary |= (
             hasattr(module, "inv_freq") or hasattr(module, "rotary_dim") or "rotary" in type(module).__name__.lower()
         )
@@ -303,11 +290,11 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
         prefix = sum(getattr(owner, token, None) is not None for token in _PREFIX_TOKENS)
         expected = prefix + math.prod(old.grid), prefix + math.prod(new.grid)
         if not _TABLE.fullmatch(name) or (table.shape[-2], shape[-2]) != expected:
-            raise _stray(model, name, _IMAGE)
+            raise stray(model, name, _IMAGE)
         # DINOv2 sends every image through an interpolation that takes the table for a square.
         always = "interpolate_pos_encoding" not in inspect.signature(owner.forward).parameters
         if always and not square and hasattr(owner, "interpolate_pos_encoding"):
-            raise _refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
+            raise refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
         rows = table.reshape(table.shape[-2:])
         grid = rows[prefix:].float().reshape(1, *old.grid, -1).permute(0, 3, 1, 2)
         smooth = model.config.model_type in _ANTIALIASED
@@ -318,7 +305,7 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
     was = model.config.image_size
     value = type(was)(new.size) if not isinstance(was, int) else new.size[0] if square else new.size
     expected = [name for name, _ in model.named_parameters() if _TABLE.fullmatch(name)]
-    return _follow(model, _IMAGE, value, resize, expected)
+    return follow(model, _IMAGE, value, resize, expected)
 
 
 def _timm(model: Any) -> Any:
@@ -330,7 +317,7 @@ def _timm(model: Any) -> Any:
 def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
     timm = _timm(model)
     if not hasattr(timm, "set_input_size"):
-        raise _refusal(timm, "a timm model without set_input_size")
+        raise refusal(timm, "a timm model without set_input_size")
     timm.set_input_size(img_size=new.size)
     changed = tuple(name for name, tensor in model.named_parameters() if tensor is timm.pos_embed)
     if model is timm:
@@ -355,108 +342,3 @@ def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
     processor.size = type(processor.size)(**{key: round(n * scale.get(key, edge)) for key, n in old.items()})
     if crop:
         processor.crop_size = type(processor.crop_size)(height=size[0], width=size[1])
-
-
-def _follow(
-    model: PreTrainedModel, field: str, value: Any, resize: _Resize, expected: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Set a config field and all that follows from it; everything is worked out before anything is written.
-
-    Returns:
-        What changed: names of the tensors replaced, and of the field.
-
-    Raises:
-        UnsupportedModelError: something not known here follows from the field, or an `expected` tensor does not.
-    """
-    old, new = _twin(model, field, getattr(model.config, field)), _twin(model, field, value)
-    before, after, mine = dict(_tensors(old)), dict(_tensors(new)), dict(_tensors(model))
-    live = {n: mine[n].detach() for n in sorted(before.keys() & mine.keys()) if before[n].shape != after[n].shape}
-    if missing := sorted(set(expected) - live.keys()):
-        raise _stray(model, missing[0], field)
-    for name, tensor in live.items():
-        if tensor.shape != before[name].shape:
-            why = f"with {name} of shape {tuple(tensor.shape)}, expected {tuple(before[name].shape)} from its config"
-            raise _refusal(model, why, "mend the config")
-    was, fresh = _refill(old, live), _refill(new, live)
-    tensors = {}
-    for name, tensor in live.items():
-        formula = fresh[name].to(tensor.device) if torch.equal(was[name], tensor.cpu()) else None
-        if isinstance(mine[name], nn.Parameter):
-            tensors[name] = resize(name, tensor, formula, after[name].shape)
-        elif formula is None:
-            raise _stray(model, name, field)
-        else:
-            tensors[name] = formula
-    numbers = list(_numbers(model, field, old, new))
-    _write(model, tensors, numbers, field, value)
-    return (*tensors, f"config.{field}")
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-
-
-def _twin(model: PreTrainedModel, field: str, value: Any) -> PreTrainedModel:
-    """Build the model's class from its config with one field set, on the meta device."""
-    config = copy.deepcopy(model.config)
-    try:
-        setattr(config, field, value)
-        with torch.device("meta"):
-            return type(model)(config)
-    except Exception as error:  # Other people's constructors: any of them may fail, in any way.
-        why = " ".join(str(error).split())
-        raise _refusal(model, f"which cannot be built with config.{field} = {value} ({why})") from error
-
-
-def _refill(twin: PreTrainedModel, live: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the class writes into the named tensors when it initialises them, in the dtypes of `live`."""
-    owners = {}
-    for name, tensor in live.items():
-        path, _, leaf = name.rpartition(".")
-        owner = owners[path] = twin.get_submodule(path)
-        value = torch.full(getattr(owner, leaf).shape, 7, dtype=tensor.dtype)  # 7: nothing was written
-        setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
-    parents = {path.rpartition(".")[0] for path in owners}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for path in chain(owners, sorted(parents, key=len, reverse=True)):  # children first, as transformers does
-            around = [m for n, m in twin.named_modules() if not n or f"{path}.".startswith(f"{n}.")]
-            [m for m in around if isinstance(m, PreTrainedModel)][-1]._init_weights(around[-1])
-    return {name: twin.get_parameter_or_buffer(name).detach() for name in live}
-
-
-def _numbers(model: Any, field: str, old: nn.Module, new: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield (module, attribute, new value) for the whole numbers that differ between the twins."""
-    twins, mine = dict(new.named_modules()), dict(model.named_modules())
-    for path, module in old.named_modules():
-        for key, value in vars(module).items() if path in mine else ():
-            numbers = value if isinstance(value, (tuple, list)) else (value,)
-            if not all(isinstance(n, (int, float)) for n in numbers) or value == vars(twins[path])[key]:
-                continue
-            if any(isinstance(n, float) for n in numbers):
-                raise _refusal(model, f"whose {path}.{key} (a scale, as of rope) follows config.{field}")
-            if getattr(mine[path], key, None) == value:
-                yield mine[path], key, vars(twins[path])[key]
-
-
-def _write(
-    model: PreTrainedModel,
-    tensors: dict[str, Tensor],
-    numbers: list[tuple[nn.Module, str, Any]],
-    field: str,
-    value: Any,
-) -> None:
-    shared: dict[int, nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        old = getattr(owner, leaf)
-        if isinstance(old, nn.Parameter):
-            tensor = shared.setdefault(id(old), nn.Parameter(tensor, requires_grad=old.requires_grad))
-        setattr(owner, leaf, tensor)
-    for module, key, number in numbers:
-        setattr(module, key, number)
-    was = getattr(model.config, field)
-    # Parts of a model may keep a copy of its config.
-    for config in {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}.values():
-        if type(config) is type(model.config) and getattr(config, field) == was:
-            setattr(config, field, value)
