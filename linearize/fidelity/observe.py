@@ -34,7 +34,8 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
     """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
     # Below its wrapper, a timm model has other arguments.
-    body: Any = model if model.config.model_type in REDIRECTED else model.base_model
+    kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
+    body: Any = model if kind in REDIRECTED else model.base_model
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(body.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
