@@ -25,6 +25,9 @@ class AssociativeRecall:
     fewest_keys: int | None = field(
         default=None, metadata={"help": "different keys of a training row, at least; by default all: easy rows help"}
     )
+    shortest: int | None = field(
+        default=None, metadata={"help": "tokens of a training row, at least; by default all rows are equally long"}
+    )
     supervise: str = field(default="all", metadata={"help": "answers that are trained on: all seen keys', or the last"})
     seed: int = field(default=0, metadata={"help": "of all rows"})
 
@@ -38,6 +41,10 @@ class AssociativeRecall:
             raise ConfigError(
                 f"associative recall: got fewest_keys {self.fewest_keys}, expected 1 to half the vocabulary"
             )
+        if self.shortest is not None and (not 4 <= self.shortest <= self.length or self.shortest % 2):
+            raise ConfigError(
+                f"associative recall: got shortest {self.shortest}, expected an even number from 4 to the length"
+            )
         if self.supervise not in SUPERVISED:
             raise ConfigError(f"associative recall: got supervise {self.supervise!r}, expected all or last")
 
@@ -49,19 +56,23 @@ def tokens(config: AssociativeRecall) -> tuple[str, ...]:
 
 
 def rows(
-    config: AssociativeRecall, count: int, seed: int, supervise: str, fewest: int | None = None
+    config: AssociativeRecall, count: int, seed: int, supervise: str, *, easy: bool = False
 ) -> list[dict[str, object]]:
     """Draw rows with `text` (the answer is its last token) and `positions` (of the answers to learn or measure).
 
-    With `fewest`, a row's keys are drawn from a random choice of `fewest` up to all of them.
+    Easy rows are of random length from `shortest` on, and their keys are a random choice of at least `fewest_keys`.
     """
     chance = random.Random(seed)
     half = config.vocabulary // 2
     made: list[dict[str, object]] = []
     for _ in range(count):
         values = [chance.randrange(half) for _ in range(half)]
-        among = range(half) if fewest is None else chance.sample(range(half), chance.randint(fewest, half))
-        keys = [chance.choice(among) for _ in range(config.length // 2 - 1)]
+        pairs, among = config.length // 2, list(range(half))
+        if easy and config.shortest is not None:
+            pairs = chance.randint(config.shortest // 2, pairs)
+        if easy and config.fewest_keys is not None:
+            among = chance.sample(among, chance.randint(config.fewest_keys, half))
+        keys = [chance.choice(among) for _ in range(pairs - 1)]
         keys.append(chance.choice(keys))
         text = " ".join(f"k{key} v{values[key]}" for key in keys)
         known: set[int] = set()
@@ -77,6 +88,6 @@ def rows(
 def tables(config: AssociativeRecall) -> dict[str, list[dict[str, object]]]:
     """Draw both splits; the last answer alone is measured."""
     return {
-        "train": rows(config, config.train, 2 * config.seed, config.supervise, config.fewest_keys),
+        "train": rows(config, config.train, 2 * config.seed, config.supervise, easy=True),
         "validation": rows(config, config.validation, 2 * config.seed + 1, "last"),
     }

@@ -80,9 +80,14 @@ def test_recall_ends_in_a_key_seen_before():
 
 
 def test_recall_with_easy_rows():
-    rows = recall.rows(recall.AssociativeRecall(), 200, 0, "all", 2)
+    config = recall.AssociativeRecall(fewest_keys=2, shortest=8)
+    rows = recall.rows(config, 200, 0, "all", easy=True)
     counts = {len(set(row["text"].split()[::2])) for row in rows}
     assert min(counts) <= 4 and max(counts) >= 17
+    lengths = {len(row["text"].split()) for row in rows}
+    assert min(lengths) < 16 and max(lengths) > 112 and min(lengths) >= 8
+    assert {len(row["text"].split()) for row in recall.rows(config, 5, 0, "all")} == {128}
+    assert all(row["positions"] for row in rows)
     with pytest.raises(ConfigError, match="got fewest_keys 21"):
         recall.AssociativeRecall(fewest_keys=21)
 
