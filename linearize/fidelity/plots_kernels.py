@@ -128,7 +128,7 @@ def _frequencies(*names: str) -> Drawing:
         ):
             _spectrum(axes, layer, names)
             tidy(axes, title, "frequency (one coordinate)", "density")
-        figure.axes[0].legend(fontsize=6, frameon=False)
+        figure.axes[0].legend(fontsize=6, frameon=False, loc="upper right")
         return figure
 
     return draw
@@ -142,7 +142,7 @@ def _spectrum(axes: Any, layer: LayerMaps, names: Sequence[str]) -> None:
     for (name, numbers), colour, dashes in zip(values.items(), (SOFTMAX, LINEAR), ("-", "--"), strict=False):
         style: dict[str, Any] = {"histtype": "step", "color": colour, "linestyle": dashes}
         axes.hist(numbers, bins=60, range=(-reach, reach), density=True, label=f"learned {name}", **style)
-    axes.plot(x, np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi), color=THIRD, linestyle=":", label="softmax's own density")
+    axes.plot(x, np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi), color=THIRD, linestyle=":", label="softmax's own")
 
 
 register_picture(

@@ -141,17 +141,16 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
         DataError: if the tokens do not lie on a grid.
     """
     count = len(maps)
-    figure = new_figure(9.0, 0.4 + 2.2 * -(-2 * (count + 1) // 6) * 1.05)
+    figure = new_figure(9.0, 0.2 + 1.75 * -(-(2 * count + 1) // 6))
     cells = axes_grid(figure, 2 * count + 1, 6 if count > 2 else 2 * count + 1)
     shown = to_picture(picture)
     cells[0].imshow(shown)
     tidy(cells[0], "the picture")
     for number, (layer, name) in enumerate(zip(maps, layer_names([m.module for m in maps]), strict=True)):
-        for axes, weights, side in (
-            (cells[1 + 2 * number], layer.softmax, "softmax"),
-            (cells[2 + 2 * number], layer.linear, "linear"),
-        ):
-            _overlay(axes, shown, weights.mean(dim=0))
+        pair = (layer.softmax.mean(dim=0), layer.linear.mean(dim=0))
+        places = cells[1 + 2 * number : 3 + 2 * number]
+        _overlay(places, shown, pair)
+        for axes, side in zip(places, ("softmax", "linear"), strict=True):
             tidy(axes, f"{name}, {side}")
     for axes in cells:
         axes.set_xticks([])
@@ -166,9 +165,8 @@ def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") 
     panels = figure.subplots(1, 3)
     panels[0].imshow(shown)
     tidy(panels[0], "the picture")
-    _overlay(panels[1], shown, layer.softmax[head])
+    _overlay(panels[1:], shown, (layer.softmax[head], layer.linear[head]))
     tidy(panels[1], "softmax")
-    _overlay(panels[2], shown, layer.linear[head])
     tidy(panels[2], layer.kernel)
     for axes in panels:
         axes.set_xticks([])
@@ -177,14 +175,18 @@ def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") 
     return figure
 
 
-def _overlay(axes: Any, picture: np.ndarray, weights: Tensor) -> None:
+def _overlay(places: Sequence[Any], picture: np.ndarray, weights: Sequence[Tensor]) -> None:
+    """Lay maps [T, T] over a picture, all on one scale: from their smallest to their largest weight."""
     height, width = picture.shape[:2]
-    before, rows, columns = patch_grid(weights.shape[-1], height, width)
-    row = weights[0] if before else weights.mean(dim=0)
-    heat = row[before:].reshape(rows, columns).clamp(min=0).numpy()
-    # Grey picture below, so that brightness is the attention's alone to tell.
-    axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
-    axes.imshow(heat, cmap="cividis", alpha=0.6, extent=(-0.5, width - 0.5, height - 0.5, -0.5), vmin=0)
+    before, rows, columns = patch_grid(weights[0].shape[-1], height, width)
+    heats = [(w[0] if before else w.mean(dim=0))[before:].reshape(rows, columns).numpy() for w in weights]
+    low, high = min(float(h.min()) for h in heats), max(float(h.max()) for h in heats)
+    for axes, heat in zip(places, heats, strict=True):
+        # The picture is pale and grey, so that brightness is the attention's alone to tell.
+        axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
+        axes.imshow(
+            heat, cmap="cividis", alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), vmin=low, vmax=high
+        )
 
 
 def to_picture(pixels: Tensor) -> np.ndarray:

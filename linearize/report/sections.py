@@ -116,7 +116,9 @@ def _maps(found: Gathered) -> Iterator[Section]:
         try:
             figure = plots_maps.picture_maps(found.maps, found.picture)
             alt = "The class token's attention laid over the picture, per layer, softmax beside linear."
-            pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is much."))
+            pictures.append(
+                draw("picture", figure, alt, f"{alt} Mean over heads; bright is much; a pair shares its scale.")
+            )
         except DataError as error:
             found.left_out.append(f"Maps over the picture: {error}.")
     yield Section("maps", "Attention maps", text, tuple(pictures))
