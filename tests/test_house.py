@@ -136,3 +136,12 @@ def test_the_code_writes_no_path_of_a_machine():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 bad += [node.value for start in ("/home/", "/root/", "/work/", "/tmp/") if node.value.startswith(start)]
     assert bad == []
+
+
+def test_every_package_is_installed():
+    """A folder that pyproject.toml does not name would be missing from the wheel, and only there."""
+    import tomllib
+
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    found = {".".join(path.parent.relative_to(CHECKOUT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert set(settings["packages"]) == found | {"linearize.cli", "linearize.recipes"}
