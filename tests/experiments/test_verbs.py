@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from linearize.cli.main import build_parser, main
 
 
