@@ -41,6 +41,7 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add("--save-every", type=int, metavar="N", help="keep a state every N steps in OUTPUT.stage1, for --resume")
     add("--resume", action="store_true", help="go on from the newest state in OUTPUT.stage1")
     add("--seed", type=int, default=0, metavar="S", help="of kernels, data order and sampling (0)")
+    add("--report-to", default="none", metavar="R", help="none or tensorboard, into OUTPUT.tensorboard (none)")
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--output", metavar="DIR", help=f"folder to make ({default_output})")

@@ -42,6 +42,7 @@ class StageOneOptions:
     overwrite: bool = False
     device: str = "auto"
     seed: int = 0
+    report_to: str = "none"
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,15 @@ def _distil_and_save(
     distillation = None
     if source is not None:
         from linearize.distillation.loop import distill
+        from linearize.distillation.report_to import reporter
 
-        distillation = distill(loaded.model, source, config, on_step=lambda report: tell("step", report))
+        with reporter(options.report_to, f"{options.target()}.tensorboard") as write:
+
+            def on_step(report: Any) -> None:
+                write(report)
+                tell("step", report)
+
+            distillation = distill(loaded.model, source, config, on_step=on_step)
     tell("distilled", distillation)
     added = sum(p.numel() for p in kernel_parameters(loaded.model))
     description = None if source is None else source.description
