@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -165,7 +164,7 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     apply(loaded.model, plan)
     made_from = Path(options.model).name if Path(options.model).exists() else options.model
     provenance = {"base_model": made_from, "max_length": options.max_length}
-    return _distil_and_save(options, loaded, plan, source, config, positions, provenance, tell, start)
+    return _distil_and_save(options, loaded, plan, source, config, positions, provenance, tell, start, [])
 
 
 def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) -> ConvertResult:
@@ -174,6 +173,7 @@ def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) 
     Raises:
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
+    from linearize.checkpoint.log import read_log
     from linearize.checkpoint.save import check_target
     from linearize.loading import load_converted
 
@@ -181,12 +181,13 @@ def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) 
     start = time.perf_counter()
     check_target(options.target(), overwrite=options.overwrite)
     config = _distill_config(options)
+    earlier = read_log(options.model)
     loaded = load_converted(options.model, device=options.device)
     plan = Plan.from_dict(loaded.model.config.linearize)
     tell("plan", plan)
     source = _load_data(options, loaded)
     provenance = dict(loaded.model.config.linearize.get("provenance") or {})
-    return _distil_and_save(options, loaded, plan, source, config, None, provenance, tell, start)
+    return _distil_and_save(options, loaded, plan, source, config, None, provenance, tell, start, earlier)
 
 
 def _distil_and_save(
@@ -199,6 +200,7 @@ def _distil_and_save(
     provenance: dict[str, Any],
     tell: Listener,
     start: float,
+    earlier: list[dict[str, Any]],
 ) -> ConvertResult:
     from linearize.checkpoint.save import save
     from linearize.distillation.state import StateFolder
@@ -230,7 +232,7 @@ def _distil_and_save(
             processor=loaded.processor,
             overwrite=options.overwrite,
             provenance=provenance | _training(options, result),
-            extra_files=_log_files(distillation),
+            extra_files=_log_files(distillation, earlier),
         )
     if config.folder is not None:
         StateFolder(config.folder, config.keep).remove()
@@ -320,9 +322,9 @@ def _training(options: StageOneOptions, result: ConvertResult) -> dict[str, Any]
     }
 
 
-def _log_files(distillation: Any) -> dict[str, str]:
+def _log_files(distillation: Any, earlier: list[dict[str, Any]]) -> dict[str, str]:
     """Return the per-step log as a file of the checkpoint."""
-    if distillation is None or not distillation.history:
-        return {}
-    lines = [json.dumps(asdict(report)) for report in distillation.history]
-    return {"distillation.jsonl": "\n".join(lines) + "\n"}
+    from linearize.checkpoint.log import STAGE_ONE, log_file
+
+    reports = [] if distillation is None else distillation.history
+    return log_file(STAGE_ONE, [asdict(report) for report in reports], earlier)

@@ -36,6 +36,7 @@ def texts(folder, count=12):
 def log_lines(layers=("a.0", "a.1"), steps=4):
     rows = [
         {
+            "stage": "distillation",
             "step": s,
             "steps": steps,
             "losses": dict.fromkeys(layers, 3.0 / s),
@@ -48,7 +49,7 @@ def log_lines(layers=("a.0", "a.1"), steps=4):
 
 def make_text(folder, name="bert", kernel="hedgehog", head="AutoModel", **options):
     model = converted(name, head, kernel=kernel, **options)
-    files = {"distillation.jsonl": log_lines()}
+    files = {"log.jsonl": log_lines()}
     provenance = {"base_model": "nobody/nothing", "seed": 0}
     linearize.save(model, folder, processor=tokenizer(), provenance=provenance, extra_files=files)
     return folder

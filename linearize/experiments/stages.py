@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from linearize.checkpoint.log import STAGE_ONE, log_file, read_log
 from linearize.distillation.loop import DistillResult, distill
 from linearize.errors import ConfigError
 from linearize.experiments.feed import TaskBatches
@@ -87,7 +88,7 @@ class Workshop:
             stage={"task": job.name, "seed": cell.seed, "distillation": _brief(record)},
             extra_files={
                 STAGE: json.dumps(record, indent=2) + "\n",
-                "distillation.jsonl": "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in result.history),
+                **log_file(STAGE_ONE, [dataclasses.asdict(report) for report in result.history]),
             },
         )
         return target
@@ -116,7 +117,8 @@ class Workshop:
         work = self.folder / ".work" / target.parent.name / target.name
         result = finetune(model, data, config, folder=work, resume=True, on_log=lambda entry: self.tell("log", entry))
         record = tuning_record(data, config, result)
-        extra = tuning_files(record, result) | {STAGE: json.dumps(record, indent=2) + "\n"}
+        earlier = [] if base is None else read_log(base)
+        extra = tuning_files(record, result, earlier) | {STAGE: json.dumps(record, indent=2) + "\n"}
         save_model(model, target, processor, stage={"finetuning": record}, extra_files=extra)
         shutil.rmtree(work, ignore_errors=True)
         return target

@@ -149,13 +149,14 @@ def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
 
 
 def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
-    """Show stage one's losses from the lines of `distillation.jsonl`.
+    """Show stage one's losses from the lines of `log.jsonl`.
 
     Raises:
-        DataError: if there is no line.
+        DataError: if there is no line with losses.
     """
+    log = [entry for entry in log if entry.get("losses")]
     if not log:
-        raise DataError("stage one's curves: got an empty log; give the lines of distillation.jsonl")
+        raise DataError("stage one's curves: got a log without losses; give the lines of log.jsonl")
     figure = new_figure(7.5, 3.2)
     axes = figure.subplots()
     steps = [entry["step"] for entry in log]
@@ -176,7 +177,7 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
-    """Show stage two's loss and metrics from the lines of `finetuning.jsonl`.
+    """Show stage two's loss and metrics from the lines of `log.jsonl`.
 
     Raises:
         DataError: if there is no line with a loss or a metric.
@@ -184,7 +185,7 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
     measured = [entry for entry in log if "eval_loss" in entry or "eval_score" in entry]
     if not losses and not measured:
-        raise DataError("stage two's curves: got a log without losses; give the lines of finetuning.jsonl")
+        raise DataError("stage two's curves: got a log without losses; give the lines of log.jsonl")
     figure = new_figure(7.5, 3.2)
     one, two = figure.subplots(1, 2)
     if losses:

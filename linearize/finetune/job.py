@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from linearize.checkpoint.log import read_log
 from linearize.checkpoint.save import check_target
 from linearize.errors import ConfigError
 from linearize.finetune.config import TuneConfig
@@ -89,6 +90,8 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
                 f"{str(work)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
             )
         shutil.rmtree(work)
+    # Read first: a damaged log is told before the first slow step, and the output may be the same folder.
+    earlier = read_log(job.model)
     processor = load_processor(job.model, job.task.modality)
     data = prepare(job.task, processor, job.data, data=job.dataset)
     tell("data", data.description)
@@ -103,7 +106,7 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
         processor,
         overwrite=job.overwrite,
         stage={"finetuning": record},
-        extra_files=tuning_files(record, result),
+        extra_files=tuning_files(record, result, earlier),
     )
     shutil.rmtree(work, ignore_errors=True)
     tell("saved", target)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.save import atomic_folder, save
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
@@ -15,7 +16,6 @@ from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 
 RECORD = "finetuning.json"
-LOG = "finetuning.jsonl"
 
 
 def save_model(
@@ -78,10 +78,9 @@ def tuning_record(data: TaskData, config: TuneConfig, result: TuneResult) -> dic
     }
 
 
-def tuning_files(record: dict[str, Any], result: TuneResult) -> dict[str, str]:
-    """Return the record and the log as files of a checkpoint."""
-    lines = "".join(json.dumps(entry) + "\n" for entry in result.history)
-    return {RECORD: json.dumps(record, indent=2) + "\n", LOG: lines}
+def tuning_files(record: dict[str, Any], result: TuneResult, earlier: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the record, and the log after the earlier lines of stage one, as files of a checkpoint."""
+    return {RECORD: json.dumps(record, indent=2) + "\n", **log_file(STAGE_TWO, result.history, earlier)}
 
 
 def _without_folders(description: str) -> str:

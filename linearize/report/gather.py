@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from linearize.errors import CheckpointError
 from linearize.report.inputs import InputOptions
 from linearize.report.speed import LENGTHS
 
@@ -54,7 +52,7 @@ class Gathered:
         picture: the picture as the model gets it, [C, height, width], or None.
         outputs: whole outputs against the original's (`OutputDifference`), or None.
         speeds: one `Comparison` per length.
-        logs: lines of the logs that lie in the folder, by file name.
+        log: lines of the log that lies in the folder.
         notes: what the reader has to know.
         left_out: what the report does not have, and why.
     """
@@ -69,7 +67,7 @@ class Gathered:
     picture: Tensor | None
     outputs: Any
     speeds: list[Any]
-    logs: dict[str, list[dict[str, Any]]]
+    log: list[dict[str, Any]]
     notes: list[str]
     left_out: list[str]
 
@@ -135,10 +133,10 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
         if outputs is None:
             left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
     speeds = _speeds(options, loaded, notes, left_out, tell)
-    logs = _logs(options.checkpoint, left_out)
+    log = _log(options.checkpoint, left_out)
     picture = first["pixel_values"][0] if loaded.modality == "image" else None
     return Gathered(
-        info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, speeds, logs,
+        info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, speeds, log,
         notes, left_out,
     )  # fmt: skip
 
@@ -179,19 +177,11 @@ def _speeds(options: ReportOptions, loaded: Any, notes: list[str], left_out: lis
     return measure_speed(loaded.model, folder, lengths)
 
 
-def _logs(checkpoint: str, left_out: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Read the logs beside the weights; a line that cannot be read is an error, as logs are written whole."""
-    found = {}
-    for name, stage in (("distillation.jsonl", "Stage one"), ("finetuning.jsonl", "Stage two")):
-        file = Path(checkpoint) / name
-        if not file.is_file():
-            left_out.append(f"{stage}'s curves: the checkpoint has no {name}.")
-            continue
-        try:
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-            if not all(isinstance(line, dict) and "step" in line for line in lines):
-                raise ValueError("a line without a step")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{str(file)!r} cannot be read as a log ({error}); mend or remove it") from None
-        found[name] = lines
-    return found
+def _log(checkpoint: str, left_out: list[str]) -> list[dict[str, Any]]:
+    from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
+
+    lines = read_log(checkpoint)
+    for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
+        if not any(line["stage"] == stage for line in lines):
+            left_out.append(f"{name}'s curves: the checkpoint has no {LOG} with lines of it.")
+    return lines

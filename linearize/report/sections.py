@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.inspect import training_rows
+from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.errors import DataError
 from linearize.fidelity import plots, plots_kernels, plots_maps
 from linearize.fidelity.plots_style import layer_names, to_png
@@ -196,19 +197,20 @@ def _kernels(found: Gathered) -> Iterator[Section]:
 
 def _training(found: Gathered) -> Iterator[Section]:
     pictures = []
-    for name, make, title in (
-        ("distillation.jsonl", plots.stage_one_curves, "Stage one's losses, step by step."),
-        ("finetuning.jsonl", plots.stage_two_curves, "Stage two's loss and score, step by step."),
+    for stage, make, title in (
+        (STAGE_ONE, plots.stage_one_curves, "Stage one's losses, step by step."),
+        (STAGE_TWO, plots.stage_two_curves, "Stage two's loss and score, step by step."),
     ):
+        if not any(line["stage"] == stage for line in found.log):
+            continue
         try:
-            if found.logs.get(name):
-                pictures.append(draw(name.partition(".")[0], make(found.logs[name]), title))
-        except (DataError, KeyError):
-            found.left_out.append(f"{title.partition(chr(39))[0]}'s curves: {name} has no losses.")
+            pictures.append(draw(stage, make(found.log), title))
+        except DataError as error:
+            found.left_out.append(f"{str(error).partition(';')[0]}.".capitalize())
     rows = [[label, value] for label, value in training_rows(found.info.provenance)]
     if pictures or rows:
         tables = (Table("What the checkpoint says about its training", ["", "value"], rows),) if rows else ()
-        yield Section("training", "Training", "From the logs that lie beside the weights.", tuple(pictures), tables)
+        yield Section("training", "Training", "From the log that lies beside the weights.", tuple(pictures), tables)
 
 
 def _speed(found: Gathered) -> Iterator[Section]:

@@ -98,7 +98,8 @@ def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, ca
     for parameter in loaded.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(logits(loaded, name), kept["logits"])
-    assert len((out / "distillation.jsonl").read_text().splitlines()) == 3
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["step"]) for line in log] == [("distillation", step) for step in (1, 2, 3)]
     assert pipeline(task, str(out), device="cpu").model.config.model_type == "linearize"
 
 

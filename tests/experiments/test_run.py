@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from linearize.checkpoint.log import read_log
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.feed import TaskBatches
 from linearize.experiments.recipe import cells, check, load_recipe
@@ -46,12 +47,15 @@ def test_a_run_leaves_everything_behind(finished, tiny):
         "recipe.yaml", "environment.json", "results.jsonl", "teachers", "distilled", "cells"
     }  # fmt: skip
     cell = folder / "cells" / "hedgehog-mrpc-s0"
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "stage.json", "finetuning.jsonl"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "stage.json", "log.jsonl"):
         assert (cell / name).is_file(), name
     provenance = json.loads((cell / "config.json").read_text())["linearize"]["provenance"]
     assert provenance["finetuning"]["task"] == "mrpc" and provenance["distillation"]["steps"] == 4
-    log = [json.loads(line) for line in (folder / "distilled" / cell.name / "distillation.jsonl").open()]
-    assert [entry["step"] for entry in log] == [1, 2, 3, 4]
+    log = read_log(folder / "distilled" / cell.name)
+    assert [(entry["stage"], entry["step"]) for entry in log] == [("distillation", step) for step in (1, 2, 3, 4)]
+    # What was tuned has the log of both stages.
+    whole = read_log(cell)
+    assert whole[:4] == log and {entry["stage"] for entry in whole[4:]} == {"finetuning"}
     assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
     by_key = {row["cell"]: row for row in rows}
     row = by_key["hedgehog-mrpc-s0"]

@@ -140,6 +140,9 @@ def test_curves():
     assert len(plots.stage_one_curves(log).axes[0].lines) >= 3
     tuned = [{"step": 1, "loss": 1.0}, {"step": 2, "eval_loss": 0.9, "eval_score": 80.0}]
     assert len(plots.stage_two_curves(tuned).axes[1].lines) == 1
+    # A log holds the lines of both stages.
+    assert len(plots.stage_one_curves(log + tuned).axes[0].lines) == len(plots.stage_one_curves(log).axes[0].lines)
+    assert len(plots.stage_two_curves(log + tuned).axes[0].lines) == 2
     for empty in (plots.stage_one_curves, plots.stage_two_curves):
         with pytest.raises(DataError, match="log"):
             empty([])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_tasks import WORDS, write
 
-from linearize.errors import ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
+from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
+from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
 from linearize.finetune.config import LoraConfig, TuneConfig, parse_lora
 from linearize.finetune.job import TuneJob, evaluate_checkpoint, finetune_checkpoint, init_checkpoint
 from linearize.finetune.kinds.language import strided
@@ -276,13 +277,23 @@ def test_converted_models_are_tuned_saved_and_loaded(bert, glue, tmp_path):
 
     data = data_for("cola", bert, glue)
     model = linearize.convert(load_for_task(bert, data), "hedgehog")
-    linearize.save(model, tmp_path / "linear", processor=load_processor(bert, "text"))
+    log = log_file(STAGE_ONE, [{"step": 1, "losses": {"a": 2.0}}])
+    linearize.save(model, tmp_path / "linear", processor=load_processor(bert, "text"), extra_files=log)
     job = TuneJob(str(tmp_path / "linear"), task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, result = finetune_checkpoint(job)
     found = evaluate_checkpoint(str(target), task("cola"), dataset=str(glue), options=SHORT)
     assert found.figures == pytest.approx(result.figures, abs=1e-6)
     config = json.loads((target / "config.json").read_text())
     assert config["linearize"]["provenance"]["finetuning"]["task"] == "cola"
+    first, *rest = read_log(target)
+    assert first == {"stage": "distillation", "step": 1, "losses": {"a": 2.0}}
+    assert {line["stage"] for line in rest} == {"finetuning"} and any("eval_score" in line for line in rest)
+    # Tuned once more, the log has the last run of each stage, as the config has.
+    job = TuneJob(str(target), task("cola"), str(glue), str(tmp_path / "again"), data=SHORT, tune=FAST)
+    assert len(read_log(finetune_checkpoint(job)[0])) == 1 + len(rest)
+    (target / LOG).write_text('{"stage": "finetuning"')
+    with pytest.raises(CheckpointError, match=r"log\.jsonl"):
+        finetune_checkpoint(TuneJob(str(target), task("cola"), str(glue), str(tmp_path / "bad"), data=SHORT))
 
 
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])

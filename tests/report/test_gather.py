@@ -55,7 +55,7 @@ def test_a_text_report_has_everything(made, tmp_path):
     assert [speed["tokens"] for speed in numbers["speed"]] == [8, 16]
     assert all(speed["softmax_bytes"] is not None and speed["linear_bytes"] is not None for speed in numbers["speed"])
     assert "99 tokens" in " ".join(found.notes)
-    assert [what for what in found.left_out if "finetuning.jsonl" in what]
+    assert [what for what in found.left_out if "Stage two's curves" in what]
 
 
 def test_without_the_original_it_says_what_is_left_out(made):
@@ -135,8 +135,8 @@ def test_a_full_disk_leaves_no_half_report(made, tmp_path, monkeypatch):
 
 def test_a_broken_log_is_named(made, tmp_path):
     folder = make_text(tmp_path / "broken")
-    (folder / "distillation.jsonl").write_text('{"step": 1}\n{"st')
-    with pytest.raises(CheckpointError, match=re.escape("distillation.jsonl")):
+    (folder / "log.jsonl").write_text('{"step": 1}\n{"st')
+    with pytest.raises(CheckpointError, match=re.escape("log.jsonl")):
         inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=2, max_length=16)
         gather(ReportOptions(str(folder), inputs=inputs, lengths=(), device="cpu"))
 

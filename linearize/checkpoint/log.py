@@ -1,0 +1,52 @@
+"""`log.jsonl`: what happened step by step in stage one and stage two, one JSON object per line, beside the weights.
+
+Every line has `stage` ("distillation" or "finetuning") and `step`. Stage one's lines also have `steps`, `losses` (by
+module), `held_out`, `rate` and `seconds`; stage two's are the entries of transformers' Trainer (`loss`, `eval_loss`,
+`eval_score` ...).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import CheckpointError
+
+LOG = "log.jsonl"
+STAGE_ONE, STAGE_TWO = "distillation", "finetuning"
+
+
+def log_file(
+    stage: str, entries: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, str]:
+    """Return the log as a file of a checkpoint; without lines there is no file.
+
+    Args:
+        stage: which stage the entries are of.
+        entries: its lines, without the stage.
+        earlier: lines of the checkpoint that this one was made from. Those of the same stage are dropped, as the
+            checkpoint's config too tells of the last run of each stage only.
+    """
+    lines = [entry for entry in earlier if entry["stage"] != stage]
+    lines += [{"stage": stage, **entry} for entry in entries]
+    return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """Read the log of a checkpoint in a folder; no line where there is none.
+
+    Raises:
+        CheckpointError: if a line cannot be read: logs are written whole.
+    """
+    file = Path(folder) / LOG
+    if not file.is_file():
+        return []
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not all(isinstance(line, dict) and "stage" in line and "step" in line for line in lines):
+            raise ValueError("a line without a stage or a step")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read as a log ({error}); mend or remove it") from None
+    return lines
