@@ -6,19 +6,16 @@ Both sides are the same weights and the same forward: the softmax side is what t
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linearize.bench.side_by_side import Comparison, _peak, _start_peak, in_turns
-from linearize.errors import ConfigError
+from linearize.bench.memory import in_fresh_process, peak, start_peak
+from linearize.bench.side_by_side import Comparison
+from linearize.bench.timing import Timing, in_turns
+from linearize.errors import ConfigError, LinearizeError
 
 LENGTHS = (128, 512, 2048)
 
@@ -71,7 +68,7 @@ def measure_speed(model: Any, folder: str | None, lengths: Sequence[int], repeat
             run_body(model, batch)
 
         times = in_turns({"softmax": softmax, "linear": linear}, repeats)
-        medians = {side: statistics.median(values) for side, values in times.items()}
+        medians = {side: Timing.of(values).seconds for side, values in times.items()}
         memory = [side.get(length) for side in sides]
         found.append(Comparison(length, medians["softmax"], medians["linear"], memory[0], memory[1], repeats))
     return found
@@ -87,30 +84,26 @@ def _softmax(model: Any) -> Any:
 
 def _memory(folder: str, lengths: Sequence[int], *, softmax: bool) -> dict[int, int]:
     """Return peak bytes per length; empty where the process failed, for a report is no place to fail over that."""
-    code = "from linearize.report.speed import _measure; _measure()"
-    request = json.dumps({"folder": str(Path(folder).absolute()), "lengths": list(lengths), "softmax": softmax})
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=request, capture_output=True, text=True, env=environment, check=False
-    )
-    if done.returncode:
+    request = {"folder": str(Path(folder).absolute()), "lengths": list(lengths), "softmax": softmax}
+    try:
+        peaks = in_fresh_process(measure_folder, request)
+    except LinearizeError:
         return {}
-    return {int(length): peak for length, peak in json.loads(done.stdout.strip().splitlines()[-1]).items()}
+    return {int(length): most for length, most in peaks.items()}
 
 
 @torch.no_grad()
-def _measure() -> None:
-    """Body of the fresh process: one short forward, then one per length, ascending; write the peaks."""
+def measure_folder(request: dict[str, Any]) -> dict[int, int]:
+    """Body of the fresh process: one short forward, then one per length, ascending; the peaks in bytes."""
     from linearize.fidelity.observe import run_body
     from linearize.loading import load_converted
 
-    request = json.loads(sys.stdin.read())
     model = load_converted(request["folder"]).model
     peaks = {}
     with _softmax(model) if request["softmax"] else contextlib.nullcontext():
         run_body(model, {"input_ids": torch.full((1, 8), 5)})
         for length in request["lengths"]:
-            before = _start_peak()
+            before = start_peak()
             run_body(model, {"input_ids": torch.full((1, length), 5)})
-            peaks[length] = max(0, _peak() - before)
-    sys.stdout.write(json.dumps(peaks) + "\n")
+            peaks[length] = max(0, peak() - before)
+    return peaks

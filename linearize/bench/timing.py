@@ -1,0 +1,76 @@
+"""Time calls in turns, A B A B ..., so that what else the machine does falls on all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+AIM, LEAST, MOST = 10.0, 3, 30
+"""Unless told how often: so many seconds for all turns together, but at least and at most so many turns."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call takes.
+
+    Attributes:
+        seconds: median.
+        spread: distance of the quartiles over the median.
+        repeats: calls.
+    """
+
+    seconds: float
+    spread: float
+    repeats: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        """Summarise seconds per call, one or more."""
+        return cls(statistics.median(times), spread(times), len(times))
+
+
+def spread(times: Sequence[float]) -> float:
+    """Return the distance of the quartiles over the median; 0 for fewer than two numbers."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
+
+
+def seconds_of(call: Call) -> float:
+    """Time one call; work that an accelerator still has to do is waited for, before and after."""
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+def wait() -> None:
+    """Wait for a GPU, where there is one in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def in_turns(sides: Mapping[str, Call], repeats: int | None) -> dict[str, list[float]]:
+    """Time functions in turn after one warm-up each; seconds per call.
+
+    Args:
+        sides: what to time, by name.
+        repeats: turns; None: as many as take some ten seconds, 3 to 30.
+    """
+    first = sum(seconds_of(call) for call in sides.values())
+    if repeats is None:
+        repeats = max(LEAST, min(MOST, int(AIM / max(first, 1e-9))))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, call in sides.items():
+            times[name].append(seconds_of(call))
+    return times
