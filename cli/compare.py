@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print the table, write the picture."""
     from linearize.checkpoint.save import check_target
     from linearize.cli._output import console, number, print_json, table
-    from linearize.report.compare import PICTURE, CompareOptions, compare_checkpoints, write_comparison
+    from linearize.report.compare import PICTURE, CompareOptions, compare_checkpoints, timed_at, write_comparison
     from linearize.report.inputs import InputOptions
 
     check_target(args.output, overwrite=args.overwrite)
@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
         for c in compared.conversions
     ]
     columns = ["name", "kernels", "added", "KL", "TV", "negative", "error", "cosine", "seconds", "x softmax"]
-    timed = sorted({c.tokens for c in compared.conversions if c.tokens})
-    at = f"; timed at {' and '.join(f'{tokens:,}' for tokens in timed)} tokens" if timed else ""
+    at = f"; timed at {timed}" if (timed := timed_at(compared)) else ""
     out.print(table(f"On {compared.inputs}{at}", columns, rows, right=tuple(range(2, 10))))
     for line in compared.notes:
         out.print(line, markup=False)

@@ -45,11 +45,33 @@ class LayerFidelity:
 
 
 @dataclass(frozen=True)
+class OutputDifference:
+    """Whole models on the same inputs, at their last hidden states.
+
+    Attributes:
+        cosine: mean cosine of the two vectors of a token.
+        relative_error: norm of the difference over the norm of the original's states.
+        tokens: how many tokens were compared.
+    """
+
+    cosine: float
+    relative_error: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Fidelity:
-    """All converted layers of a model, on some batches."""
+    """All converted layers of a model, on some batches.
+
+    Attributes:
+        layers: one entry per layer.
+        queries: how many were compared per head.
+        outputs: whole outputs against the original's; None where they were not compared.
+    """
 
     layers: tuple[LayerFidelity, ...]
     queries: int
+    outputs: OutputDifference | None = None
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a figure over the layers that have it."""
@@ -63,6 +85,7 @@ class Fidelity:
             "queries": self.queries,
             "mean": {name: self.mean(name) for name in figures},
             "layers": [asdict(layer) for layer in self.layers],
+            **({} if self.outputs is None else {"outputs": asdict(self.outputs)}),
         }
 
 
@@ -105,7 +128,7 @@ class _Sums:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Fidelity:
+def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Fidelity:
     """Compare kernel and softmax in every converted layer, on the hidden states of the frozen softmax model.
 
     Args:
@@ -141,6 +164,10 @@ def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> 
     found = tuple(sums[id(layer)].result(name, layer.kernel) for name, layer in layers.items())
     queries = max((int(s.values["queries"].max()) for s in sums.values()), default=0)
     return Fidelity(found, queries)
+
+
+measure = measure_layers
+"""The name by which stage one's loop imports it."""
 
 
 def _add(

@@ -2,10 +2,10 @@
 
     from linearize.fidelity import measure
     from linearize.fidelity.plots import fidelity_heatmaps
-    fidelity_heatmaps(measure(model, batches)).savefig("heads.png")
+    fidelity_heatmaps(measure(original, converted, batches)).savefig("heads.png")
 
-Maps of the attention itself are in `plots_maps`, learned kernels in `plots_kernels`. matplotlib is loaded with the
-first figure.
+Maps of the attention itself are in `plots_maps`, learned kernels in `plots_kernels`, several conversions in
+`plots_compare`. matplotlib is loaded with the first figure.
 """
 
 from __future__ import annotations
@@ -229,25 +229,4 @@ def time_and_memory(speeds: Sequence[Any]) -> Figure:
             axes.legend(fontsize=8, frameon=False)
         else:
             axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
-    return figure
-
-
-def compare_conversions(
-    names: Sequence[str], rows: Sequence[Mapping[str, float | None]], labels: Mapping[str, str]
-) -> Figure:
-    """Show several conversions beside each other: one panel of bars per figure, a dash where there is none."""
-    figure = new_figure(9.0, 0.7 + (0.3 * len(names) + 0.7) * -(-len(labels) // 3))
-    for number, (axes, (key, label)) in enumerate(zip(axes_grid(figure, len(labels), 3), labels.items(), strict=True)):
-        values = [row.get(key) for row in rows]
-        places = range(len(names))
-        axes.barh(places, [value or 0.0 for value in values], color=SOFTMAX, height=0.6)
-        for place, value in zip(places, values, strict=True):
-            text = "-" if value is None else f"{value:.3g}"
-            axes.annotate(
-                text, (value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
-            )
-        axes.set_yticks(places, names if number % 3 == 0 else [], fontsize=7)
-        axes.invert_yaxis()
-        axes.margins(x=0.2)
-        tidy(axes, label)
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def axes_grid(figure: Figure, count: int, columns: int) -> list[Any]:
-    """Lay out `count` axes in rows of `columns`; places that are left over stay empty."""
+def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float] | None = None) -> list[Any]:
+    """Lay out `count` axes in rows of `columns` (of these relative heights); what is left over stays empty."""
     rows = -(-count // columns)
-    cells = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    cells = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel().tolist()
     for empty in cells[count:]:
         empty.set_axis_off()
     return cells[:count]

@@ -52,6 +52,7 @@ class Conversion:
         seconds: of a forward at `tokens`; None where it was not timed.
         speedup: softmax's time over it.
         tokens: the longest length that was timed.
+        layers: module, kernel and the first four figures of every layer.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Conversion:
     seconds: float | None
     speedup: float | None
     tokens: int | None
+    layers: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,12 @@ def _one(
     name: str, checkpoint: str, options: CompareOptions, device: str, notes: list[str]
 ) -> tuple[Conversion, str, str]:
     from linearize.attention.interface import linear_attentions
-    from linearize.fidelity.measure import measure
+    from linearize.fidelity.measure import measure_layers
+    from linearize.fidelity.whole import output_difference
     from linearize.loading import load_converted
     from linearize.modeling.model import kernel_parameters
     from linearize.report.inputs import load_inputs
-    from linearize.report.original import find_original, output_difference
+    from linearize.report.original import cut_notes, find_original
     from linearize.report.speed import check_lengths, measure_speed
     from linearize.surgery.positions import current_length
 
@@ -132,11 +135,12 @@ def _one(
     # The same seed for all, not each one's own: the inputs shall be the same.
     inputs = load_inputs(loaded, options.inputs)
     notes += [f"{name}: {note}" for note in inputs.notes]
-    fidelity = measure(loaded.model, inputs.batches)
+    fidelity = measure_layers(loaded.model, inputs.batches)
     original, missing = find_original(options.original, loaded, device)
     if original is None:
         notes.append(f"{name}: no cosine to the original, as {missing}; give it with --original.")
-    outputs = None if original is None else output_difference(original, loaded, inputs.batches)
+    notes += [f"{name}: {note}" for note in cut_notes(original, inputs.batches)]
+    outputs = None if original is None else output_difference(original.model, loaded.model, inputs.batches)
     speed = None
     if loaded.modality == "text":
         lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
@@ -155,8 +159,15 @@ def _one(
         seconds=None if speed is None else speed.linear_seconds,
         speedup=None if speed is None else speed.speedup,
         tokens=None if speed is None else speed.tokens,
+        layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
     )
     return conversion, inputs.description, loaded.modality
+
+
+def timed_at(compared: Compared) -> str:
+    """Say at which length the conversions were timed; there are several where some take shorter inputs."""
+    lengths = sorted({conversion.tokens for conversion in compared.conversions if conversion.tokens})
+    return " and ".join(f"{tokens:,}" for tokens in lengths) + " tokens" if lengths else ""
 
 
 def write_comparison(compared: Compared, target: str, *, overwrite: bool = False) -> None:
@@ -166,12 +177,14 @@ def write_comparison(compared: Compared, target: str, *, overwrite: bool = False
         CheckpointError: if the folder cannot be used or written.
     """
     from linearize.checkpoint.save import atomic_folder
-    from linearize.fidelity.plots import compare_conversions
+    from linearize.fidelity.plots_compare import compare_conversions
     from linearize.fidelity.plots_style import to_png
     from linearize.report.write import finite
 
     rows = [asdict(conversion) for conversion in compared.conversions]
     labels = {key: label for key, label in FIGURES.items() if any(row[key] is not None for row in rows)}
+    if "speedup" in labels:
+        labels["speedup"] += f", {timed_at(compared)}"
     png, _, _ = to_png(compare_conversions([row["name"] for row in rows], rows, labels))
     with atomic_folder(target, overwrite=overwrite) as folder:
         (folder / PICTURE).write_bytes(png)

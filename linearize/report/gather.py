@@ -99,11 +99,12 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
         LinearizeError: one of its children, for everything the user can mend.
     """
     from linearize.checkpoint.inspect import inspect_checkpoint
-    from linearize.fidelity.measure import measure
+    from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.spread import measure_spread
+    from linearize.fidelity.whole import output_difference
     from linearize.loading import check_device, load_converted
     from linearize.report.inputs import load_inputs, token_labels
-    from linearize.report.original import find_original, output_difference
+    from linearize.report.original import cut_notes, find_original
     from linearize.report.speed import check_lengths
 
     tell = listen or (lambda text: None)
@@ -116,8 +117,9 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
     notes = list(inputs.notes)
     left_out: list[str] = []
     original, missing = find_original(options.original, loaded, device)
+    notes += cut_notes(original, inputs.batches)
     tell(f"measuring on {inputs.description}")
-    fidelity = measure(loaded.model, inputs.batches)
+    fidelity = measure_layers(loaded.model, inputs.batches)
     spreads = measure_spread(loaded.model, inputs.batches)
     first = inputs.first(MAP_TOKENS)
     maps = _maps(loaded, first, left_out)
@@ -129,7 +131,7 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
             "else is the checkpoint's own: its layers computing softmax with the same weights."
         )
     else:
-        outputs = output_difference(original, loaded, inputs.batches)
+        outputs = output_difference(original.model, loaded.model, inputs.batches)
         if outputs is None:
             left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
     speeds = _speeds(options, loaded, notes, left_out, tell)

@@ -1,31 +1,14 @@
-"""The original model beside the converted one: found where it can be, and how far the whole outputs differ."""
+"""The original model beside the converted one: found where it can be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from linearize.errors import ConfigError, LinearizeError
+from linearize.errors import LinearizeError
+from linearize.fidelity.whole import check_original
 from linearize.loading import Loaded, load_model
-
-
-@dataclass(frozen=True)
-class OutputDifference:
-    """Whole models on the same inputs, at their last hidden states.
-
-    Attributes:
-        cosine: mean cosine of the two vectors of a token.
-        relative_error: norm of the difference over the norm of the original's states.
-        tokens: how many tokens were compared.
-    """
-
-    cosine: float
-    relative_error: float
-    tokens: int
 
 
 def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loaded | None, str | None]:
@@ -44,7 +27,7 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
         return None, "the checkpoint does not say what it was made from, and no --original was given"
     try:
         original = load_model(str(asked or named), device=device)
-        _check_kind(original, section["base_model_type"])
+        check_original(original.model, loaded.model, original.name)
     except LinearizeError as error:
         if asked is not None:
             raise
@@ -52,47 +35,16 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
     return original, None
 
 
-def _check_kind(original: Loaded, expected: str) -> None:
-    got = original.model.config.model_type
-    if got != expected:
-        raise ConfigError(
-            f"original {original.name!r}: got a model of type {got!r}, expected {expected!r}; give the model that the "
-            "checkpoint was made from"
-        )
-
-
-@torch.no_grad()
-def output_difference(
-    original: Loaded, converted: Loaded, batches: Sequence[Mapping[str, Tensor]]
-) -> OutputDifference | None:
-    """Compare last hidden states at all tokens that are no padding; None where the models give none.
-
-    Inputs are cut to what the original takes.
-    """
-    from linearize.fidelity.observe import run_body
+def cut_notes(original: Loaded | None, batches: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Say that whole outputs are compared on shorter texts than the rest, where the original takes no longer ones."""
     from linearize.surgery.positions import current_length
 
-    limit = current_length(original.model) if original.modality == "text" else None
-    device = next(converted.model.parameters()).device
-    cosine = error = power = 0.0
-    count = 0
-    for batch in batches:
-        inputs = {name: (value if limit is None else value[:, :limit]).to(device) for name, value in batch.items()}
-        first, second = (_states(run_body(side.model, inputs)) for side in (original, converted))
-        if first is None or second is None or first.shape != second.shape:
-            return None
-        mask = inputs.get("attention_mask")
-        keep = torch.ones(first.shape[:2], dtype=torch.bool, device=device) if mask is None else mask.bool()
-        one, two = first.double()[keep], second.double()[keep]
-        cosine += float(torch.nn.functional.cosine_similarity(one, two, dim=-1).sum())
-        error += float((one - two).square().sum())
-        power += float(one.square().sum())
-        count += len(one)
-    if not count:
-        return None
-    return OutputDifference(cosine / count, (error / max(power, 1e-30)) ** 0.5, count)
-
-
-def _states(output: Any) -> Tensor | None:
-    states = getattr(output, "last_hidden_state", None)
-    return states if torch.is_tensor(states) and states.ndim == 3 else None
+    if original is None or original.modality != "text":
+        return []
+    limit, length = current_length(original.model), max(batch["input_ids"].shape[1] for batch in batches)
+    if limit is None or length <= limit:
+        return []
+    return [
+        f"Whole outputs were compared on the first {limit:,} tokens of an input, the most that the original takes; "
+        f"everything else on up to {length:,}."
+    ]

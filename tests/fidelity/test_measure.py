@@ -1,12 +1,14 @@
 """The figures of a layer equal those of written-out matrices, and padding counts nothing."""
 
+import json
+
 import pytest
 import torch
-from tiny import converted, inputs_of
+from tiny import converted, inputs_of, original
 
 from linearize.attention.interface import linear_attentions
-from linearize.errors import DataError
-from linearize.fidelity import measure
+from linearize.errors import ConfigError, DataError
+from linearize.fidelity import measure, measure_layers
 from linearize.fidelity.observe import observed, run_body
 
 
@@ -47,7 +49,7 @@ def written_out(model, batch, kernel_of):
 def test_figures_equal_written_out_matrices(name, kernel):
     model = converted(name, kernel=kernel)
     batch = inputs_of(model)
-    layer = measure(model, [batch]).layers[0]
+    layer = measure_layers(model, [batch]).layers[0]
     for figure, value in written_out(model, batch, kernel).items():
         assert getattr(layer, figure) == pytest.approx(value, rel=2e-4, abs=1e-6), figure
     assert layer.kernel == kernel
@@ -58,10 +60,10 @@ def test_figures_equal_written_out_matrices(name, kernel):
 def test_padding_counts_nothing():
     model = converted("bert")
     batch = inputs_of(model)
-    figures = measure(model, [batch])
+    figures = measure_layers(model, [batch])
     assert figures.queries == int(batch["attention_mask"].sum())
     longer = {k: torch.cat([v, torch.zeros(3, 5, dtype=v.dtype)], dim=1) for k, v in batch.items()}
-    again = measure(model, [longer])
+    again = measure_layers(model, [longer])
     assert again.queries == figures.queries
     for one, two in zip(figures.layers, again.layers, strict=True):
         assert one.kl == pytest.approx(two.kl, rel=1e-4)
@@ -70,11 +72,35 @@ def test_padding_counts_nothing():
 
 def test_measuring_leaves_the_model_as_it_was():
     model = converted("bert").train()
-    measure(model, [inputs_of(model)])
+    measure_layers(model, [inputs_of(model)])
     assert model.training
     assert all(layer.observer is None for layer in linear_attentions(model).values())
 
 
 def test_nothing_to_measure_on_is_an_error():
     with pytest.raises(DataError, match="no batch"):
-        measure(converted("bert"), [])
+        measure_layers(converted("bert"), [])
+
+
+def test_the_original_is_compared_with_whole_outputs():
+    model, first, batch = converted("bert"), original("bert").train(), inputs_of(converted("bert"))
+    found = measure(first, model, iter([batch]))
+    assert first.training and not model.training
+    assert found.layers == measure(None, model, [batch]).layers == measure_layers(model, [batch]).layers
+    with torch.no_grad():
+        one, two = (run_body(m.eval(), batch).last_hidden_state for m in (first, model))
+    keep = batch["attention_mask"].bool()
+    cosine = torch.nn.functional.cosine_similarity(one, two, dim=-1)[keep].mean()
+    assert found.outputs.cosine == pytest.approx(float(cosine), abs=1e-5)
+    assert found.outputs.relative_error == pytest.approx(float((one - two)[keep].norm() / one[keep].norm()), rel=1e-4)
+    assert found.outputs.tokens == int(keep.sum()) == found.queries
+    assert json.loads(json.dumps(found.to_dict()))["outputs"]["tokens"] == found.queries
+    assert measure(None, model, [batch]).outputs is None
+
+
+def test_an_original_that_cannot_be_it_is_refused():
+    model = converted("bert")
+    with pytest.raises(ConfigError, match="got a converted model"):
+        measure(model, model, [inputs_of(model)])
+    with pytest.raises(ConfigError, match="got a model of type 'gpt2', expected 'bert'"):
+        measure(original("gpt2"), model, [inputs_of(model)])

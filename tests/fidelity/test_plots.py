@@ -9,7 +9,7 @@ import torch
 from tiny import converted, inputs_of
 
 from linearize.errors import DataError
-from linearize.fidelity import measure, plots, plots_kernels, plots_maps
+from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
 from linearize.fidelity.maps import attention_maps, rank_correlation
 from linearize.fidelity.plots_style import layer_names, safe_label, to_png
 from linearize.fidelity.spread import RATIOS, measure_spread
@@ -79,7 +79,11 @@ def test_spread_equals_the_written_out_figures():
 def test_every_figure_draws(kernel):
     model = converted("bert", kernel=kernel)
     batch = one(model)
-    maps, spreads, fidelity = attention_maps(model, batch), measure_spread(model, [batch]), measure(model, [batch])
+    maps, spreads, fidelity = (
+        attention_maps(model, batch),
+        measure_spread(model, [batch]),
+        measure(None, model, [batch]),
+    )
     figures = [
         plots_maps.attention_grid(maps),
         plots_maps.head_map(maps[1], 3, ["$a", "b\n", "漢", "<s>", "e", "f", "g", "h" * 40, ""]),
@@ -148,6 +152,25 @@ def test_curves():
             empty([])
 
 
+def test_conversions_are_compared_by_figure_and_by_layer():
+    layers = [{"kl": 0.5, "output_error": 0.1}, {"kl": 0.25, "output_error": 0.3}]
+    rows = [
+        {"kl": 0.4, "output_error": 0.2, "speedup": 2.0, "layers": layers},
+        {"kl": None, "output_error": 0.1, "speedup": None, "layers": [{"kl": None, "output_error": 0.1}]},
+    ]
+    labels = {"kl": "KL", "output_error": "error", "speedup": "times faster"}
+    figure = plots_compare.compare_conversions(["a", "b"], rows, labels)
+    kl, error, faster, kl_layers, error_layers, empty = figure.axes
+    assert [axes.get_title(loc="left") for axes in (kl, error, faster)] == ["KL", "error", "times faster"]
+    assert [bar.get_width() for bar in kl.patches] == [0.4, 0.0] and kl.texts[1].get_text() == "-"
+    assert [line.get_ydata().tolist() for line in kl_layers.lines] == [[0.5, 0.25]]
+    assert [line.get_ydata().tolist() for line in error_layers.lines] == [[0.1, 0.3], [0.1]]
+    # A conversion has one colour everywhere.
+    assert error_layers.lines[1].get_color() == error.patches[1].get_facecolor() and not empty.axison
+    with pytest.raises(DataError, match="no conversion"):
+        plots_compare.compare_conversions([], [], labels)
+
+
 def test_names_and_labels():
     assert layer_names(["encoder.layer.0.attn", "encoder.layer.11.attn"]) == ["layer 0", "layer 11"]
     assert layer_names(["encoder.0", "decoder.0"]) == ["encoder.0", "decoder.0"]
@@ -156,8 +179,7 @@ def test_names_and_labels():
 
 
 def test_matplotlib_is_loaded_with_the_first_figure():
-    code = (
-        "import sys; import linearize.fidelity.plots, linearize.fidelity.plots_maps, linearize.fidelity.plots_kernels, "
-        "linearize.report.write, linearize.report.compare; sys.exit('matplotlib' in sys.modules)"
-    )
+    names = ["plots", "plots_maps", "plots_compare", "plots_kernels"]
+    modules = [*(f"linearize.fidelity.{name}" for name in names), "linearize.report.write", "linearize.report.compare"]
+    code = f"import sys; import {', '.join(modules)}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

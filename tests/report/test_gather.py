@@ -9,11 +9,11 @@ import torch
 from report_models import make_image, make_original, make_text, texts
 
 from linearize.errors import CheckpointError, ConfigError, DataError
+from linearize.fidelity.whole import output_difference
 from linearize.loading import load_model
 from linearize.report.compare import CompareOptions, compare_checkpoints
 from linearize.report.gather import ReportOptions, gather
 from linearize.report.inputs import InputOptions
-from linearize.report.original import output_difference
 from linearize.report.write import write_report
 
 
@@ -69,7 +69,7 @@ def test_without_the_original_it_says_what_is_left_out(made):
 
 
 def test_a_model_does_not_differ_from_itself(made):
-    one = load_model(str(made / "bert-original"))
+    one = load_model(str(made / "bert-original")).model
     batch = {"input_ids": torch.arange(12).reshape(2, 6), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
     batch["attention_mask"][1, 4:] = 0
     same = output_difference(one, one, [batch])
@@ -80,6 +80,14 @@ def test_long_inputs_are_cut_and_said(made):
     found = gather(options(made, "bert-hedgehog", max_length=500))
     assert "cut to 64 tokens" in found.notes[0]
     assert found.tokens[0] == "<s>" and found.tokens[1] == "$x^2$"
+
+
+def test_outputs_are_compared_on_what_the_original_takes(made, tmp_path):
+    make_original(tmp_path / "short", max_position_embeddings=16)
+    found = gather(options(made, "bert-hedgehog", original=str(tmp_path / "short"), max_length=64))
+    longest = max(found.fidelity.queries // 3, 1)
+    assert found.outputs.tokens == 3 * 16 and longest > 16
+    assert any("first 16 tokens of an input, the most that the original takes" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit", "bert-flexformer_n"])
@@ -148,6 +156,11 @@ def test_compare(made):
     assert [c.name for c in one.conversions] == ["bert-hedgehog", "bert-flexformer_n"]
     assert [c.kernels for c in one.conversions] == ["2 x hedgehog", "2 x flexformer_n"]
     assert one.conversions[0].parameters_added == 2 * 4 * (8 * 8 + 8)
+    assert [[layer["kernel"] for layer in c.layers] for c in one.conversions] == [
+        ["hedgehog"] * 2,
+        ["flexformer_n"] * 2,
+    ]
+    assert all(c.kl == pytest.approx(sum(layer["kl"] for layer in c.layers) / 2) for c in one.conversions)
     assert all(c.tokens == 32 and c.speedup > 0 and 0 < c.cosine < 1 + 1e-9 for c in one.conversions)
     with pytest.raises(ConfigError, match="two or more"):
         compare_checkpoints(CompareOptions(names[:1]))
