@@ -25,6 +25,7 @@ VERBS = {
     "push": "upload a converted checkpoint to the Hub",
     "report": "show a converted checkpoint: pictures, figures, one page",
     "compare": "show several conversions beside each other",
+    "bench": "measure speed and memory beside softmax",
     "demo": "convert a small real model here, without a network",
 }
 
@@ -32,6 +33,7 @@ EPILOG = """examples:
   linearize convert roberta-base --kernel hedgehog --max-length 4096
   linearize convert ./my-bert --kernel flexformer_n --dataset reviews.jsonl --dry-run
   linearize kernels hedgehog
+  linearize bench --kernel flexformer_n
   linearize demo
 
 linearize VERB --help explains a verb."""

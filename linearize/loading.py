@@ -107,6 +107,15 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     return Loaded(model, _load_processor(name, None, modality), modality, name)
 
 
+def model_type(name: str) -> str | None:
+    """Return the `model_type` in a checkpoint's config; that of converted ones is "linearize".
+
+    Raises:
+        CheckpointError: if the folder is no checkpoint or the Hub name cannot be reached.
+    """
+    return _read_config(name, None).get("model_type")
+
+
 def check_device(name: str) -> str:
     """Return a device that is there; "auto" takes the fastest.
 

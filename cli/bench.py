@@ -1,0 +1,201 @@
+"""Measure speed and memory, softmax (SDPA) beside linear attention: one attention, decoding, or a whole model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+EPILOG = """examples:
+  linearize bench --kernel flexformer_n --kernel hedgehog
+  linearize bench --causal --backward --lengths 4096 --dtype bfloat16
+  linearize bench --features-given --causal
+  linearize bench --decode --lengths 8192,32768
+  linearize bench bert-base --lengths 128,4096,16384
+  linearize bench ./roberta-base-hedgehog --json --plot speed.png
+
+Without MODEL one attention is measured, on made-up inputs. MODEL is a Hub name or a folder, converted or not;
+`bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and kernel run in turns in one
+process; memory is the peak above what was there before, on the CPU in a process of its own for each figure."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="measure a whole model: Hub name, folder, or bert-base")
+    add("--kernel", action="append", default=[], metavar="NAME", help="kernel; may be repeated (hedgehog)")
+    add("--kernel-arg", action="append", default=[], metavar="K=V", help="an argument of the kernel; may be repeated")
+    add("--window", type=int, metavar="W", help="softmax inside a window of W tokens, the kernel outside it")
+    add("--lengths", metavar="N,N", help="tokens (512,4096,16384; of a model 128,512,4096; contexts 8192,32768)")
+    what = parser.add_argument_group("what to measure")
+    add = what.add_argument
+    add("--causal", action="store_true", help="a query sees only keys up to its own position")
+    add("--backward", action="store_true", help="forward and backward")
+    add(
+        "--features-given",
+        type=int,
+        nargs="?",
+        const=128,
+        metavar="F",
+        help="the bare op on given features of size F, without a kernel's map (128)",
+    )
+    add("--decode", action="store_true", help="one token through all layers, --lengths being the context")
+    sizes = parser.add_argument_group("sizes of made-up inputs")
+    add = sizes.add_argument
+    add("--heads", type=int, default=12, metavar="H", help="heads (12)")
+    add("--head-dim", type=int, default=64, metavar="D", help="size of a head (64)")
+    add("--batch", type=int, default=1, metavar="B", help="sequences (1)")
+    add("--layers", type=int, metavar="L", help="layers to decode through, or of bert-base (12)")
+    run = parser.add_argument_group("how")
+    add = run.add_argument
+    add("--dtype", default="float32", metavar="T", help="float32, bfloat16 or float16 (float32)")
+    add("--device", default="cpu", metavar="D", help="cpu, cuda, cuda:1, mps or auto (cpu)")
+    add("--repeats", type=int, metavar="N", help="turns; by default 3 to 30, as many as take ten seconds")
+    add("--threads", type=int, metavar="N", help="threads of torch on the CPU; by default its own choice")
+    add("--no-memory", action="store_true", help="time only")
+    add("--plot", metavar="FILE.png", help="draw time and memory against length")
+    add("--json", action="store_true", help="print every figure as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    from linearize.bench.job import run_bench
+    from linearize.cli._output import console, print_json
+
+    options = options_from(args)
+    out = console(to_stderr=args.json)
+    progress = Progress(out)
+    try:
+        result = run_bench(options, progress)
+    finally:
+        progress.stop()
+    show(out, result)
+    if args.json:
+        print_json(result.to_dict())
+    return 0
+
+
+def options_from(args: argparse.Namespace) -> Any:
+    """Turn parsed arguments into `BenchOptions`.
+
+    Raises:
+        ConfigError: for options that do not go together, or text that cannot be read.
+    """
+    from linearize.bench.job import KERNEL, BenchOptions
+    from linearize.cli.convert import parse_pairs
+    from linearize.cli.report import parse_lengths
+
+    return BenchOptions(
+        suite=_suite(args),
+        model=args.model,
+        kernels=tuple(args.kernel) or (KERNEL,),
+        kernel_args=parse_pairs(args.kernel_arg),
+        window=args.window,
+        lengths=() if args.lengths is None else parse_lengths(args.lengths),
+        heads=args.heads,
+        head_dim=args.head_dim,
+        batch=args.batch,
+        layers=args.layers,
+        causal=args.causal,
+        backward=args.backward,
+        features=args.features_given,
+        dtype=args.dtype,
+        device=args.device,
+        repeats=args.repeats,
+        threads=args.threads,
+        memory=not args.no_memory,
+    )
+
+
+def _suite(args: argparse.Namespace) -> str:
+    """Choose what is measured, and refuse options that have no meaning there."""
+    from linearize.errors import ConfigError
+
+    chosen = "decode" if args.decode else "model" if args.model else "attention"
+    if args.decode and args.model:
+        raise ConfigError("bench: --decode measures made-up attentions; leave MODEL out")
+    only = {"causal": args.causal, "backward": args.backward, "features-given": args.features_given is not None}
+    wrong = [name for name, given in only.items() if given]
+    if chosen != "attention" and wrong:
+        raise ConfigError(
+            f"bench: --{wrong[0]} belongs to one attention; leave it out, or leave out MODEL and --decode"
+        )
+    return chosen
+
+
+class Progress:
+    """What is being measured: a turning sign on a terminal, plain lines elsewhere."""
+
+    def __init__(self, out: Any) -> None:
+        self.out = out
+        self.status: Any = None
+
+    def __call__(self, event: str, data: Any) -> None:
+        """Show an event."""
+        if event != "doing":
+            return
+        if not self.out.is_terminal:
+            self.out.print(f"... {data}", markup=False)
+            return
+        from rich.markup import escape
+
+        if self.status is None:
+            self.status = self.out.status("")
+            self.status.start()
+        self.status.update(escape(data))
+
+    def stop(self) -> None:
+        """Take the sign off the screen."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None
+
+
+def show(out: Any, result: Any) -> None:
+    """Print the tables and what they mean."""
+    from linearize.cli._output import table
+
+    by_what: dict[str, list[Any]] = {}
+    for row in result.rows:
+        by_what.setdefault(row.what, []).append(row)
+    for what, rows in by_what.items():
+        out.print(_table(table, what, rows))
+    for found in result.crossovers:
+        out.print(f"Faster than softmax from: {found.text} ({found.what})", markup=False)
+    machine = result.machine
+    peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
+    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
+    out.print(f"Noise: {result.noise.text}.", markup=False)
+
+
+SHOWN = {
+    "linear_share_of_bound": ("share of bound", "{:.0%}"),
+    "bound_speedup": ("at most", "{:.2f} x"),
+}
+"""Derived figures that the table shows; --json has all."""
+
+
+def _table(table: Any, what: str, rows: list[Any]) -> Any:
+    """One line per length: seconds (and their spread) of each side, the ratio, memory of each side."""
+    first = rows[0]
+    remembered = [name for name in first.sides if any(row.memory(name) is not None for row in rows)]
+    derived = [key for key in SHOWN if any(row.figures.get(key) is not None for row in rows)]
+    columns = ["tokens", *(f"{name}, s" for name in first.sides), "faster", *(SHOWN[key][0] for key in derived)]
+    columns += [f"{name}, MiB" for name in remembered]
+    cells = []
+    for row in rows:
+        line = [f"{row.tokens:,}", *(_seconds(side) for side in row.sides.values())]
+        line.append("-" if row.speedup is None else f"{row.speedup:.2f} x")
+        for key in derived:
+            value = row.figures.get(key)
+            line.append("-" if value is None else SHOWN[key][1].format(value))
+        for name in remembered:
+            taken = row.memory(name)
+            line.append("-" if taken is None else f"{taken / 2**20:,.1f}")
+        cells.append(line)
+    return table(f"{what}: medians (spread)", columns, cells, right=tuple(range(len(columns))))
+
+
+def _seconds(side: Any) -> str:
+    if side.timing is None:
+        return side.problem or "-"
+    return f"{side.timing.seconds:.4g} ({side.timing.spread:.0%})"

@@ -1,0 +1,180 @@
+"""The attention of one layer on made-up inputs: softmax through SDPA beside a kernel, or beside the bare op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linearize.attention.mixer import HeadShape, Mixer, build_mixer
+from linearize.bench.machine import DTYPES
+from linearize.bench.rows import Row, quotient
+from linearize.bench.suites import Suite
+from linearize.bench.timing import Call
+from linearize.errors import ConfigError
+from linearize.ops import bidirectional_attention, causal_attention
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes and kernel of a made-up attention.
+
+    Attributes:
+        kernel: name of the kernel.
+        kernel_args: its arguments.
+        window: tokens of a softmax window joined to it, or None.
+        heads: heads H, of queries, keys and values alike.
+        head_dim: size D of a head.
+        batch: sequences B.
+        dtype: type of the inputs.
+        device: where it runs.
+    """
+
+    kernel: str = "hedgehog"
+    kernel_args: Mapping[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    heads: int = 12
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def mixer(self, *, causal: bool) -> Mixer:
+        """Build the kernel's mixer with its starting values.
+
+        Raises:
+            ConfigError: if the kernel does not fit these sizes.
+        """
+        mixer = self.empty_mixer(causal=causal)
+        mixer.reset_parameters(torch.Generator().manual_seed(0))
+        return mixer.eval().to(self.device)
+
+    def empty_mixer(self, *, causal: bool) -> Mixer:
+        """Build it without values."""
+        shape = HeadShape(self.heads, self.heads, self.head_dim, self.head_dim, causal)
+        return build_mixer(self.kernel, self.kernel_args, shape, self.window)
+
+    def draw(self, tokens: int, size: int | None = None, *, seed: int = 0) -> Tensor:
+        """Make up normal numbers [B, H, T, D], or of another size than D."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.batch, self.heads, tokens, size or self.head_dim)
+        return torch.randn(shape, generator=generator).to(self.device, DTYPES[self.dtype])
+
+    def check_sizes(self) -> None:
+        """Refuse sizes that are none.
+
+        Raises:
+            ConfigError: naming the size.
+        """
+        for name, value in (("batch", self.batch), ("heads", self.heads), ("head-dim", self.head_dim)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
+                raise ConfigError(f"{name}: got {value!r}, expected a whole number from 1 to 65536")
+
+
+@dataclass(frozen=True)
+class AttentionSuite(Suite):
+    """One attention.
+
+    Attributes:
+        sizes: of the attention, and the kernel.
+        causal: whether a query sees only keys up to its own position.
+        backward: whether the gradients are taken too, of inputs and kernel parameters.
+        features: F of given features, so that the bare op is measured without the kernel's map; None: with the map.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    sizes: AttentionSizes = field(default_factory=AttentionSizes)
+    causal: bool = False
+    backward: bool = False
+    features: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sizes, dict):
+            object.__setattr__(self, "sizes", AttentionSizes(**self.sizes))
+
+    @property
+    def device(self) -> str:
+        """See `Suite`."""
+        return self.sizes.device
+
+    @property
+    def what(self) -> str:
+        """See `Suite`."""
+        kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.kernel_args.items())
+        if self.sizes.window is not None:
+            kernel += f" window={self.sizes.window}"
+        means = kernel if self.features is None else f"given features of size {self.features}"
+        direction = "causal" if self.causal else "bidirectional"
+        passes = "forward and backward" if self.backward else "forward"
+        return f"{means}, {direction}, {passes}, {self.sizes.dtype}"
+
+    def check(self) -> None:
+        """See `Suite`."""
+        self.sizes.check_sizes()
+        if self.features is None:
+            self.sizes.mixer(causal=self.causal)
+        elif not 1 <= self.features <= 65536:
+            raise ConfigError(f"features: got {self.features}, expected a whole number from 1 to 65536")
+
+    def prepare(self, side: str, tokens: int) -> Call:
+        """See `Suite`."""
+        q, k, v = (self.sizes.draw(tokens, seed=seed) for seed in range(3))
+        if side == "softmax":
+            return self._call(partial(F.scaled_dot_product_attention, is_causal=self.causal), [q, k, v], [])
+        if self.features is not None:
+            phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
+            op: Any = causal_attention if self.causal else bidirectional_attention
+            return self._call(op, [phi_q, phi_k, v], [])
+        mixer = self.sizes.mixer(causal=self.causal)
+        scaling = self.sizes.head_dim**-0.5
+        return self._call(lambda *qkv: mixer(*qkv, scaling=scaling)[0], [q, k, v], list(mixer.parameters()))
+
+    def _call(self, attend: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> Call:
+        if not self.backward:
+            return torch.no_grad()(lambda: attend(*inputs))
+        wanted = [x.requires_grad_() for x in [*inputs, *parameters]]
+        gradient = torch.ones_like(inputs[2])
+
+        def both() -> Any:
+            return torch.autograd.grad(attend(*inputs), wanted, gradient, allow_unused=True)
+
+        return both
+
+    def products(self, side: str, tokens: int) -> float | None:
+        """Count floating-point operations of the matrix products; None for mixers without features.
+
+        Softmax's two products, halved where causal. The linear form's two with one column more for the denominator,
+        and the products of the map with its per-head matrices [H, F, D] for queries and keys. The backward pass counts
+        twice the forward one.
+        """
+        size, passes = self.sizes.head_dim, 3.0 if self.backward else 1.0
+        rows = 2.0 * self.sizes.batch * self.sizes.heads * tokens * passes
+        if side == "softmax":
+            return rows * 2 * size * tokens * (0.5 if self.causal else 1.0)
+        features, projected = self.features, 0
+        if features is None:
+            with torch.device("meta"):
+                mixer = self.sizes.empty_mixer(causal=self.causal)
+            if mixer.info.feature_dim is None:
+                return None
+            features = mixer.info.feature_dim(mixer.config, size)
+            matrices = [*mixer.parameters(), *mixer.buffers()]
+            projected = sum(m.shape[1] for m in matrices if m.ndim == 3 and m.shape[2] == size)
+            projected *= 2 if getattr(mixer.config, "tied", True) else 1
+        return rows * (2 * features * (size + 1) + projected * size)
+
+    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
+        """See `Suite`: share of the machine's matrix products per second that each side reaches."""
+        found: dict[str, float | None] = {}
+        for side in self.sides:
+            products = self.products(side, row.tokens)
+            least = None if products is None or not rate else products / rate
+            found[f"{side}_operations"] = products
+            found[f"{side}_share_of_bound"] = quotient(least, row.seconds(side))
+        return found

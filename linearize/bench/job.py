@@ -1,0 +1,183 @@
+"""The whole measurement: options in, rows out. The command line calls this and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from linearize.bench.attention import AttentionSizes, AttentionSuite
+from linearize.bench.decode import DecodeSuite
+from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe
+from linearize.bench.models import BERT_BASE, BenchModel
+from linearize.bench.rows import Crossover, Row, crossovers
+from linearize.bench.suites import Suite, check_lengths, measure, threads
+from linearize.bench.whole_model import ModelSuite
+from linearize.errors import ConfigError, unknown_name
+
+LENGTHS = {
+    "attention": (512, 4096, 16384),
+    "decode": (8192, 32768),
+    "model": (128, 512, 4096),
+}
+"""What is measured, and at which lengths unless asked otherwise."""
+
+KERNEL = "hedgehog"
+
+Tell = Callable[[str, Any], None]
+"""Called with an event's name and its data: "doing" (text), "row" (Row)."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What a user may ask for.
+
+    Attributes:
+        suite: one of `LENGTHS`.
+        model: Hub name or folder, or `BERT_BASE`, for whole models.
+        kernels: names of kernels, measured one after the other.
+        kernel_args: their arguments.
+        window: tokens of a softmax window joined to them, or None.
+        lengths: tokens; empty: the suite's own.
+        heads: of a made-up attention.
+        head_dim: its size of a head.
+        batch: sequences per input.
+        layers: layers to decode through, or of `BERT_BASE`; None: 12.
+        causal: whether a query sees only keys up to its own position.
+        backward: whether gradients are taken too.
+        features: F of given features, which leaves the kernel's map out; None: with the map.
+        dtype: type of the numbers.
+        device: where to measure, or "auto".
+        repeats: turns; None: chosen from how long they take.
+        threads: of torch on the CPU; None: its own choice.
+        memory: whether peak memory is measured.
+    """
+
+    suite: str = "attention"
+    model: str | None = None
+    kernels: tuple[str, ...] = (KERNEL,)
+    kernel_args: Mapping[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    lengths: tuple[int, ...] = ()
+    heads: int = 12
+    head_dim: int = 64
+    batch: int = 1
+    layers: int | None = None
+    causal: bool = False
+    backward: bool = False
+    features: int | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    repeats: int | None = None
+    threads: int | None = None
+    memory: bool = True
+
+
+@dataclass
+class BenchResult:
+    """What was measured.
+
+    Attributes:
+        machine: on what.
+        noise: how quiet it was.
+        rows: one per kernel and length.
+        crossovers: from which length on the kernel is faster.
+    """
+
+    machine: Machine
+    noise: Noise
+    rows: list[Row]
+    crossovers: list[Crossover]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "machine": self.machine.to_dict(),
+            "noise": self.noise.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "crossovers": [asdict(found) for found in self.crossovers],
+        }
+
+
+def run_bench(options: BenchOptions, tell: Tell | None = None) -> BenchResult:
+    """Measure one suite for every kernel and length.
+
+    Args:
+        options: what to measure.
+        tell: told what happens.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can mend, before anything is measured.
+    """
+    options = checked(options)
+    lengths = check_lengths(options.lengths or LENGTHS[options.suite])
+    with threads(options.threads):
+        for suite in make_suites(options, lengths[-1]):
+            suite.check()
+        tasks = ((suite, tokens) for suite in make_suites(options, lengths[-1]) for tokens in lengths)
+        machine, noise, rows = run_tasks(tasks, options, tell or (lambda name, data: None))
+    return BenchResult(machine, noise, rows, crossovers(rows))
+
+
+def checked(options: BenchOptions) -> BenchOptions:
+    """Check what does not depend on the suite, and name the device.
+
+    Raises:
+        ConfigError: for an unknown suite, a device that is not there, a type that it lacks, a wrong number.
+    """
+    from linearize.loading import check_device
+
+    if options.suite not in LENGTHS:
+        raise unknown_name("suite", options.suite, LENGTHS)
+    for name in ("repeats", "threads", "batch", "heads", "head_dim", "layers"):
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536):
+            raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected a whole number from 1 to 65536")
+    if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
+        raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
+    device = check_device(options.device)
+    return replace(options, device=device, dtype=check_dtype(options.dtype, device))
+
+
+def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
+    """Make the suites one by one, so that no model is kept longer than it is measured."""
+    # Where the features are given, no kernel is looked at.
+    kernels = options.kernels[:1] if options.features is not None else options.kernels
+    for kernel in kernels:
+        yield _suite(options, kernel, longest)
+
+
+def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
+    named: dict[str, Any] = {
+        "kernel": kernel,
+        "kernel_args": dict(options.kernel_args),
+        "window": options.window,
+        "batch": options.batch,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    if options.suite == "model":
+        model = BenchModel(options.model or BERT_BASE, layers=options.layers, longest=longest, **named)
+        return ModelSuite(model)
+    sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
+    if options.suite == "decode":
+        return DecodeSuite(sizes, options.layers or 12)
+    return AttentionSuite(sizes, options.causal, options.backward, options.features)
+
+
+def run_tasks(
+    tasks: Iterator[tuple[Suite, int]] | Sequence[tuple[Suite, int]], options: BenchOptions, tell: Tell
+) -> tuple[Machine, Noise, list[Row]]:
+    """Measure suites at lengths, and the machine before, between and after."""
+    tell("doing", "measuring the machine")
+    machine = describe(options.device, options.dtype)
+    listener = Listener(options.device)
+    listener.probe()
+    rows = []
+    for suite, tokens in tasks:
+        tell("doing", f"{suite.what}, {tokens:,} tokens")
+        row = measure(suite, tokens, rate=machine.peak, repeats=options.repeats, memory=options.memory)
+        tell("row", row)
+        rows.append(row)
+        listener.probe()
+    return machine, listener.stop(), rows

@@ -1,0 +1,142 @@
+"""What is measured: one row per length, one side per way of doing it; and where one way overtakes the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from linearize.bench.timing import Timing
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way of doing it.
+
+    Attributes:
+        timing: None where it did not run.
+        bytes: peak memory above what was there before, or None where it was not measured.
+        problem: why it did not run, such as "out of memory".
+    """
+
+    timing: Timing | None = None
+    bytes: int | None = None
+    problem: str | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Median time of a call."""
+        return None if self.timing is None else self.timing.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        timing = self.timing
+        return {
+            "seconds": None if timing is None else timing.seconds,
+            "spread": None if timing is None else timing.spread,
+            "repeats": None if timing is None else timing.repeats,
+            "bytes": self.bytes,
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One length.
+
+    Attributes:
+        suite: what kind of measurement.
+        what: the same with kernel, direction and type, for people.
+        tokens: length of the input; of the context, where one token is decoded.
+        pair: names of the two sides that are compared: the reference, and ours.
+        sides: all that were measured, by name.
+        figures: what follows from them, by name.
+    """
+
+    suite: str
+    what: str
+    tokens: int
+    pair: tuple[str, str]
+    sides: Mapping[str, Side]
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float | None:
+        """The reference's time over ours; None where one of them did not run."""
+        return self.times(self.pair[0])
+
+    def times(self, side: str, over: str | None = None) -> float | None:
+        """Return a side's time over another's (ours, unless named)."""
+        return quotient(self.seconds(side), self.seconds(over or self.pair[1]))
+
+    def seconds(self, side: str) -> float | None:
+        """Return a side's median time, or None."""
+        return self.sides[side].seconds if side in self.sides else None
+
+    def memory(self, side: str) -> int | None:
+        """Return a side's peak memory in bytes, or None."""
+        return self.sides[side].bytes if side in self.sides else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        reference, ours = self.pair
+        return {
+            "suite": self.suite,
+            "what": self.what,
+            "tokens": self.tokens,
+            "reference": reference,
+            "ours": ours,
+            "speedup": self.speedup,
+            "memory_ratio": quotient(self.memory(reference), self.memory(ours)),
+            "sides": {name: side.to_dict() for name, side in self.sides.items()},
+            "figures": dict(self.figures),
+        }
+
+
+def quotient(one: float | None, other: float | None) -> float | None:
+    """Divide; None where either is missing or the divisor is zero."""
+    return None if one is None or not other else one / other
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From which length on ours is the faster one.
+
+    Attributes:
+        what: of which measurement.
+        tokens: the length, interpolated; None where it lies outside the measured ones.
+        text: for people: "about 1,234 tokens", "below 512", "above 16,384", "not measured".
+    """
+
+    what: str
+    tokens: float | None
+    text: str
+
+
+def crossover(what: str, speedups: Mapping[int, float | None]) -> Crossover:
+    """Find the length at which the speedup passes 1 for the last time, on straight lines of log speedup on log length.
+
+    Args:
+        what: of which measurement.
+        speedups: by length; None where a side did not run.
+    """
+    points = sorted((tokens, ratio) for tokens, ratio in speedups.items() if ratio is not None and ratio > 0)
+    if not points:
+        return Crossover(what, None, "not measured")
+    if points[-1][1] < 1:
+        return Crossover(what, None, f"above {points[-1][0]:,}")
+    for (short, before), (long, after) in zip(reversed(points[:-1]), reversed(points[1:]), strict=True):
+        if before < 1 <= after:
+            share = -math.log(before) / (math.log(after) - math.log(before))
+            tokens = short * (long / short) ** share
+            return Crossover(what, tokens, f"about {tokens:,.0f} tokens")
+    return Crossover(what, None, f"below {points[0][0]:,}")
+
+
+def crossovers(rows: Sequence[Row]) -> list[Crossover]:
+    """Find them for every kind of measurement that has rows of more than one length."""
+    found: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        found.setdefault(row.what, {})[row.tokens] = row.speedup
+    return [crossover(what, speedups) for what, speedups in found.items() if len(speedups) > 1]

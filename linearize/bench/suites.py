@@ -1,0 +1,200 @@
+"""Measure a suite at one length: memory of each side in a process of its own first, then all sides in turns."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from linearize.bench.memory import (
+    OUT_OF_MEMORY,
+    NoRoomError,
+    in_fresh_process,
+    is_out_of_memory,
+    limit_memory,
+    peak,
+    start_peak,
+)
+from linearize.bench.rows import Row, Side
+from linearize.bench.timing import Call, Timing, in_turns
+from linearize.errors import ConfigError
+
+WARM_UP = 8
+"""Tokens of the call that a fresh process makes before it is measured."""
+
+
+@dataclass(frozen=True)
+class Suite(abc.ABC):
+    """Something that can be done in several ways, at any length. Its fields are plain data.
+
+    Attributes:
+        name: of the kind.
+        sides: the ways.
+        pair: the two of them that are compared: the reference, and ours.
+        remembered: the ways whose memory is measured.
+        holds: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
+    """
+
+    name: ClassVar[str]
+    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    pair: ClassVar[tuple[str, str]] = ("softmax", "linear")
+    remembered: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    holds: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def what(self) -> str:
+        """Say what is measured, with all that tells it from another suite."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> str:
+        """Where it runs."""
+
+    @abc.abstractmethod
+    def prepare(self, side: str, tokens: int) -> Call:
+        """Make the inputs and return the call."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Refuse what cannot be measured before anything is.
+
+        Raises:
+            LinearizeError: one of its children.
+        """
+
+    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
+        """Derive further figures of a row; `rate` is the machine's operations per second."""
+        return {}
+
+
+def suite_kinds() -> dict[str, type[Suite]]:
+    """Return the suites by name."""
+    from linearize.bench.attention import AttentionSuite
+    from linearize.bench.decode import DecodeSuite
+    from linearize.bench.whole_model import ModelSuite
+
+    return {kind.name: kind for kind in (AttentionSuite, DecodeSuite, ModelSuite)}
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return lengths ascending, each once.
+
+    Raises:
+        ConfigError: if there is none, or one is no length.
+    """
+    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
+    if bad or not lengths:
+        got = repr(bad[0]) if bad else "none"
+        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
+    return sorted(set(lengths))
+
+
+def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = None, memory: bool = True) -> Row:
+    """Measure all sides of a suite at one length.
+
+    Args:
+        suite: what to measure.
+        tokens: the length.
+        rate: the machine's operations per second.
+        repeats: turns; None: chosen from how long they take.
+        memory: whether peak memory is measured too.
+
+    Raises:
+        LinearizeError: if a side fails, other than by memory that runs out: that is a result.
+    """
+    taken = {name: _memory(suite, name, tokens) for name in suite.remembered} if memory else {}
+    calls: dict[str, Call] = {}
+    sides: dict[str, Side] = {}
+    for name in suite.sides:
+        sides[name] = taken.get(name, Side())
+        if sides[name].problem is None:
+            call = _prepared(suite, name, tokens)
+            if call is None:
+                sides[name] = Side(problem=OUT_OF_MEMORY)
+            else:
+                calls[name] = call
+    times = in_turns(calls, repeats) if calls else {}
+    for name, values in times.items():
+        sides[name] = Side(Timing.of(values), sides[name].bytes)
+    calls.clear()
+    gc.collect()
+    row = Row(suite.name, suite.what, tokens, suite.pair, sides)
+    return Row(suite.name, suite.what, tokens, suite.pair, sides, suite.figures(row, rate))
+
+
+def _prepared(suite: Suite, side: str, tokens: int) -> Call | None:
+    """Prepare a side and call it once; None where memory runs out."""
+    try:
+        call = suite.prepare(side, tokens)
+        call()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
+    return call
+
+
+def _memory(suite: Suite, side: str, tokens: int) -> Side:
+    """Measure the peak memory of one side: here on a GPU, in a fresh process on the CPU."""
+    request = {"suite": suite.name, "fields": asdict(suite), "side": side, "tokens": tokens}
+    try:
+        if suite.device == "cpu":
+            return Side(bytes=in_fresh_process(measure_memory, request | {"threads": torch.get_num_threads()}))
+        if suite.device.startswith("cuda"):
+            return Side(bytes=_on_gpu(suite, side, tokens))
+    except (NoRoomError, RuntimeError) as error:
+        if not isinstance(error, NoRoomError) and not is_out_of_memory(error):
+            raise
+        return Side(problem=OUT_OF_MEMORY)
+    return Side()
+
+
+def measure_memory(request: dict[str, Any]) -> int:
+    """Body of the fresh process: a short call, then the measured one; bytes that it added to the peak."""
+    torch.set_num_threads(request["threads"])
+    suite = suite_kinds()[request["suite"]](**request["fields"])
+    side, tokens = request["side"], request["tokens"]
+    suite.prepare(side, WARM_UP)()
+    limit_memory()
+    gc.collect()
+    before = start_peak()
+    call = suite.prepare(side, tokens)
+    if not suite.holds:
+        before = start_peak()
+    call()
+    return max(0, peak() - before)
+
+
+def _on_gpu(suite: Suite, side: str, tokens: int) -> int:
+    suite.prepare(side, WARM_UP)()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    call = suite.prepare(side, tokens)
+    if not suite.holds:
+        before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.max_memory_allocated() - before)
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads while the block runs; None: as many as before."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)

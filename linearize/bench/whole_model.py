@@ -1,0 +1,63 @@
+"""The forward of a whole model: softmax through SDPA, kernels, and no attention at all, which bounds the gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from linearize.bench.models import BERT_BASE, BenchModel, values_only
+from linearize.bench.rows import Row
+from linearize.bench.suites import Suite
+from linearize.bench.timing import Call
+
+
+@dataclass(frozen=True)
+class ModelSuite(Suite):
+    """One forward of a text model.
+
+    Attributes:
+        model: the model and its kernel.
+    """
+
+    name: ClassVar[str] = "model"
+    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
+
+    model: BenchModel = field(default_factory=BenchModel)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, dict):
+            object.__setattr__(self, "model", BenchModel(**self.model))
+
+    @property
+    def device(self) -> str:
+        """See `Suite`."""
+        return self.model.device
+
+    @property
+    def what(self) -> str:
+        """See `Suite`."""
+        return f"{describe(self.model)}, forward, {self.model.dtype}"
+
+    def check(self) -> None:
+        """See `Suite`."""
+        _ = self.model.linear
+
+    def prepare(self, side: str, tokens: int) -> Call:
+        """See `Suite`."""
+        if side == "softmax":
+            return self.model.softmax_forward(tokens)
+        if side == "linear":
+            return self.model.linear_forward(tokens)
+        return self.model.observed_forward(tokens, values_only)
+
+    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
+        """See `Suite`: how much faster the model could get at most."""
+        return {"bound_speedup": row.times("softmax", over="no attention")}
+
+
+def describe(model: BenchModel) -> str:
+    """Name a model and its kernel."""
+    if model.converted:
+        return model.model
+    sizes = f"{model.model} sizes, {model.layers or 12} layers" if model.model == BERT_BASE else model.model
+    return f"{sizes}, {model.kernel}"
