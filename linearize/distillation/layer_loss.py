@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from linearize.attention.layer import LinearAttention
+from linearize.distillation.blocks import cross_entropy_
 from linearize.distillation.config import DistillConfig
-from linearize.distillation.losses import Targets, output_loss, weights_loss
+from linearize.distillation.features import LayerFeatures
+from linearize.distillation.losses import output_loss
+from linearize.distillation.targets import Targets
 from linearize.errors import ConfigError
 from linearize.fidelity.observe import has_rows, softmax_output
 
@@ -48,35 +50,37 @@ class LayerLoss:
 
     def add(self, targets: Targets, v: Tensor, *, train: bool, sample: Tensor | None) -> None:
         """Add a batch; with `train` also its gradient (of the sum) to the kernel's parameters."""
-        with torch.autocast(device_type=v.device.type, enabled=False), torch.set_grad_enabled(train):
-            loss = self._loss(targets, v, sample)
-        if train and loss.requires_grad:
-            loss.backward()
-        self.total += float(loss.detach())
-        shown = targets if sample is None else _sampled(targets, sample)
+        with torch.autocast(device_type=v.device.type, enabled=False):
+            if self.weights:
+                self.total += self.weights * float(self._weights(targets, train, sample))
+            if self.output:
+                self.total += self.output * float(self._output(targets, v, train, sample))
+        shown = targets if sample is None else targets.sampled(sample)
         self.count += shown.size()
 
-    def _loss(self, targets: Targets, v: Tensor, sample: Tensor | None) -> Tensor:
-        q, k, mask, scaling = targets.q, targets.k, targets.key_padding_mask, targets.scaling
-        loss = torch.zeros((), device=q.device)
-        if self.weights:
-            mixer: Any = self.layer.mixer
-            phi_q, phi_k, log_scale = mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
-            shown = targets
-            if sample is not None:
-                phi_q, shown = phi_q[:, :, sample], _sampled(targets, sample)
-            loss = loss + self.weights * weights_loss(phi_q, phi_k, log_scale, shown, negative_penalty=self.penalty)
-        if self.output:
-            out = self.layer(q, k, v, mask, scaling)
-            target = softmax_output(self.layer, q, k, v, mask, scaling)
-            if sample is not None:
-                out, target, targets = out[:, :, sample], target[:, :, sample], _sampled(targets, sample)
-            loss = loss + self.output * output_loss(out, target, targets)
+    def _weights(self, targets: Targets, train: bool, sample: Tensor | None) -> Tensor:
+        """Return the cross-entropy of the weights; nothing but the features is ever held for all tokens."""
+        features = LayerFeatures(self.layer, targets, sample)
+        with torch.no_grad():
+            phi_q, phi_k, log_scale = features.whole()
+            shown = targets if sample is None else targets.sampled(sample)
+            loss = cross_entropy_(phi_q, phi_k, log_scale, shown, self.penalty, gradient=train)
+        if train:
+            features.backward(self.weights, phi_q, phi_k, log_scale)
         return loss
 
-
-def _sampled(targets: Targets, positions: Tensor) -> Targets:
-    return targets._replace(q=targets.q[:, :, positions], positions=positions)
+    def _output(self, targets: Targets, v: Tensor, train: bool, sample: Tensor | None) -> Tensor:
+        """Return the squared error of the outputs."""
+        q, k, _, _, mask, _ = targets
+        with torch.set_grad_enabled(train):
+            out = self.layer(q, k, v, mask, targets.scaling)
+            target = softmax_output(self.layer, q, k, v, mask, targets.scaling)
+            if sample is not None:
+                out, target, targets = out[:, :, sample], target[:, :, sample], targets.sampled(sample)
+            loss = output_loss(out, target, targets)
+            if train and loss.requires_grad:
+                (self.output * loss).backward()
+        return loss.detach()
 
 
 def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> LayerLoss:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.layer_loss import LayerLoss
-from linearize.distillation.losses import Targets
+from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
 from linearize.fidelity.observe import observed, run_body
 

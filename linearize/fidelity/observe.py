@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.redirect import REDIRECTED
-from linearize.fidelity.rows import group, row_blocks, softmax_rows
+from linearize.fidelity.rows import pieces, put, take
 
 
 @contextlib.contextmanager
@@ -56,8 +57,19 @@ def has_rows(layer: LinearAttention) -> bool:
 def softmax_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Return softmax's head outputs [B, H, T, V] in fp32, in blocks of rows: memory linear in T."""
-    queries = group(q, k.shape[1])
-    blocks = row_blocks(q, k, causal=layer.shape.causal, key_padding_mask=mask)
-    parts = [softmax_rows(queries, k, rows, scaling) @ v[:, :, None, : rows.seen].float() for rows in blocks]
-    return torch.cat(parts, dim=3).flatten(1, 2)
+    """Return softmax's head outputs [B, H, T, V] in fp32, 0 where padded: memory linear in T, even under a mask."""
+    out = v.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
+    for batch, tokens in pieces(mask):
+        one, two, three = (take(x, batch, tokens).float() for x in (q, k, v))
+        found = nnf.scaled_dot_product_attention(
+            one,
+            two,
+            three,
+            is_causal=layer.shape.causal,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        if batch is None:
+            return found
+        put(out, batch, tokens, found)
+    return out

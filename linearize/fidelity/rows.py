@@ -13,8 +13,8 @@ from torch import Tensor
 
 from linearize.ops.state import FLOOR
 
-BLOCK_NUMBERS = 1 << 21
-"""Numbers in one block of one matrix (8 MiB of fp32): small enough to stay cheap, large enough to be fast."""
+BLOCK_NUMBERS = 1 << 19
+"""Numbers in one block of one matrix (2 MiB of fp32): small enough to stay in the cache, large enough to be fast."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,36 @@ def kernel_rows(phi_q: Tensor, phi_k: Tensor, log_scale: Tensor | None, rows: Ro
     if rows.visible is not None:
         scale = scale.masked_fill(~rows.visible, FLOOR)
     return products, (scale - scale.amax(dim=-1, keepdim=True)).clamp(min=FLOOR)
+
+
+def pieces(key_padding_mask: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Sort a batch by its padding, so that padded tokens can be left out and cost nothing.
+
+    Args:
+        key_padding_mask: [B, T], true where there is a token, or None.
+
+    Yields:
+        Batch entries [b] that have the same tokens, and those tokens [S], ascending. Both None: all of all.
+    """
+    if key_padding_mask is None or bool(key_padding_mask.all()):
+        yield None, None
+        return
+    kinds, kind = torch.unique(key_padding_mask.bool(), dim=0, return_inverse=True)
+    for number, real in enumerate(kinds):
+        yield (kind == number).nonzero()[:, 0], real.nonzero()[:, 0]
+
+
+def take(x: Tensor, batch: Tensor | None, tokens: Tensor | None) -> Tensor:
+    """Return some entries and tokens of x [B, H, T, ...] as a copy; None takes all, and nothing is copied then."""
+    x = x if batch is None else x[batch]
+    return x if tokens is None else x.index_select(2, tokens)
+
+
+def put(x: Tensor, batch: Tensor, tokens: Tensor | None, part: Tensor) -> None:
+    """Write back what `take` gave; the other tokens of these entries become 0."""
+    if tokens is not None:
+        part = torch.zeros_like(x[batch]).index_copy_(2, tokens, part)
+    x[batch] = part
 
 
 def group(q: Tensor, key_heads: int) -> Tensor:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-import linearize.fidelity.rows as rows_module
-from linearize.distillation.losses import KNEE, Targets, output_loss, weights_loss
+import linearize.distillation.blocks as blocks
+from linearize.distillation.losses import Targets, output_loss, weights_loss
+from linearize.distillation.row_loss import KNEE
 from linearize.ops import kernel_weights
 
 
@@ -61,7 +62,8 @@ def check_equal(got, want, leaves):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks even at test sizes."""
-    monkeypatch.setattr(rows_module, "BLOCK_NUMBERS", 2 * 4 * 37 * 8)
+    monkeypatch.setattr(blocks, "CPU_NUMBERS", 2 * 37 * 8)
+    monkeypatch.setattr(blocks, "CAUSAL_ROWS", 4)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
