@@ -162,8 +162,10 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     positions = _extend(options, loaded)
     tell("positions", positions)
     apply(loaded.model, plan)
-    made_from = Path(options.model).name if Path(options.model).exists() else options.model
-    provenance = {"base_model": made_from, "max_length": options.max_length}
+    # A folder's path is nobody's business; its name alone must not be taken for a name on the Hub later.
+    local = Path(options.model).exists()
+    made_from = Path(options.model).name if local else options.model
+    provenance = {"base_model": made_from, "base_is_local": local, "max_length": options.max_length}
     return _distil_and_save(options, loaded, plan, source, config, positions, provenance, tell, start, [])
 
 

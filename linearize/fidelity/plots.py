@@ -61,7 +61,10 @@ def heatmap(
     figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02).ax.tick_params(labelsize=6)
     tidy(axes, title, "head")
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    axes.set_xticks(range(table.shape[1]))
+    if numbers:
+        axes.set_xticks(range(table.shape[1]))
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
     if not numbers or table.size > 200:
         return
     for (row, column), value in np.ndenumerate(table):
@@ -172,6 +175,7 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     if held:
         axes.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="held out")
     tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -199,6 +203,8 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     if score:
         two.plot(*zip(*score, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4)
     tidy(two, "the task's figure on validation rows", "step", "score")
+    for axes in (one, two):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 

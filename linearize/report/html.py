@@ -24,15 +24,18 @@ figure img { display: block; max-width: 100%; height: auto; border: 1px solid #e
 figcaption { color: #46535f; font-size: .9rem; margin-top: .35rem; max-width: 46rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .92rem; margin: .6rem 0 1rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
+caption { text-align: left; font-weight: 600; padding-bottom: .3rem; max-width: calc(100vw - 2rem); }
 th, td { padding: .28rem .8rem .28rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e8ec; }
 th { font-weight: 600; }
 td { overflow-wrap: anywhere; }
 table.numbers :is(td, th):nth-child(n+2) { text-align: right; padding: .28rem .2rem .28rem 1rem; }
+table.numbers :is(td, tbody th) { white-space: nowrap; }
 tr.mean { font-weight: 600; }
 .notes { background: #f4f6f8; border-left: 4px solid #8a8a8a; padding: .6rem 1rem; margin: 1rem 0; }
 .notes ul { margin: .2rem 0; padding-left: 1.2rem; }
 footer { margin-top: 3rem; color: #46535f; font-size: .88rem; }
+/* On a narrow screen a picture keeps a size that can be read, and is moved sideways like a wide table. */
+@media screen and (max-width: 40rem) { figure img { max-width: 44rem; } }
 @media print { nav { display: none; } figure, table { break-inside: avoid; } body { max-width: none; } }
 """
 
@@ -83,8 +86,9 @@ def _section(section: Section) -> str:
 def _picture(picture: Picture) -> str:
     data = base64.b64encode(picture.png).decode("ascii")
     return (
-        f'<figure><img src="data:image/png;base64,{data}" width="{picture.width}" height="{picture.height}" '
-        f'alt="{escape(picture.alt)}"><figcaption>{escape(picture.caption)}</figcaption></figure>\n'
+        f'<figure><div class="scroll"><img src="data:image/png;base64,{data}" width="{picture.width}" '
+        f'height="{picture.height}" alt="{escape(picture.alt)}"></div>'
+        f"<figcaption>{escape(picture.caption)}</figcaption></figure>\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -21,10 +22,12 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
         CheckpointError: if one was asked for and cannot be loaded.
         ConfigError: if one was asked for and is another kind of model.
     """
-    section = loaded.model.config.linearize
-    named = (section.get("provenance") or {}).get("base_model")
+    provenance = loaded.model.config.linearize.get("provenance") or {}
+    named = provenance.get("base_model")
     if asked is None and not named:
         return None, "the checkpoint does not say what it was made from, and no --original was given"
+    if asked is None and provenance.get("base_is_local") and not Path(str(named)).is_dir():
+        return None, f"the original was the local folder {named!r}, which is not here"
     try:
         original = load_model(str(asked or named), device=device)
         check_original(original.model, loaded.model, original.name)

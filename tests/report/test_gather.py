@@ -10,10 +10,11 @@ from report_models import make_image, make_original, make_text, texts
 
 from linearize.errors import CheckpointError, ConfigError, DataError
 from linearize.fidelity.whole import output_difference
-from linearize.loading import load_model
+from linearize.loading import load_converted, load_model
 from linearize.report.compare import CompareOptions, compare_checkpoints
 from linearize.report.gather import ReportOptions, gather
 from linearize.report.inputs import InputOptions
+from linearize.report.original import find_original
 from linearize.report.write import write_report
 
 
@@ -66,6 +67,18 @@ def test_without_the_original_it_says_what_is_left_out(made):
         gather(options(made, "bert-hedgehog", original="nobody/nothing"))
     with pytest.raises(ConfigError, match="got a model of type 'bert', expected 'gpt2'"):
         gather(options(made, "gpt2", original=str(made / "bert-original")))
+
+
+def test_a_local_original_is_not_looked_for_on_the_hub(made, tmp_path, monkeypatch):
+    folder = make_text(tmp_path / "linear")
+    config = json.loads((folder / "config.json").read_text())
+    config["linearize"]["provenance"] |= {"base_model": "bert-original", "base_is_local": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load_converted(str(folder))
+    original, missing = find_original(None, loaded, "cpu")
+    assert original is None and "the local folder 'bert-original', which is not here" in missing
+    monkeypatch.chdir(made)
+    assert find_original(None, loaded, "cpu")[0] is not None
 
 
 def test_a_model_does_not_differ_from_itself(made):
