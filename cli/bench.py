@@ -1,4 +1,4 @@
-"""Measure speed and memory, softmax (SDPA) beside linear attention: one attention, decoding, or a whole model."""
+"""Measure speed and memory, softmax (SDPA) beside kernels: one attention, decoding, whole models, stage one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ EPILOG = """examples:
   linearize bench --features-given --causal
   linearize bench --decode --lengths 8192,32768
   linearize bench bert-base --lengths 128,4096,16384
+  linearize bench --stage-one --layers 4 --lengths 512,2048
+  linearize bench --goals --json
   linearize bench ./roberta-base-hedgehog --json --plot speed.png
 
-Without MODEL one attention is measured, on made-up inputs. MODEL is a Hub name or a folder, converted or not;
-`bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and kernel run in turns in one
-process; memory is the peak above what was there before, on the CPU in a process of its own for each figure."""
+Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
+folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and
+kernel run in turns in one process; memory is the peak above what was there before, on the CPU in a process of its own
+for each figure. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kernel", action="append", default=[], metavar="NAME", help="kernel; may be repeated (hedgehog)")
     add("--kernel-arg", action="append", default=[], metavar="K=V", help="an argument of the kernel; may be repeated")
     add("--window", type=int, metavar="W", help="softmax inside a window of W tokens, the kernel outside it")
-    add("--lengths", metavar="N,N", help="tokens (512,4096,16384; of a model 128,512,4096; contexts 8192,32768)")
+    add(
+        "--lengths",
+        metavar="N,N",
+        help="tokens, or contexts to decode behind; by default the suite's own",
+    )
     what = parser.add_argument_group("what to measure")
     add = what.add_argument
     add("--causal", action="store_true", help="a query sees only keys up to its own position")
@@ -39,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the bare op on given features of size F, without a kernel's map (128)",
     )
     add("--decode", action="store_true", help="one token through all layers, --lengths being the context")
+    add("--goals", action="store_true", help="every figure that this project promises, and whether it is reached here")
+    add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
     sizes = parser.add_argument_group("sizes of made-up inputs")
     add = sizes.add_argument
     add("--heads", type=int, default=12, metavar="H", help="heads (12)")
@@ -49,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = run.add_argument
     add("--dtype", default="float32", metavar="T", help="float32, bfloat16 or float16 (float32)")
     add("--device", default="cpu", metavar="D", help="cpu, cuda, cuda:1, mps or auto (cpu)")
-    add("--repeats", type=int, metavar="N", help="turns; by default 3 to 30, as many as take ten seconds")
+    add("--repeats", type=int, metavar="N", help="turns; by default 3 to 200, as many as take ten seconds")
     add("--threads", type=int, metavar="N", help="threads of torch on the CPU; by default its own choice")
     add("--no-memory", action="store_true", help="time only")
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
@@ -58,17 +67,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    from linearize.bench.goals import run_goals
     from linearize.bench.job import run_bench
+    from linearize.bench.plot import check_picture, write_plot
     from linearize.cli._output import console, print_json
 
     options = options_from(args)
+    if args.plot:
+        check_picture(args.plot)
     out = console(to_stderr=args.json)
     progress = Progress(out)
     try:
-        result = run_bench(options, progress)
+        result = run_goals(options, progress) if args.goals else run_bench(options, progress)
     finally:
         progress.stop()
     show(out, result)
+    if args.plot:
+        write_plot(result.rows, args.plot)
+        out.print(f"Picture: {args.plot}", markup=False)
+    if args.goals:
+        show_goals(out, result)
     if args.json:
         print_json(result.to_dict())
     return 0
@@ -106,13 +124,27 @@ def options_from(args: argparse.Namespace) -> Any:
     )
 
 
+FREE = (
+    *("model", "kernel", "kernel_arg", "window", "lengths", "causal", "backward", "features_given"),
+    *("decode", "stage_one", "layers", "plot"),
+)
+"""Options that have no meaning beside --goals."""
+
+
 def _suite(args: argparse.Namespace) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
     from linearize.errors import ConfigError
 
+    if args.goals:
+        given = vars(args)
+        other = [name for name in FREE if given[name] not in (None, False, [])]
+        if other:
+            raise ConfigError(f"bench: --goals measures what its table says; leave out {other[0].replace('_', '-')}")
     chosen = "decode" if args.decode else "model" if args.model else "attention"
-    if args.decode and args.model:
-        raise ConfigError("bench: --decode measures made-up attentions; leave MODEL out")
+    if args.decode and (args.model or args.stage_one):
+        other = "MODEL" if args.model else "--stage-one"
+        raise ConfigError(f"bench: --decode measures made-up attentions; leave {other} out")
+    chosen = "stage-one" if args.stage_one else chosen
     only = {"causal": args.causal, "backward": args.backward, "features-given": args.features_given is not None}
     wrong = [name for name, given in only.items() if given]
     if chosen != "attention" and wrong:
@@ -160,16 +192,33 @@ def show(out: Any, result: Any) -> None:
     for what, rows in by_what.items():
         out.print(_table(table, what, rows))
     for found in result.crossovers:
-        out.print(f"Faster than softmax from: {found.text} ({found.what})", markup=False)
+        out.print(f"Faster than {found.reference} from: {found.text} ({found.what})", markup=False)
     machine = result.machine
     peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
     out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
     out.print(f"Noise: {result.noise.text}.", markup=False)
 
 
+def show_goals(out: Any, result: Any) -> None:
+    """Print what was promised, what was measured, and whether that is reached."""
+    from linearize.cli._output import table
+
+    rows = [
+        [v.what, v.goal, "-" if v.measured is None else f"{v.measured:.2f} {v.unit}", v.verdict]
+        for v in result.verdicts
+    ]
+    passed = sum(v.verdict == "pass" for v in result.verdicts)
+    noisy = "; too noisy to be trusted" if result.noise.too_noisy else ""
+    title = f"Goals: {passed} of {len(rows)} reached{noisy}"
+    out.print(table(title, ["what, against SDPA in the same run", "goal", "measured", ""], rows, right=(1, 2)))
+
+
 SHOWN = {
     "linear_share_of_bound": ("share of bound", "{:.0%}"),
     "bound_speedup": ("at most", "{:.2f} x"),
+    "share_of_least": ("share of least", "{:.0%}"),
+    "memory_ratio": ("memory / forward's", "{:.2f}"),
+    "memory_ratio_above_weights": ("without weights", "{:.2f}"),
 }
 """Derived figures that the table shows; --json has all."""
 

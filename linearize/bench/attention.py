@@ -104,6 +104,11 @@ class AttentionSuite(Suite):
         return self.sizes.device
 
     @property
+    def dtype(self) -> str:
+        """See `Suite`."""
+        return self.sizes.dtype
+
+    @property
     def what(self) -> str:
         """See `Suite`."""
         kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.kernel_args.items())

@@ -48,6 +48,11 @@ class DecodeSuite(Suite):
         return self.sizes.device
 
     @property
+    def dtype(self) -> str:
+        """See `Suite`."""
+        return self.sizes.dtype
+
+    @property
     def what(self) -> str:
         """See `Suite`."""
         return f"{self.sizes.kernel}, one token through {self.layers} layers, {self.sizes.dtype}"

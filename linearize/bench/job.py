@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
-from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe
+from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe, peak_rate
 from linearize.bench.models import BERT_BASE, BenchModel
 from linearize.bench.rows import Crossover, Row, crossovers
+from linearize.bench.stage_one import StageOneSuite
 from linearize.bench.suites import Suite, check_lengths, measure, threads
 from linearize.bench.whole_model import ModelSuite
 from linearize.errors import ConfigError, unknown_name
@@ -19,6 +20,7 @@ LENGTHS = {
     "attention": (512, 4096, 16384),
     "decode": (8192, 32768),
     "model": (128, 512, 4096),
+    "stage-one": (512, 2048),
 }
 """What is measured, and at which lengths unless asked otherwise."""
 
@@ -156,9 +158,9 @@ def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
         "dtype": options.dtype,
         "device": options.device,
     }
-    if options.suite == "model":
+    if options.suite in ("model", "stage-one"):
         model = BenchModel(options.model or BERT_BASE, layers=options.layers, longest=longest, **named)
-        return ModelSuite(model)
+        return ModelSuite(model) if options.suite == "model" else StageOneSuite(model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
     if options.suite == "decode":
         return DecodeSuite(sizes, options.layers or 12)
@@ -166,17 +168,31 @@ def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
 
 
 def run_tasks(
-    tasks: Iterator[tuple[Suite, int]] | Sequence[tuple[Suite, int]], options: BenchOptions, tell: Tell
+    tasks: Iterable[tuple[Suite, int]],
+    options: BenchOptions,
+    tell: Tell,
+    remember: Callable[[tuple[Suite, int]], bool] | None = None,
 ) -> tuple[Machine, Noise, list[Row]]:
-    """Measure suites at lengths, and the machine before, between and after."""
+    """Measure suites at lengths, and the machine before, between and after.
+
+    Args:
+        tasks: suites and lengths.
+        options: device, type and repeats.
+        tell: told what happens.
+        remember: says which of them are measured for memory too; None: as the options say, for all.
+    """
     tell("doing", "measuring the machine")
     machine = describe(options.device, options.dtype)
     listener = Listener(options.device)
     listener.probe()
+    rates = {options.dtype: machine.peak}
     rows = []
     for suite, tokens in tasks:
         tell("doing", f"{suite.what}, {tokens:,} tokens")
-        row = measure(suite, tokens, rate=machine.peak, repeats=options.repeats, memory=options.memory)
+        memory = options.memory if remember is None else remember((suite, tokens))
+        if suite.dtype not in rates:
+            rates[suite.dtype] = peak_rate(options.device, suite.dtype)
+        row = measure(suite, tokens, rate=rates[suite.dtype], repeats=options.repeats, memory=memory)
         tell("row", row)
         rows.append(row)
         listener.probe()

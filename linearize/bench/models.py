@@ -56,6 +56,14 @@ class BenchModel:
 
         return model_type(self.model) == "linearize"
 
+    @property
+    def label(self) -> str:
+        """The model and its kernel, for people."""
+        if self.converted:
+            return self.model
+        sizes = f"{self.model} sizes, {self.layers or 12} layers" if self.model == BERT_BASE else self.model
+        return f"{sizes}, {self.kernel}"
+
     @cached_property
     def original(self) -> Any:
         """The softmax model, long enough; not for converted checkpoints.

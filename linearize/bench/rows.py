@@ -105,38 +105,41 @@ class Crossover:
 
     Attributes:
         what: of which measurement.
+        reference: what it is faster than.
         tokens: the length, interpolated; None where it lies outside the measured ones.
         text: for people: "about 1,234 tokens", "below 512", "above 16,384", "not measured".
     """
 
     what: str
+    reference: str
     tokens: float | None
     text: str
 
 
-def crossover(what: str, speedups: Mapping[int, float | None]) -> Crossover:
+def crossover(what: str, reference: str, speedups: Mapping[int, float | None]) -> Crossover:
     """Find the length at which the speedup passes 1 for the last time, on straight lines of log speedup on log length.
 
     Args:
         what: of which measurement.
+        reference: what the speedups are over.
         speedups: by length; None where a side did not run.
     """
     points = sorted((tokens, ratio) for tokens, ratio in speedups.items() if ratio is not None and ratio > 0)
     if not points:
-        return Crossover(what, None, "not measured")
+        return Crossover(what, reference, None, "not measured")
     if points[-1][1] < 1:
-        return Crossover(what, None, f"above {points[-1][0]:,}")
+        return Crossover(what, reference, None, f"above {points[-1][0]:,}")
     for (short, before), (long, after) in zip(reversed(points[:-1]), reversed(points[1:]), strict=True):
         if before < 1 <= after:
             share = -math.log(before) / (math.log(after) - math.log(before))
             tokens = short * (long / short) ** share
-            return Crossover(what, tokens, f"about {tokens:,.0f} tokens")
-    return Crossover(what, None, f"below {points[0][0]:,}")
+            return Crossover(what, reference, tokens, f"about {tokens:,.0f} tokens")
+    return Crossover(what, reference, None, f"below {points[0][0]:,}")
 
 
 def crossovers(rows: Sequence[Row]) -> list[Crossover]:
     """Find them for every kind of measurement that has rows of more than one length."""
-    found: dict[str, dict[int, float | None]] = {}
+    found: dict[tuple[str, str], dict[int, float | None]] = {}
     for row in rows:
-        found.setdefault(row.what, {})[row.tokens] = row.speedup
-    return [crossover(what, speedups) for what, speedups in found.items() if len(speedups) > 1]
+        found.setdefault((row.what, row.pair[0]), {})[row.tokens] = row.speedup
+    return [crossover(*names, speedups) for names, speedups in found.items() if len(speedups) > 1]

@@ -21,7 +21,7 @@ from linearize.bench.memory import (
     start_peak,
 )
 from linearize.bench.rows import Row, Side
-from linearize.bench.timing import Call, Timing, in_turns
+from linearize.bench.timing import Call, Timing, in_turns, seconds_of
 from linearize.errors import ConfigError
 
 WARM_UP = 8
@@ -37,6 +37,7 @@ class Suite(abc.ABC):
         sides: the ways.
         pair: the two of them that are compared: the reference, and ours.
         remembered: the ways whose memory is measured.
+        risky: the ways that may need more memory than there is: tried in a process of their own in any case.
         holds: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
     """
 
@@ -44,6 +45,7 @@ class Suite(abc.ABC):
     sides: ClassVar[tuple[str, ...]] = ("softmax", "linear")
     pair: ClassVar[tuple[str, str]] = ("softmax", "linear")
     remembered: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    risky: ClassVar[tuple[str, ...]] = ()
     holds: ClassVar[bool] = False
 
     @property
@@ -55,6 +57,11 @@ class Suite(abc.ABC):
     @abc.abstractmethod
     def device(self) -> str:
         """Where it runs."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> str:
+        """Type of the numbers."""
 
     @abc.abstractmethod
     def prepare(self, side: str, tokens: int) -> Call:
@@ -77,9 +84,10 @@ def suite_kinds() -> dict[str, type[Suite]]:
     """Return the suites by name."""
     from linearize.bench.attention import AttentionSuite
     from linearize.bench.decode import DecodeSuite
+    from linearize.bench.stage_one import StageOneSuite
     from linearize.bench.whole_model import ModelSuite
 
-    return {kind.name: kind for kind in (AttentionSuite, DecodeSuite, ModelSuite)}
+    return {kind.name: kind for kind in (AttentionSuite, DecodeSuite, ModelSuite, StageOneSuite)}
 
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
@@ -108,18 +116,21 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
     Raises:
         LinearizeError: if a side fails, other than by memory that runs out: that is a result.
     """
-    taken = {name: _memory(suite, name, tokens) for name in suite.remembered} if memory else {}
+    tried = suite.remembered if memory else suite.risky
+    taken = {name: _memory(suite, name, tokens) for name in tried}
     calls: dict[str, Call] = {}
     sides: dict[str, Side] = {}
+    warm_up = 0.0
     for name in suite.sides:
         sides[name] = taken.get(name, Side())
         if sides[name].problem is None:
-            call = _prepared(suite, name, tokens)
-            if call is None:
-                sides[name] = Side(problem=OUT_OF_MEMORY)
-            else:
-                calls[name] = call
-    times = in_turns(calls, repeats) if calls else {}
+            try:
+                calls[name] = suite.prepare(name, tokens)
+                warm_up += seconds_of(calls[name])
+            except (RuntimeError, MemoryError) as error:
+                sides[name] = _no_room(error)
+                calls.pop(name, None)
+    times = in_turns(calls, repeats, warm_up=warm_up)
     for name, values in times.items():
         sides[name] = Side(Timing.of(values), sides[name].bytes)
     calls.clear()
@@ -128,19 +139,14 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
     return Row(suite.name, suite.what, tokens, suite.pair, sides, suite.figures(row, rate))
 
 
-def _prepared(suite: Suite, side: str, tokens: int) -> Call | None:
-    """Prepare a side and call it once; None where memory runs out."""
-    try:
-        call = suite.prepare(side, tokens)
-        call()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return None
-    return call
+def _no_room(error: RuntimeError | MemoryError | NoRoomError) -> Side:
+    """Return a side that ran out of memory, and give back what it had; another error goes on."""
+    if not (isinstance(error, NoRoomError) or is_out_of_memory(error)):
+        raise error
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Side(problem=OUT_OF_MEMORY)
 
 
 def _memory(suite: Suite, side: str, tokens: int) -> Side:
@@ -151,10 +157,8 @@ def _memory(suite: Suite, side: str, tokens: int) -> Side:
             return Side(bytes=in_fresh_process(measure_memory, request | {"threads": torch.get_num_threads()}))
         if suite.device.startswith("cuda"):
             return Side(bytes=_on_gpu(suite, side, tokens))
-    except (NoRoomError, RuntimeError) as error:
-        if not isinstance(error, NoRoomError) and not is_out_of_memory(error):
-            raise
-        return Side(problem=OUT_OF_MEMORY)
+    except (RuntimeError, MemoryError, NoRoomError) as error:
+        return _no_room(error)
     return Side()
 
 

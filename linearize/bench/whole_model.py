@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from linearize.bench.models import BERT_BASE, BenchModel, values_only
+from linearize.bench.models import BenchModel, values_only
 from linearize.bench.rows import Row
 from linearize.bench.suites import Suite
 from linearize.bench.timing import Call
@@ -34,9 +34,14 @@ class ModelSuite(Suite):
         return self.model.device
 
     @property
+    def dtype(self) -> str:
+        """See `Suite`."""
+        return self.model.dtype
+
+    @property
     def what(self) -> str:
         """See `Suite`."""
-        return f"{describe(self.model)}, forward, {self.model.dtype}"
+        return f"{self.model.label}, forward, {self.model.dtype}"
 
     def check(self) -> None:
         """See `Suite`."""
@@ -53,11 +58,3 @@ class ModelSuite(Suite):
     def figures(self, row: Row, rate: float) -> dict[str, float | None]:
         """See `Suite`: how much faster the model could get at most."""
         return {"bound_speedup": row.times("softmax", over="no attention")}
-
-
-def describe(model: BenchModel) -> str:
-    """Name a model and its kernel."""
-    if model.converted:
-        return model.model
-    sizes = f"{model.model} sizes, {model.layers or 12} layers" if model.model == BERT_BASE else model.model
-    return f"{sizes}, {model.kernel}"

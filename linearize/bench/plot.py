@@ -1,0 +1,86 @@
+"""The picture: time and memory against length, both axes logarithmic, softmax beside kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linearize.bench.rows import Row
+from linearize.errors import ConfigError
+from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OURS = ((LINEAR, "s", "--"), ("#56b4e9", "^", "-."), ("#009e73", "D", ":"), ("#cc79a7", "v", (0, (5, 1))))
+"""Colour, marker and dashes of kernels; they repeat after four."""
+
+
+def check_picture(path: str) -> None:
+    """Refuse a file that no picture can be written to, before anything is measured.
+
+    Raises:
+        ConfigError: if it is no .png, or its folder is not there.
+    """
+    if not path.lower().endswith(".png"):
+        raise ConfigError(f"--plot: got {path!r}, expected the name of a .png file")
+    if not Path(path).absolute().parent.is_dir() or Path(path).is_dir():
+        raise ConfigError(f"--plot: got {path!r}, expected a file in a folder that is there; make the folder first")
+
+
+def write_plot(rows: Sequence[Row], path: str) -> None:
+    """Draw rows and write the PNG."""
+    Path(path).write_bytes(to_png(time_and_memory(rows))[0])
+
+
+def time_and_memory(rows: Sequence[Row]) -> Figure:
+    """Draw seconds and peak memory against length: the reference of each kind once, and every one of ours.
+
+    Args:
+        rows: of one suite; a side that did not run has no point.
+    """
+    figure = new_figure(8.0, 3.4)
+    panels = figure.subplots(1, 2)
+    for axes, label, value in (
+        (panels[0], "seconds", lambda row, side: row.seconds(side)),
+        (panels[1], "peak memory, MiB", lambda row, side: _mebibytes(row.memory(side))),
+    ):
+        _panel(axes, rows, value)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        lengths = sorted({row.tokens for row in rows})
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.minorticks_off()
+        tidy(axes, label, "tokens")
+        if axes.has_data():
+            axes.legend(fontsize=7, frameon=False)
+        else:
+            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
+    return figure
+
+
+def _panel(axes: Any, rows: Sequence[Row], value: Any) -> None:
+    kinds = list(dict.fromkeys(row.what for row in rows))
+    drawn: set[str] = set()
+    for number, kind in enumerate(kinds):
+        mine = sorted((row for row in rows if row.what == kind), key=lambda row: row.tokens)
+        reference, ours = mine[0].pair
+        for side in mine[0].sides:
+            points = [(row.tokens, value(row, side)) for row in mine]
+            points = [(tokens, y) for tokens, y in points if y]
+            if not points or side in drawn:
+                continue
+            if side == ours:
+                colour, marker, dashes = OURS[number % len(OURS)]
+                name = kind if len(kinds) > 1 else ours
+            else:
+                # The other sides are the same for every kernel.
+                drawn.add(side)
+                colour, marker, dashes = (SOFTMAX, "o", "-") if side == reference else (THIRD, ".", "-")
+                name = side
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dashes, label=name)
+
+
+def _mebibytes(count: int | None) -> float | None:
+    return None if count is None else count / 2**20

@@ -1,0 +1,189 @@
+"""One step of stage one on one sequence, beside a plain forward, the readable full-matrix way and the least work.
+
+- "softmax": the frozen model's own forward through SDPA.
+- "naive": per layer the two T x T matrices as they stand in the formula, and autograd through them. One layer at a
+  time; scripts that hold the matrices of all layers at once need as many times the memory.
+- "least": the forward and the matrix products alone that loss and gradient ask for, in blocks of rows: the scores, the
+  kernel's products, and the gradients of both features.
+- "step": what `linearize distill` does, optimizer included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from linearize.attention.interface import linear_attentions, softmax_weights
+from linearize.attention.layer import LinearAttention
+from linearize.bench.models import BenchModel
+from linearize.bench.rows import Row, quotient
+from linearize.bench.suites import Suite
+from linearize.bench.timing import Call
+from linearize.errors import ConfigError
+
+BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
+"""Numbers in one block of the least work (2 MiB of fp32, to stay in cache), but never fewer rows than so many."""
+
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class StageOneSuite(Suite):
+    """One step.
+
+    Attributes:
+        model: the model and its kernel.
+    """
+
+    name: ClassVar[str] = "stage-one"
+    sides: ClassVar[tuple[str, ...]] = ("softmax", "naive", "least", "step")
+    pair: ClassVar[tuple[str, str]] = ("naive", "step")
+    remembered: ClassVar[tuple[str, ...]] = ("softmax", "naive", "step")
+    risky: ClassVar[tuple[str, ...]] = ("naive",)
+
+    model: BenchModel = field(default_factory=BenchModel)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, dict):
+            object.__setattr__(self, "model", BenchModel(**self.model))
+
+    @property
+    def device(self) -> str:
+        """See `Suite`."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> str:
+        """See `Suite`."""
+        return self.model.dtype
+
+    @property
+    def what(self) -> str:
+        """See `Suite`."""
+        return f"stage one, {self.model.label}, one step, {self.model.dtype}"
+
+    def check(self) -> None:
+        """See `Suite`."""
+        if self.model.batch != 1:
+            raise ConfigError(f"batch: got {self.model.batch}, but stage one is measured on one sequence; leave it out")
+        for layer in linear_attentions(self.model.linear).values():
+            info = layer.mixer.info
+            if not (info.learnable and info.windowed) or self.model.window is not None:
+                raise ConfigError(
+                    f"bench: stage one is measured for kernels with weights to learn and no window, got {layer.kernel}"
+                    f"{'' if self.model.window is None else ' with a window'}; choose another kernel"
+                )
+
+    def prepare(self, side: str, tokens: int) -> Call:
+        """See `Suite`."""
+        if side == "softmax":
+            return self.model.observed_forward(tokens, lambda *_: None)
+        if side == "least":
+            return self.model.observed_forward(tokens, least_work(tokens))
+        if side == "naive":
+            return self._naive(tokens)
+        batches = itertools.repeat(self.model.inputs(tokens))
+        trainer = self._trainer
+        return lambda: trainer.step(batches, 1)
+
+    @cached_property
+    def _trainer(self) -> Any:
+        from linearize.distillation.config import DistillConfig
+        from linearize.distillation.layer_loss import layer_loss
+        from linearize.distillation.loop import make_accelerator
+        from linearize.distillation.trainer import KernelTrainer
+
+        model, config = self._frozen(), DistillConfig()
+        losses = [layer_loss(name, layer, config) for name, layer in linear_attentions(model).items()]
+        return KernelTrainer(model, losses, config, make_accelerator(model))
+
+    def _frozen(self) -> Any:
+        """Return the model with nothing but its kernels learning."""
+        model = self.model.linear.requires_grad_(False)
+        for layer in linear_attentions(model).values():
+            layer.train().requires_grad_(True)
+        return model
+
+    def _naive(self, tokens: int) -> Call:
+        layers = linear_attentions(self._frozen()).values()
+        optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()])
+        forward = self.model.observed_forward(tokens, naive_loss)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            forward()
+            optimizer.step()
+
+        return step
+
+    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
+        """See `Suite`: the step against the least work, and its memory against the plain forward's.
+
+        Memory is allowed the forward's, the kernels' parameters and the optimizer's two moments; `memory_ratio` counts
+        the model's weights on both sides, `memory_ratio_above_weights` on neither.
+        """
+        layers = linear_attentions(self.model.linear).values()
+        kernels = sum(p.nbytes for layer in layers for p in layer.parameters())
+        weights = sum(p.nbytes for p in self.model.linear.parameters()) - kernels
+        kept = 3 * kernels
+        step, forward = row.memory("step"), row.memory("softmax")
+        above = None if step is None else step + kept
+        allowed = None if forward is None else forward + kept
+        return {
+            "share_of_least": row.times("least"),
+            "forwards": row.times("step", over="softmax"),
+            "weights_bytes": float(weights),
+            "kernels_and_optimizer_bytes": float(kept),
+            "memory_ratio": quotient(*(None if x is None else x + weights for x in (above, allowed))),
+            "memory_ratio_above_weights": quotient(above, allowed),
+        }
+
+
+def naive_loss(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
+    """Take the mean cross-entropy of a layer's weights against softmax's from whole matrices, and its gradient."""
+    target = softmax_weights(q, k, None, scaling=scaling, causal=layer.shape.causal).float()
+    with torch.enable_grad():
+        weights = layer.mixer.weights(q.detach(), k.detach(), scaling=scaling)
+        loss = -(target * weights.clamp(min=TINY).log()).sum(dim=-1).mean()
+        loss.backward()
+
+
+def least_work(tokens: int) -> Callable[..., None]:
+    """Return an observer that does the block products alone, on made-up features and in memory used again."""
+    spare: dict[str, Tensor] = {}
+    rows = min(tokens, max(LEAST_ROWS, BLOCK_NUMBERS // tokens))
+
+    def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
+        if not spare:
+            info, config = layer.mixer.info, layer.mixer.config
+            assert info.feature_dim is not None
+            features = info.feature_dim(config, q.shape[-1])
+            for name in ("phi_q", "phi_k", "grad_q", "grad_k"):
+                spare[name] = torch.ones(tokens, features, device=q.device)
+            for name in ("scores", "products"):
+                spare[name] = torch.empty(rows * tokens, device=q.device)
+        groups = q.shape[1] // k.shape[1]
+        for head in range(q.shape[1]):
+            one, other = q[0, head].float(), k[0, head // groups].float()
+            for start in range(0, tokens, rows):
+                stop = min(start + rows, tokens)
+                _block(spare, one[start:stop], other[: stop if layer.shape.causal else tokens], slice(start, stop))
+
+    return observe
+
+
+def _block(spare: dict[str, Tensor], q: Tensor, k: Tensor, part: slice) -> None:
+    """Do the four products of a block of rows: q [C, D], k [S, D]."""
+    rows, seen = len(q), len(k)
+    scores, products = (spare[name][: rows * seen].view(rows, seen) for name in ("scores", "products"))
+    torch.mm(q, k.T, out=scores)
+    torch.mm(spare["phi_q"][part], spare["phi_k"][:seen].T, out=products)
+    torch.mm(products, spare["phi_k"][:seen], out=spare["grad_q"][part])
+    # Halved each time, so that the made-up sums stay finite.
+    spare["grad_k"][:seen].addmm_(products.T, spare["phi_q"][part], beta=0.5)
