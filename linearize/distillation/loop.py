@@ -115,10 +115,11 @@ def distill(
     config = config or DistillConfig()
     if not is_linearized(model):
         raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
-    return _Run(model, data, config, on_step, accelerator or _accelerator(model)).run()
+    return _Run(model, data, config, on_step, accelerator or make_accelerator(model)).run()
 
 
-def _accelerator(model: PreTrainedModel) -> Accelerator:
+def make_accelerator(model: PreTrainedModel) -> Accelerator:
+    """Make an Accelerate object for a model's device."""
     # Accelerate's state is one per process: the first one made decides, and a later one must not contradict it.
     if AcceleratorState._shared_state:
         return Accelerator()
