@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,9 +17,18 @@ from rich.text import Text
 
 
 def console(*, to_stderr: bool = False) -> Console:
-    """Return a console that honours NO_COLOR and the terminal's width; 100 columns where there is no terminal."""
+    """Return a console that honours NO_COLOR and the terminal's width; 120 columns where there is no terminal."""
     stream = sys.stderr if to_stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 120, soft_wrap=False, highlight=False)
+
+
+@contextlib.contextmanager
+def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
+    """Have Ctrl-C in the block say what was kept and how to go on; `main` prints it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept()) from None
 
 
 def print_json(data: Any) -> None:
@@ -92,8 +103,12 @@ def fidelity_table(before: Any, after: Any) -> Group:
     return table(title, columns, rows, right=(2, 3, 4, 5))
 
 
+ROOMY = 90
+"""Columns of a terminal that has room for a bar and the layers' losses beside the count, the time and the loss."""
+
+
 class StageOneProgress:
-    """A bar with the loss on a terminal, plain lines elsewhere."""
+    """A bar with the loss on a terminal (without the bar on a narrow one), plain lines elsewhere."""
 
     def __init__(self, out: Console) -> None:
         self.out = out
@@ -106,19 +121,17 @@ class StageOneProgress:
             if report.held_out is not None or report.step == 1:
                 self.out.print(self._line(report))
             return
+        roomy = self.out.width >= ROOMY
         if self.bar is None:
-            columns = (TextColumn("stage one"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-            self.bar = Progress(
-                *columns,
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[loss]}"),
-                console=self.out,
-            )
+            count, loss = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}")
+            columns = [TextColumn("stage one"), count, TimeRemainingColumn(), loss]
+            if roomy:
+                columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
+            self.bar = Progress(*columns, console=self.out)
             self.task = self.bar.add_task("stage one", total=report.steps, loss="")
             self.bar.start()
         losses = list(report.losses.values())
-        text = f"loss {report.loss:.3f} (layers {min(losses):.2f} to {max(losses):.2f})"
+        text = f"loss {report.loss:.3f}" + (f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy else "")
         self.bar.update(self.task, completed=report.step, loss=text)
         if report.held_out is not None:
             self.bar.console.print(self._line(report))

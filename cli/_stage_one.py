@@ -50,9 +50,27 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add("--json", action="store_true", help="print the result as JSON on stdout")
 
 
-def show(work: Callable[[Callable[[str, Any], None]], Any], *, as_json: bool, keeps_states: bool) -> int:
+def kept_states(target: str) -> str:
+    """Say what an interrupted stage one has left on disk."""
+    from linearize.distillation.state import StateFolder
+
+    folder = f"{target.rstrip('/')}.stage1"
+    steps = StateFolder(folder, 1).steps()
+    if not steps:
+        return "nothing was written; --save-every N keeps a state every N steps"
+    return f"the state of step {steps[-1]} lies in {folder}; go on with the same line and --resume"
+
+
+def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_json: bool) -> int:
     """Run a conversion or distillation, show what happens, and print its result."""
-    from linearize.cli._output import StageOneProgress, console, fidelity_table, plan_table, print_json
+    from linearize.cli._output import (
+        StageOneProgress,
+        console,
+        fidelity_table,
+        on_interrupt,
+        plan_table,
+        print_json,
+    )
 
     # With --json, stdout is for the program that reads it and people look at stderr.
     out = console(to_stderr=as_json)
@@ -73,10 +91,8 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], *, as_json: bool, ke
             out.print(fidelity_table(data.before, data.after))
 
     try:
-        result = work(listen)
-    except KeyboardInterrupt:
-        kept = "the last saved state; go on with --resume" if keeps_states else "nothing was written"
-        raise KeyboardInterrupt(kept) from None
+        with on_interrupt(lambda: kept_states(target)):
+            result = work(listen)
     finally:
         progress.stop()
     added, seconds = result.parameters_added, result.seconds

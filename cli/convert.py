@@ -91,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
         _, plan = make_plan(options)
         print_json(plan.to_dict()) if args.json else console().print(plan_table(plan))
         return 0
-    keeps = options.save_every is not None
     if args.finetune:
         # Everything that can be refused is refused before the first slow step.
         from linearize.finetune.tasks import task
@@ -101,15 +100,13 @@ def run(args: argparse.Namespace) -> int:
         from linearize.checkpoint.push import check_repo
 
         check_repo(args.push_to_hub)
-    code = show(lambda listen: convert_checkpoint(options, listen), as_json=args.json, keeps_states=keeps)
-    if args.finetune and not code:
+    show(lambda listen: convert_checkpoint(options, listen), options.target(), as_json=args.json)
+    if args.finetune:
         from linearize.cli.finetune import tune_in_place
 
-        code = tune_in_place(options.target(), args.finetune, args.dataset, args.device, args.seed, to_stderr=args.json)
-    if args.push_to_hub and not code:
-        from linearize.checkpoint.push import push
-        from linearize.cli._output import console
+        tune_in_place(options.target(), args.finetune, args.dataset, args.device, args.seed, to_stderr=args.json)
+    if args.push_to_hub:
+        from linearize.cli.push import upload
 
-        url = push(options.target(), args.push_to_hub, args.private)
-        console(to_stderr=args.json).print(f"Uploaded to {url}", markup=False)
-    return code
+        upload(options.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
+    return 0

@@ -24,13 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
-    from linearize.cli._output import StageOneProgress, console, fidelity_table, print_json, table
+    from linearize.cli._output import StageOneProgress, console, fidelity_table, on_interrupt, print_json, table
     from linearize.demo import run_demo
 
     out = console(to_stderr=args.json)
     progress = StageOneProgress(out)
+    saved = False
+
+    def kept() -> str:
+        return f"the converted model lies in {args.output}" if saved else "nothing was written"
 
     def listen(event: str, data: Any) -> None:
+        nonlocal saved
+        saved = saved or event == "saved"
         if event == "data" and data is not None:
             out.print(f"Stage one learns from: {data}", markup=False)
         elif event == "step":
@@ -42,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             out.print(data, markup=False)
 
     try:
-        result = run_demo(args.kernel, args.steps, args.tokens, args.output, listen)
+        with on_interrupt(kept):
+            result = run_demo(args.kernel, args.steps, args.tokens, args.output, listen)
     finally:
         progress.stop()
     comparison = result.comparison

@@ -26,5 +26,4 @@ def run(args: argparse.Namespace) -> int:
 
     values = {name: value for name, value in vars(args).items() if name != "json"}
     options = DistillOptions(**values)
-    keeps = options.save_every is not None
-    return show(lambda listen: distill_checkpoint(options, listen), as_json=args.json, keeps_states=keeps)
+    return show(lambda listen: distill_checkpoint(options, listen), options.target(), as_json=args.json)

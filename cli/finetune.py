@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measurements without gain after which to stop; 0: never (0)",
     )
     add("--precision", default="no", metavar="P", help="mixed precision: no, bf16 or fp16 (no)")
-    add("--report-to", default="none", metavar="R", help="none, tensorboard, wandb ... (none)")
+    add("--report-to", default="none", metavar="R", help="none, tensorboard (OUTPUT.tensorboard), wandb ... (none)")
     add("--seed", type=int, default=0, metavar="S", help="of the order of the rows, dropout and a new head (0)")
 
 
@@ -75,20 +75,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tune_in_place(model: str, task: str, dataset: str | None, device: str, seed: int, *, to_stderr: bool) -> int:
+def tune_in_place(model: str, task: str, dataset: str | None, device: str, seed: int, *, to_stderr: bool) -> None:
     """Tune a checkpoint with the defaults and put the result in its place."""
-    from linearize.cli._output import console
+    from linearize.cli._output import console, on_interrupt
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = [model, "--task", task, "--output", model, "--overwrite", "--device", device, "--seed", str(seed)]
     words += ["--dataset", dataset] if dataset else []
-    tune(job_from(parser.parse_args(words)), console(to_stderr=to_stderr))
-    return 0
+    again = f"linearize finetune {' '.join(words)} --resume"
+    with on_interrupt(lambda: f"the converted model lies in {model}, untuned; go on: {again}"):
+        tune(job_from(parser.parse_args(words)), console(to_stderr=to_stderr))
+
+
+def kept_checkpoint(job: Any) -> str:
+    """Say what an interrupted stage two has left on disk, and the words that go on from there."""
+    from linearize.finetune.trainer import last_checkpoint
+
+    folder = f"{job.target()}.training"
+    last = last_checkpoint(folder)
+    kept = "no checkpoint was written yet" if last is None else f"{last.name} lies in {folder}"
+    return f"{kept}; go on with the same line and --resume"
 
 
 def tune(job: Any, out: Any) -> Any:
     """Tune, and print what happens."""
+    from linearize.cli._output import on_interrupt
     from linearize.finetune.job import finetune_checkpoint
 
     def listen(event: str, data: Any) -> None:
@@ -97,10 +109,8 @@ def tune(job: Any, out: Any) -> Any:
         elif event == "log":
             out.print(log_line(data), markup=False)
 
-    try:
+    with on_interrupt(lambda: kept_checkpoint(job)):
         target, result = finetune_checkpoint(job, listen)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"go on with --resume (checkpoints in {job.target()}.training)") from None
     figures = ", ".join(f"{name} {value:.4f}" for name, value in result.figures.items())
     out.print(f"Kept step {result.best_step} of {result.steps} ({result.stopped}): {figures}", markup=False)
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)

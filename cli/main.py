@@ -48,15 +48,21 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
 
+    def parse_args(self, args: Sequence[str], namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
+        """Refuse an unknown option first: argparse would rather miss what the mistyped one should have given."""
+        options = [option for action in self._actions for option in action.option_strings]
+        for word in args:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in options:
+                near = get_close_matches(name, options, n=1, cutoff=0.5)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
+        return super().parse_args(args)
+
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing and leaving."""
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            got = message.removeprefix(prefix).split()[0]
-            options = [option for action in self._actions for option in action.option_strings]
-            near = get_close_matches(got.partition("=")[0], options, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown option {got!r}.{hint} See: {self.prog} --help")
         raise ConfigError(f"{message}; see: {self.prog} --help")
 
 

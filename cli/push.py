@@ -21,12 +21,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Upload."""
-    from linearize.checkpoint.push import push
-    from linearize.cli._output import console, print_json
+    from linearize.cli._output import print_json
 
-    url = push(args.folder, args.repo, args.private)
+    url = upload(args.folder, args.repo, private=args.private, to_stderr=args.json)
     if args.json:
         print_json({"url": url})
-    else:
-        console().print(f"Uploaded {args.folder} to {url}", markup=False)
     return 0
+
+
+def upload(folder: str, repo: str, *, private: bool, to_stderr: bool) -> str:
+    """Upload a folder, say where to, and return the address."""
+    from linearize.checkpoint.push import push
+    from linearize.cli._output import console, on_interrupt
+
+    again = f"the checkpoint lies in {folder}, the upload is not complete; go on: linearize push {folder} {repo}"
+    with on_interrupt(lambda: again):
+        url = push(folder, repo, private)
+    console(to_stderr=to_stderr).print(f"Uploaded {folder} to {url}", markup=False)
+    return url

@@ -115,7 +115,15 @@ class Workshop:
         fit_tokenizer(model, processor)
         check_length(model, job.task, job.rows.max_length)
         work = self.folder / ".work" / target.parent.name / target.name
-        result = finetune(model, data, config, folder=work, resume=True, on_log=lambda entry: self.tell("log", entry))
+        result = finetune(
+            model,
+            data,
+            config,
+            folder=work,
+            resume=True,
+            on_log=lambda entry: self.tell("log", entry),
+            tensorboard=self.folder / "tensorboard" / target.parent.name / target.name,
+        )
         record = tuning_record(data, config, result)
         earlier = [] if base is None else read_log(base)
         extra = tuning_files(record, result, earlier) | {STAGE: json.dumps(record, indent=2) + "\n"}

@@ -18,7 +18,17 @@ import numpy as np
 from linearize.errors import DataError
 from linearize.fidelity.maps import LayerMaps, rank_correlation
 from linearize.fidelity.measure import Fidelity
-from linearize.fidelity.plots_style import FIGURES, LINEAR, SOFTMAX, THIRD, axes_grid, layer_names, new_figure, tidy
+from linearize.fidelity.plots_style import (
+    FIGURES,
+    LINEAR,
+    SOFTMAX,
+    THIRD,
+    axes_grid,
+    layer_names,
+    new_figure,
+    tidy,
+    whole_numbers,
+)
 from linearize.fidelity.spread import RATIOS, LayerSpread
 
 if TYPE_CHECKING:
@@ -64,7 +74,7 @@ def heatmap(
     if numbers:
         axes.set_xticks(range(table.shape[1]))
     else:
-        axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+        whole_numbers(axes, 6)
     if not numbers or table.size > 200:
         return
     for (row, column), value in np.ndenumerate(table):
@@ -175,7 +185,7 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     if held:
         axes.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="held out")
     tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(axes)
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -204,7 +214,7 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
         two.plot(*zip(*score, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4)
     tidy(two, "the task's figure on validation rows", "step", "score")
     for axes in (one, two):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(axes)
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linearize.errors import DataError
-from linearize.fidelity.plots_style import FIGURES, axes_grid, new_figure, tidy
+from linearize.fidelity.plots_style import FIGURES, axes_grid, new_figure, tidy, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,4 +93,4 @@ def _lines(
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(axes)

@@ -46,6 +46,13 @@ def tidy(axes: Any, title: str = "", xlabel: str = "", ylabel: str = "") -> None
         axes.spines[side].set_visible(False)
 
 
+def whole_numbers(axes: Any, ticks: int = 9) -> None:
+    """Put ticks at whole numbers only: there is no half step and no half layer."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+
+
 def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
     """Draw a figure on the Agg canvas.
 

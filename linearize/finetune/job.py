@@ -17,6 +17,7 @@ from linearize.finetune.keep import save_model, tuning_files, tuning_record
 from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions, TaskData
+from linearize.finetune.report_to import check_report_to
 from linearize.finetune.tasks import Task, recovered, score_of
 from linearize.finetune.trainer import TuneResult, finetune, measure_task
 
@@ -83,6 +84,7 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     target = job.target()
     check_target(target, overwrite=job.overwrite)
     device = check_device(job.device)
+    check_report_to(job.tune.report_to)
     work = target.with_name(f"{target.name}.training")
     if work.exists() and not job.resume:
         if not job.overwrite:
@@ -98,7 +100,15 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed).to(device)
     fit_tokenizer(model, processor)
     check_length(model, job.task, job.data.max_length)
-    result = finetune(model, data, job.tune, folder=work, resume=job.resume, on_log=lambda entry: tell("log", entry))
+    result = finetune(
+        model,
+        data,
+        job.tune,
+        folder=work,
+        resume=job.resume,
+        on_log=lambda entry: tell("log", entry),
+        tensorboard=target.with_name(f"{target.name}.tensorboard"),
+    )
     record = tuning_record(data, job.tune, result)
     save_model(
         model,

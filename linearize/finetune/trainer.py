@@ -15,6 +15,7 @@ from linearize.errors import CheckpointError, TrainingError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.lora import add_lora, merge_lora
 from linearize.finetune.prepared import TaskData
+from linearize.finetune.report_to import callbacks
 from linearize.finetune.tasks import score_of
 from linearize.loading import quiet
 
@@ -53,6 +54,7 @@ def finetune(
     folder: str | Path,
     resume: bool = False,
     on_log: Callable[[dict[str, Any]], None] | None = None,
+    tensorboard: str | Path | None = None,
 ) -> TuneResult:
     """Tune a model on a task, in place; it ends with the weights that measured best.
 
@@ -63,6 +65,7 @@ def finetune(
         folder: for the trainer's checkpoints.
         resume: whether to go on from the last whole checkpoint in that folder, if there is one.
         on_log: told every entry of the log.
+        tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
 
     Returns:
         What was done.
@@ -82,6 +85,8 @@ def finetune(
             layer.requires_grad_(False)
     last = last_checkpoint(folder) if resume else None
     trainer = make_trainer(model, data, config, folder, on_log)
+    for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
+        trainer.add_callback(callback)
     try:
         with quiet():
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -175,7 +180,8 @@ def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: s
         restore_callback_states_from_checkpoint=True,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
-        report_to=[] if config.report_to == "none" else config.report_to.split(","),
+        # Added by `finetune` itself, as measuring alone reports to nobody.
+        report_to=[],
         disable_tqdm=True,
         log_level="error",
         use_cpu=on_cpu,

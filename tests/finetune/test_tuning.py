@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -373,3 +376,37 @@ def test_tasks():
 def test_wrong_options(values):
     with pytest.raises(ConfigError, match=f"stage two, {next(iter(values))}"):
         TuneConfig(**values)
+
+
+def test_report_to(bert, glue, tmp_path, monkeypatch):
+    """TensorBoard's files outlive the run's own folder; what cannot be reported to is refused first."""
+    from transformers.integrations import integration_utils
+
+    written = []
+
+    class Writer:
+        def __init__(self, log_dir):
+            self.folder = log_dir
+
+        def add_text(self, *_):
+            pass
+
+        def add_scalar(self, name, value, step):
+            written.append((self.folder, name, step))
+
+        flush = close = add_text
+
+    job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
+    for value, known, message in (
+        ("tensorbord", True, "Did you mean 'tensorboard'"),
+        ("tensorboard", False, "pip install tensorboard"),
+    ):
+        monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda known=known: known)
+        with pytest.raises(ConfigError, match=message):
+            finetune_checkpoint(replace(job, tune=replace(FAST, report_to=value)))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    finetune_checkpoint(replace(job, tune=replace(FAST, report_to="tensorboard")))
+    assert {folder for folder, _, _ in written} == {str(tmp_path / "out.tensorboard")}
+    assert {"train/loss", "eval/score"} <= {name for _, name, _ in written}

@@ -1,0 +1,43 @@
+"""Where stage two reports to, when asked: what transformers' Trainer knows; the plain log is written in any case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import ConfigError, unknown_name
+
+TENSORBOARD = "tensorboard"
+
+
+def check_report_to(value: str) -> tuple[str, ...]:
+    """Read `none`, or names with commas between, before anything slow is done.
+
+    Raises:
+        UnknownNameError: for a name that the Trainer does not know.
+        ConfigError: if the package of one is not installed.
+    """
+    from transformers.integrations import integration_utils as known
+
+    names = tuple(part.strip() for part in value.split(",") if part.strip() not in ("", "none"))
+    for name in names:
+        if name not in known.INTEGRATION_TO_CALLBACK:
+            raise unknown_name("report_to", name, ["none", *known.INTEGRATION_TO_CALLBACK])
+        if name not in known.get_available_reporting_integrations():
+            raise ConfigError(
+                f"report_to: got {name}, but it is not installed; pip install {name}, or leave the option out"
+            )
+    return names
+
+
+def callbacks(value: str, tensorboard: str | Path) -> list[Any]:
+    """Make the Trainer's callbacks; TensorBoard's files go to a folder that outlives the run's own."""
+    from transformers.integrations import integration_utils as known
+
+    made = []
+    for name in check_report_to(value):
+        callback = known.INTEGRATION_TO_CALLBACK[name]()
+        if name == TENSORBOARD:
+            callback.logging_dir = str(tensorboard)
+        made.append(callback)
+    return made

@@ -1,0 +1,283 @@
+"""What people see: help, suggestions, colours, narrow terminals, progress, and what Ctrl-C leaves behind."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+from report_models import make_original, make_text, texts
+
+from linearize.cli import main
+from linearize.cli._output import StageOneProgress, console, print_json, table
+from linearize.cli.main import VERBS, build_parser
+from linearize.distillation import trainer
+from linearize.distillation.loop import StepReport
+from linearize.finetune.trainer import last_checkpoint
+
+WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A colour terminal of 40 columns; it becomes standard output with `redirect_stdout`."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "40", "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
+    return Terminal()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("terminal")
+    texts(root, 48)
+    make_original(root / "bert")
+    make_text(root / "linear")
+    return root
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def options_of(verb):
+    return [name for action in build_parser(verb)._actions for name in action.option_strings if name.startswith("--")]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_mistyped_verb_or_option_is_recognised(verb, capsys):
+    code, _, err = run(capsys, verb[:-1] + verb[-1] * 2)
+    assert (code, f"Did you mean '{verb}'?" in err) == (2, True)
+    for option in options_of(verb):
+        code, _, err = run(capsys, verb, "x", f"{option}{option[-1]}", "1")
+        assert code == 2 and f"unknown option '{option}{option[-1]}'. Did you mean {option}?" in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_what_stands_behind_two_dashes_is_no_option(folders, capsys):
+    code, _, err = run(capsys, "inspect", "--", "--nothing")
+    assert code == 2 and "unknown option" not in err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_example_of_the_help_is_a_line_that_parses(verb):
+    """Examples grow stale where nobody types them: every option and value of theirs is one of the verb's."""
+    import shlex
+
+    parser = build_parser(verb)
+    lines = [line for line in parser.epilog.splitlines() if line.strip().startswith("linearize ")]
+    assert lines
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[1] == verb:
+            parser.parse_args(words[2:])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_explained(verb):
+    assert all(action.help for action in build_parser(verb)._actions)
+
+
+def test_a_narrow_terminal_is_never_overrun(terminal):
+    title = "A title that is itself longer than forty columns are wide"
+    with redirect_stdout(terminal):
+        console().print(table(title, ["name", "what"], [["a", WIDE]]))
+        console().print(WIDE, markup=False)
+    lines = plain(terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 40 and len(lines) > 8
+    assert "".join(WIDE.split()) in re.sub(r"[\s│]", "", plain(terminal.getvalue()))
+
+
+def test_no_color_is_respected(terminal, monkeypatch):
+    colour = re.compile(r"\x1b\[[0-9;]*[34][0-9]")
+    with redirect_stdout(terminal):
+        console().print("[red]warm[/red] 42")
+    assert colour.search(terminal.getvalue())
+    monkeypatch.setenv("NO_COLOR", "1")
+    begin = len(terminal.getvalue())
+    with redirect_stdout(terminal):
+        console().print("[red]warm[/red] 42")
+        show(report(1), report(2, held_out=2.0))
+    written = terminal.getvalue()[begin:]
+    assert "warm 42" in written and "held out 2.0000" in " ".join(plain(written).split())
+    assert not colour.search(written)
+
+
+def report(step, held_out=None):
+    return StepReport(step, 9, {"a": 1.0, "b": 3.0}, held_out, 0.1, 2.0)
+
+
+def show(*reports):
+    progress = StageOneProgress(console())
+    for one in reports:
+        progress(one)
+    progress.stop()
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(terminal, monkeypatch):
+    with redirect_stdout(terminal):
+        show(report(1), report(2))
+    assert re.search(r"stage one 2/9 \S+ loss 2\.000 *$", plain(terminal.getvalue()))
+    monkeypatch.setenv("COLUMNS", "120")
+    with redirect_stdout(terminal):
+        show(report(1), report(2))
+    assert re.search(
+        r"stage one ━+\S*\s*━* 2/9 .* loss 2\.000 \(layers 1\.00 to 3\.00\) *$", plain(terminal.getvalue())
+    )
+    file = io.StringIO()
+    with redirect_stdout(file):
+        show(report(1), report(2), report(3, held_out=2.5))
+    assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
+    first, last = file.getvalue().splitlines()
+    assert first.startswith("step 1/9, 2 s: loss 2.0000") and "step 3/9" in last and "held out 2.5000" in last
+
+
+def test_json_has_neither_colours_nor_folded_lines(terminal):
+    with redirect_stdout(terminal):
+        print_json({"long": WIDE, "nan": float("nan")})
+    assert "\x1b" not in terminal.getvalue() and WIDE in terminal.getvalue()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are a matter of POSIX")
+def test_a_real_terminal(tmp_path):
+    """The whole program on a pseudo-terminal of 60 columns, without colours."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 60, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    code = "import sys; from linearize.cli import main; sys.exit(main(['recipes']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # How Linux says that the other end is closed.
+            break
+        if not part:
+            break
+        written += part
+    os.close(leader)
+    text = written.decode()
+    assert process.wait() == 0
+    assert not re.search(r"\x1b\[[0-9;]*[34][0-9]m", text)
+    assert 40 < max(len(line) for line in plain(text).splitlines()) <= 60
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def stage_one(folders):
+    data = ["--dataset", folders / "texts.jsonl", "--text-column", "text", "--holdout", 8, "--batch-size", 4]
+    return [*data, "--distill-steps", 6, "--device", "cpu"]
+
+
+def test_ctrl_c_in_stage_one_says_what_was_kept(folders, tmp_path, capsys, monkeypatch):
+    real = trainer.KernelTrainer.step
+    monkeypatch.setattr(trainer.KernelTrainer, "step", lambda self, batches, step: interrupt())
+    for verb, model in (("convert", "bert"), ("distill", "linear")):
+        code, _, err = run(capsys, verb, folders / model, *stage_one(folders), "--output", tmp_path / "out")
+        assert code == 130 and "interrupted: nothing was written; --save-every" in err
+    assert list(tmp_path.iterdir()) == []
+    cut = lambda self, batches, step: interrupt() if step == 4 else real(self, batches, step)  # noqa: E731
+    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    line = ["distill", folders / "linear", *stage_one(folders), "--output", tmp_path / "out", "--save-every", 2]
+    code, _, err = run(capsys, *line)
+    assert code == 130
+    assert f"the state of step 2 lies in {tmp_path / 'out'}.stage1; go on with the same line and --resume" in err
+    monkeypatch.undo()
+    assert run(capsys, *line, "--resume")[0] == 0
+
+
+def test_ctrl_c_in_stage_two_says_how_to_go_on(folders, tmp_path, capsys, monkeypatch):
+    from transformers import Trainer
+
+    out = tmp_path / "tuned"
+    line = ["finetune", folders / "linear", "--task", "text-classification", "--dataset", folders / "texts.jsonl",
+            "--columns", "text", "--epochs", 2, "--batch-size", 8, "--max-length", 16, "--device", "cpu", "--output",
+            out]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", interrupt)
+        code, _, err = run(capsys, *line)
+    assert code == 130 and "no checkpoint was written yet; go on with the same line and --resume" in err
+    real, done = Trainer.training_step, []
+
+    def second_epoch(self, *args, **kwargs):
+        done.append(1)
+        return interrupt() if self.state.epoch and self.state.epoch >= 1 else real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", second_epoch)
+        code, _, err = run(capsys, *line, "--resume")
+    last = last_checkpoint(f"{out}.training")
+    assert code == 130 and f"{last.name} lies in {out}.training; go on with the same line and --resume" in err
+    assert not out.exists()
+    assert run(capsys, *line, "--resume")[0] == 0
+    assert out.exists() and not last.exists()
+
+
+def test_ctrl_c_while_convert_tunes_leaves_the_converted_model(folders, tmp_path, capsys, monkeypatch):
+    import shlex
+
+    from transformers import Trainer
+
+    out = tmp_path / "both"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", interrupt)
+        code, _, err = run(
+            capsys, "convert", folders / "bert", *stage_one(folders), "--output", out, "--finetune",
+            "text-classification",
+        )  # fmt: skip
+    assert code == 130 and f"the converted model lies in {out}, untuned; go on: linearize finetune" in err
+    words = shlex.split(err.split("go on: linearize ")[1].splitlines()[0])
+    code, text, err = run(capsys, *words, "--steps", 2, "--max-length", 16)
+    assert code == 0, err
+    assert f"Saved {out}" in text
+
+
+def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatch):
+    import linearize.checkpoint.push
+    import linearize.demo
+
+    def demo(kernel, steps, tokens, output, listen):
+        if tokens > 100:
+            listen("saved", None)
+        interrupt()
+
+    monkeypatch.setattr(linearize.demo, "run_demo", demo)
+    monkeypatch.setattr(linearize.checkpoint.push, "push", interrupt)
+    assert "nothing was written" in run(capsys, "demo", "--tokens", 10)[2]
+    code, _, err = run(capsys, "demo", "--tokens", 1000, "--output", tmp_path / "made")
+    assert code == 130 and f"the converted model lies in {tmp_path / 'made'}" in err
+    code, _, err = run(capsys, "push", folders / "linear", "alice/linear")
+    assert code == 130 and f"go on: linearize push {folders / 'linear'} alice/linear" in err
+
+
+def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("linearize.report.inputs.load_inputs", interrupt)
+    for verb, names in (("report", ["linear"]), ("compare", ["linear", "linear"])):
+        code, _, err = run(capsys, verb, *[folders / name for name in names], "--output", tmp_path / "out")
+        assert code == 130 and "interrupted: nothing was written" in err
+    assert list(tmp_path.iterdir()) == []
