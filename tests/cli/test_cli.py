@@ -321,7 +321,7 @@ def test_states_resume_and_going_on(folders, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
     code, _, err = run(capsys, *base, "--output", tmp_path / "cut")
-    assert (code, "go on with --resume" in err) == (130, True)
+    assert (code, "go on with the same line and --resume" in err) == (130, True)
     assert [path.name for path in (tmp_path / "cut.stage1").iterdir()] == ["step-2"]
     monkeypatch.undo()
     assert run(capsys, *base, "--output", tmp_path / "cut", "--resume")[0] == 0
