@@ -108,7 +108,7 @@ def options_from(args: argparse.Namespace) -> Any:
         kernels=tuple(args.kernel) or (KERNEL,),
         kernel_args=parse_pairs(args.kernel_arg),
         window=args.window,
-        lengths=() if args.lengths is None else parse_lengths(args.lengths),
+        lengths=None if args.lengths is None else parse_lengths(args.lengths),
         heads=args.heads,
         head_dim=args.head_dim,
         batch=args.batch,
@@ -148,9 +148,7 @@ def _suite(args: argparse.Namespace) -> str:
     only = {"causal": args.causal, "backward": args.backward, "features-given": args.features_given is not None}
     wrong = [name for name, given in only.items() if given]
     if chosen != "attention" and wrong:
-        raise ConfigError(
-            f"bench: --{wrong[0]} belongs to one attention; leave it out, or leave out MODEL and --decode"
-        )
+        raise ConfigError(f"bench: --{wrong[0]} measures one attention; leave it out, or measure only that")
     return chosen
 
 

@@ -40,7 +40,7 @@ class BenchOptions:
         kernels: names of kernels, measured one after the other.
         kernel_args: their arguments.
         window: tokens of a softmax window joined to them, or None.
-        lengths: tokens; empty: the suite's own.
+        lengths: tokens; None: the suite's own.
         heads: of a made-up attention.
         head_dim: its size of a head.
         batch: sequences per input.
@@ -60,7 +60,7 @@ class BenchOptions:
     kernels: tuple[str, ...] = (KERNEL,)
     kernel_args: Mapping[str, Any] = field(default_factory=dict)
     window: int | None = None
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] | None = None
     heads: int = 12
     head_dim: int = 64
     batch: int = 1
@@ -112,7 +112,7 @@ def run_bench(options: BenchOptions, tell: Tell | None = None) -> BenchResult:
         LinearizeError: one of its children, for everything the user can mend, before anything is measured.
     """
     options = checked(options)
-    lengths = check_lengths(options.lengths or LENGTHS[options.suite])
+    lengths = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)
     with threads(options.threads):
         for suite in make_suites(options, lengths[-1]):
             suite.check()

@@ -62,6 +62,7 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
 
 def _panel(axes: Any, rows: Sequence[Row], value: Any) -> None:
     kinds = list(dict.fromkeys(row.what for row in rows))
+    names = short_names(kinds)
     drawn: set[str] = set()
     for number, kind in enumerate(kinds):
         mine = sorted((row for row in rows if row.what == kind), key=lambda row: row.tokens)
@@ -73,13 +74,20 @@ def _panel(axes: Any, rows: Sequence[Row], value: Any) -> None:
                 continue
             if side == ours:
                 colour, marker, dashes = OURS[number % len(OURS)]
-                name = kind if len(kinds) > 1 else ours
+                name = names[number] or ours
             else:
                 # The other sides are the same for every kernel.
                 drawn.add(side)
                 colour, marker, dashes = (SOFTMAX, "o", "-") if side == reference else (THIRD, ".", "-")
                 name = side
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dashes, label=name)
+
+
+def short_names(kinds: Sequence[str]) -> list[str]:
+    """Leave out of each name, parts between commas, what all of them share; one name alone becomes empty."""
+    parts = [kind.split(", ") for kind in kinds]
+    shared = set(parts[0]).intersection(*parts[1:]) if parts else set()
+    return [", ".join(part for part in mine if part not in shared) for mine in parts]
 
 
 def _mebibytes(count: int | None) -> float | None:

@@ -1,0 +1,60 @@
+"""What follows from measured numbers, on made-up ones."""
+
+import math
+
+import pytest
+
+from linearize.bench.rows import Row, Side, crossover, crossovers, quotient
+from linearize.bench.timing import Timing, in_turns, spread
+
+
+def row(tokens, softmax, linear, what="x"):
+    sides = {
+        name: Side(problem="out of memory") if seconds is None else Side(Timing(seconds, 0.0, 3), 10 * tokens)
+        for name, seconds in (("softmax", softmax), ("linear", linear))
+    }
+    return Row("attention", what, tokens, ("softmax", "linear"), sides)
+
+
+def test_crossover_is_interpolated_on_logarithms():
+    # Speedup grows as the length: 0.5 at 512 and 2 at 2,048 pass 1 at 1,024.
+    found = crossover("x", "softmax", {512: 0.5, 2048: 2.0, 8192: 8.0})
+    assert found.tokens == pytest.approx(1024)
+    assert found.text == "about 1,024 tokens"
+
+
+def test_crossover_outside_the_lengths():
+    assert crossover("x", "softmax", {512: 1.4, 4096: 10.0}).text == "below 512"
+    assert crossover("x", "softmax", {512: 0.2, 16384: 0.9}).text == "above 16,384"
+    assert crossover("x", "softmax", {512: None}).text == "not measured"
+
+
+def test_crossover_is_the_last_one_and_leaves_out_what_did_not_run():
+    found = crossover("x", "softmax", {128: 1.2, 512: 0.5, 1024: None, 2048: 2.0})
+    assert 512 < found.tokens < 2048
+
+
+def test_crossovers_need_two_lengths():
+    rows = [row(8, 1.0, 2.0), row(16, 3.0, 1.5), row(8, 1.0, 1.0, what="alone")]
+    assert [found.what for found in crossovers(rows)] == ["x"]
+
+
+def test_a_row_divides_what_ran():
+    made = row(8, 3.0, 1.5)
+    assert made.speedup == 2.0 and made.times("linear", over="softmax") == 0.5
+    assert made.to_dict()["speedup"] == 2.0 and made.to_dict()["memory_ratio"] == 1.0
+    lost = row(8, None, 1.5)
+    assert lost.speedup is None and lost.to_dict()["sides"]["softmax"]["problem"] == "out of memory"
+    assert quotient(1.0, 0.0) is None
+
+
+def test_spread_is_of_the_quartiles():
+    assert spread([1.0]) == 0.0
+    assert math.isclose(spread([1.0, 2.0, 3.0, 4.0, 5.0]), 2.0 / 3.0)
+
+
+def test_sides_take_turns():
+    order = []
+    times = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
+    assert order == ["a", "b"] * 3
+    assert all(len(values) == 2 and min(values) > 0 for values in times.values())

@@ -1,0 +1,254 @@
+"""Every suite on tiny sizes: that it runs and that its numbers belong together. Nothing here is timed."""
+
+import math
+
+import pytest
+import torch
+from tiny import converted, original
+
+from linearize.bench import machine, suites
+from linearize.bench.attention import AttentionSizes, AttentionSuite
+from linearize.bench.decode import DecodeSuite
+from linearize.bench.goals import Goal, _judge, goals, run_goals
+from linearize.bench.job import BenchOptions, run_bench
+from linearize.bench.machine import Noise
+from linearize.bench.memory import NoRoomError, in_fresh_process, is_out_of_memory
+from linearize.bench.models import BenchModel
+from linearize.bench.plot import check_picture, short_names, write_plot
+from linearize.bench.stage_one import StageOneSuite, naive_loss
+from linearize.bench.suites import measure
+from linearize.bench.whole_model import ModelSuite
+from linearize.distillation.losses import Targets, weights_loss
+from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
+from linearize.ops import naive_attention
+
+SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
+RATE = 1e9
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    original("bert").save_pretrained(root / "bert")
+    original("vit").save_pretrained(root / "vit")
+    converted("bert").save_pretrained(root / "linear")
+    return root
+
+
+def consistent(row):
+    reference, ours = row.pair
+    ran = [side for side in row.sides.values() if side.timing is not None]
+    assert ran and all(side.seconds > 0 and side.timing.spread >= 0 for side in ran)
+    assert row.speedup == pytest.approx(row.seconds(reference) / row.seconds(ours))
+    assert row.to_dict()["speedup"] == row.speedup
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("features", [None, 16])
+def test_attention(causal, backward, features):
+    suite = AttentionSuite(SIZES, causal, backward, features)
+    suite.check()
+    row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
+    consistent(row)
+    assert row.tokens == 20 and all(row.sides[side].timing.repeats == 2 for side in suite.sides)
+    for side in suite.sides:
+        operations = row.figures[f"{side}_operations"]
+        assert row.figures[f"{side}_share_of_bound"] == pytest.approx(operations / RATE / row.seconds(side))
+
+
+def test_operations_are_counted():
+    given = AttentionSuite(SIZES, features=16)
+    # Two products of 2 heads, 10 tokens, 16 features and 8 values with one column more.
+    assert given.products("linear", 10) == 2 * 2 * 2 * 10 * 16 * 9
+    assert given.products("softmax", 10) == 2 * 2 * 2 * 10 * 10 * 8
+    mapped = AttentionSuite(SIZES)
+    # Hedgehog has one matrix of 8 x 8 per head, for queries and for keys.
+    assert mapped.products("linear", 10) == given.products("linear", 10) + 2 * 2 * 2 * 10 * 8 * 8
+    assert AttentionSuite(SIZES, causal=True, backward=True).products("softmax", 10) == 3 * 2 * 2 * 10 * 10 * 8
+
+
+def test_the_sides_compute_what_they_say():
+    suite = AttentionSuite(SIZES, causal=True, features=16)
+    phi_q, phi_k = (SIZES.draw(20, 16, seed=seed).abs() for seed in (3, 4))
+    expected = naive_attention(phi_q, phi_k, SIZES.draw(20, seed=2), causal=True)
+    torch.testing.assert_close(suite.prepare("linear", 20)(), expected, rtol=1e-4, atol=1e-5)
+    gradients = AttentionSuite(SIZES, backward=True).prepare("softmax", 20)()
+    assert [g.shape for g in gradients] == [(1, 2, 20, 8)] * 3
+
+
+def test_decode():
+    suite = DecodeSuite(SIZES, layers=3)
+    suite.check()
+    consistent(measure(suite, 40, rate=RATE, repeats=2, memory=False))
+    positional = DecodeSuite(AttentionSizes("cosformer", {"max_positions": 64}, heads=2, head_dim=8), layers=1)
+    consistent(measure(positional, 40, rate=RATE, repeats=2, memory=False))
+
+
+def test_whole_model(folders):
+    model = BenchModel(str(folders / "bert"), longest=100)
+    row = measure(ModelSuite(model), 100, rate=RATE, repeats=2, memory=False)
+    consistent(row)
+    assert row.figures["bound_speedup"] == pytest.approx(row.seconds("softmax") / row.seconds("no attention"))
+    assert model.original.config._attn_implementation == "sdpa"
+    assert model.original.config.max_position_embeddings == 100
+
+
+def test_converted_model_and_its_limit(folders):
+    folder = str(folders / "linear")
+    consistent(measure(ModelSuite(BenchModel(folder, longest=64)), 64, rate=RATE, repeats=2, memory=False))
+    with pytest.raises(ConfigError, match="at most 64 tokens"):
+        run_bench(BenchOptions("model", folder, lengths=(65,)))
+
+
+def test_models_that_have_no_length(folders):
+    with pytest.raises(UnsupportedModelError, match="reads image"):
+        run_bench(BenchOptions("model", str(folders / "vit"), lengths=(8,)))
+    with pytest.raises(CheckpointError):
+        run_bench(BenchOptions("model", str(folders / "none"), lengths=(8,)))
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
+def test_stage_one(folders, kernel, monkeypatch):
+    monkeypatch.setattr(suites, "in_fresh_process", lambda *_: 1000)
+    suite = StageOneSuite(BenchModel(str(folders / "bert"), kernel, longest=64))
+    suite.check()
+    row = measure(suite, 40, rate=RATE, repeats=2)
+    consistent(row)
+    assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
+    # Both sides were said to take as much, so nothing is left between them.
+    assert row.figures["memory_ratio"] == row.figures["memory_ratio_above_weights"] == 1.0
+
+
+def test_the_naive_way_is_the_loss_of_stage_one():
+    layer = next(iter(m for m in converted("bert").modules() if type(m).__name__ == "LinearAttention"))
+    q, k, v = (torch.randn(1, 4, 12, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    naive_loss(layer, q, k, v, None, 0.3)
+    found = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    phi_q, phi_k, scale = layer.mixer.mapped(q, k, scaling=0.3)
+    loss = weights_loss(phi_q, phi_k, scale, Targets(q, k, 0.3, False))
+    (loss / (4 * 12)).backward()
+    for one, parameter in zip(found, layer.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_stage_one_needs_weights_to_learn(folders):
+    with pytest.raises(ConfigError, match="weights to learn"):
+        StageOneSuite(BenchModel(str(folders / "bert"), "elu")).check()
+    with pytest.raises(ConfigError, match="one sequence"):
+        StageOneSuite(BenchModel(str(folders / "bert"), batch=2)).check()
+
+
+def test_memory_is_that_of_the_tensors():
+    suite = AttentionSuite(AttentionSizes("elu", heads=4, head_dim=64))
+    taken = suites._memory(suite, "linear", 4096).bytes
+    # The output alone is 4 heads of 4,096 tokens of 64 numbers.
+    assert 4 * 4096 * 64 * 4 <= taken < 40 * 4 * 4096 * 64 * 4
+
+
+def test_memory_that_runs_out_is_a_result(monkeypatch):
+    huge = AttentionSuite(AttentionSizes("elu", heads=4096))
+    assert suites._memory(huge, "softmax", 1 << 24).problem == "out of memory"
+    with pytest.raises(LinearizeError, match="process of its own failed: KeyError"):
+        in_fresh_process(suites.measure_memory, {})
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
+
+    def none(*_):
+        raise NoRoomError("out of memory")
+
+    monkeypatch.setattr(suites, "in_fresh_process", none)
+    row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1)
+    assert {side.problem for side in row.sides.values()} == {"out of memory"} and row.speedup is None
+
+
+def test_memory_that_runs_out_while_timing(monkeypatch):
+    def prepare(self, side, tokens):
+        return (lambda: torch.empty(1 << 50)) if side == "softmax" else (lambda: None)
+
+    monkeypatch.setattr(AttentionSuite, "prepare", prepare)
+    row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1, memory=False)
+    assert row.sides["softmax"].problem == "out of memory" and row.seconds("linear") > 0
+
+
+def test_the_job(tmp_path):
+    told = []
+    options = BenchOptions(
+        kernels=("elu", "hedgehog"), lengths=(16, 8), heads=2, head_dim=8, repeats=2, threads=1, memory=False
+    )
+    result = run_bench(options, lambda event, data: told.append(event))
+    assert [row.tokens for row in result.rows] == [8, 16, 8, 16]
+    assert [found.what.split(",")[0] for found in result.crossovers] == ["elu", "hedgehog"]
+    assert told.count("row") == 4 and result.machine.peak > 0 and result.noise.probes
+    data = result.to_dict()
+    assert data["noise"]["too_noisy"] in (True, False) and data["machine"]["dtype"] == "float32"
+    picture = tmp_path / "a.png"
+    write_plot(result.rows, str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (BenchOptions("nothing"), "unknown suite"),
+        (BenchOptions(lengths=(0,)), "lengths: got 0"),
+        (BenchOptions(dtype="float8"), "unknown dtype"),
+        (BenchOptions(device="cuda:77"), "this machine has"),
+        (BenchOptions(repeats=0), "repeats: got 0"),
+        (BenchOptions(heads=0), "heads: got 0"),
+        (BenchOptions(kernels=("nope",)), "unknown kernel"),
+        (BenchOptions(features=0), "features: got 0"),
+        (BenchOptions("decode", layers=0), "layers: got 0"),
+        (BenchOptions("model", "somewhere", layers=3), "layers: a checkpoint has its own"),
+    ],
+)
+def test_bad_options(options, text):
+    with pytest.raises(ConfigError, match=text):
+        run_bench(options)
+
+
+def test_a_type_that_the_device_lacks(monkeypatch):
+    monkeypatch.setattr(machine, "_works", lambda dtype, device: dtype == "float32")
+    with pytest.raises(ConfigError, match="which cpu lacks; choose one of float32"):
+        run_bench(BenchOptions(dtype="float16"))
+
+
+def test_noise():
+    assert not Noise([1.0, 1.0, 1.01], others=0.0).too_noisy
+    assert Noise([1.0, 1.5, 2.0], others=0.0).too_noisy
+    assert "too noisy" in Noise([1.0, 1.0], others=1.0).text
+
+
+def test_goals_are_those_of_the_table():
+    table = goals()
+    assert len({goal.what for goal in table}) == len(table) == 23
+    assert sum(goal.figure is None for goal in table) == 3
+
+
+def test_goals_are_judged():
+    def suite(causal):
+        return AttentionSuite(SIZES, causal=causal)
+
+    table = [
+        Goal("easy", 0.0, figure=lambda rows: rows[0].speedup, tasks=((suite(False), 8),)),
+        Goal("hard", 1e9, figure=lambda rows: rows[0].speedup, tasks=((suite(False), 8),)),
+        Goal("limit", 1e9, most=True, figure=lambda rows: rows[1].seconds("linear"), tasks=((suite(False), 8),) * 2),
+        Goal("later", 2.0),
+    ]
+    result = run_goals(BenchOptions(repeats=1), table=table)
+    assert [verdict.verdict for verdict in result.verdicts] == ["pass", "missed", "pass", "not built"]
+    assert len(result.rows) == 1 and result.to_dict()["goals"][0]["goal"] == ">= 0 x"
+    lost = Goal("lost", 1.0, figure=lambda rows: None, tasks=((suite(False), 8),))
+    assert _judge(lost, [(suite(False), 8)], result.rows).verdict == "not measured"
+
+
+def test_pictures(tmp_path):
+    for path in ("a.jpg", str(tmp_path / "none" / "a.png")):
+        with pytest.raises(ConfigError, match="--plot"):
+            check_picture(path)
+    assert short_names(["elu, causal, float32", "luna, causal, float32"]) == ["elu", "luna"]
+    assert short_names(["elu, causal"]) == [""]
+
+
+def test_spread_of_no_probe_is_a_number():
+    assert math.isfinite(Noise([]).spread)

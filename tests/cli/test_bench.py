@@ -1,0 +1,55 @@
+"""`linearize bench` on tiny sizes: what it prints, and how it refuses."""
+
+import json
+
+import pytest
+
+from linearize.cli import main
+
+TINY = ["--lengths", "8,16", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--no-memory"]
+
+
+def test_table_picture_and_json(tmp_path, capsys):
+    picture = tmp_path / "speed.png"
+    code = main(["bench", *TINY, "--kernel", "elu", "--kernel", "luna", "--json", "--plot", str(picture)])
+    streams = capsys.readouterr()
+    assert code == 0 and picture.stat().st_size > 1000
+    data = json.loads(streams.out)
+    assert [row["tokens"] for row in data["rows"]] == [8, 16, 8, 16]
+    assert all(row["sides"][side]["seconds"] > 0 for row in data["rows"] for side in ("softmax", "linear"))
+    assert len(data["crossovers"]) == 2 and "too_noisy" in data["noise"]
+    assert "Faster than softmax from" in streams.err and "Noise:" in streams.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--causal", "--backward", "--features-given", "16"],
+        ["--kernel", "hedgehog", "--kernel-arg", "activation=exp", "--window", "4"],
+        ["--decode", "--layers", "2"],
+    ],
+)
+def test_what_can_be_measured(options, capsys):
+    assert main(["bench", *TINY, *options]) == 0
+    assert "medians (spread)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (["--decode", "--causal"], "--causal measures one attention"),
+        (["--decode", "bert-base"], "leave MODEL out"),
+        (["--decode", "--stage-one"], "leave --stage-one out"),
+        (["--goals", "--kernel", "elu"], "leave out kernel"),
+        (["--lengths", "many"], "--lengths: got 'many'"),
+        (["--lengths", "none"], "lengths: got none"),
+        (["--plot", "speed.pdf"], "expected the name of a .png file"),
+        (["--device", "cuda:9"], "this machine has"),
+        (["--kernel-arg", "x"], "expected NAME=VALUE"),
+        (["nowhere/at-all/here"], "neither a folder nor a Hub name"),
+    ],
+)
+def test_refusals_are_one_line(options, text, capsys):
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1 and "Traceback" not in error
