@@ -20,11 +20,14 @@ from linearize.distillation.targets import Targets
 from linearize.fidelity.rows import pieces, put, take
 from linearize.ops.state import FLOOR
 
-CPU_NUMBERS = 1 << 19
-"""Numbers in one block's matrix on a CPU (2 MiB of fp32); there are three or four such matrices."""
+CPU_NUMBERS = 1 << 18
+"""Numbers in one block's matrix on a CPU (1 MiB of fp32); there are three or four such matrices."""
 
 GPU_NUMBERS = 1 << 24
 """The same on other devices, which want large blocks."""
+
+LEAST_ROWS = 128
+"""Rows in a block of long inputs, even if it grows: products of a few rows are slow."""
 
 CAUSAL_ROWS = 64
 """Rows in a causal block, or an eighth of all if that is more: its first rows are shown the last one's past."""
@@ -109,7 +112,7 @@ class _Walk:
         """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; the features become gradients."""
         batch, key_heads, keys, _ = phi_k.shape
         groups, rows = phi_q.shape[1] // key_heads, phi_q.shape[2]
-        count = min(rows, max(1, self.limit // (groups * keys)))
+        count = min(rows, max(-(-LEAST_ROWS // groups), self.limit // max(1, groups * keys)))
         if self.causal:
             count = min(count, max(CAUSAL_ROWS, rows // 8))
         for part, some in _pairs(batch, key_heads, max(1, self.limit // max(1, groups * count * keys))):

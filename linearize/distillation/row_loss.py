@@ -88,7 +88,7 @@ def signed_rows(
     if grad is not None:
         above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
         # `above` where a score is positive, `below` where it is negative.
-        torch.addcmul((above + below) / 2, torch.sign(scores, out=grad), (above - below) / 2, out=grad)
+        torch.sign(scores, out=grad).mul_((above - below) / 2).add_((above + below) / 2)
         grad.addcdiv_(target, safe, value=-1.0)
         if factors is not None:
             grad.mul_(factors)

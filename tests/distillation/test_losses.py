@@ -63,6 +63,7 @@ def check_equal(got, want, leaves):
 def small_blocks(monkeypatch):
     """Several blocks even at test sizes."""
     monkeypatch.setattr(blocks, "CPU_NUMBERS", 2 * 37 * 8)
+    monkeypatch.setattr(blocks, "LEAST_ROWS", 1)
     monkeypatch.setattr(blocks, "CAUSAL_ROWS", 4)
 
 
