@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
     sizes = parser.add_argument_group("sizes of made-up inputs")
     add = sizes.add_argument
-    add("--heads", type=int, default=12, metavar="H", help="heads (12)")
-    add("--head-dim", type=int, default=64, metavar="D", help="size of a head (64)")
-    add("--batch", type=int, default=1, metavar="B", help="sequences (1)")
+    add("--heads", type=int, metavar="H", help="heads (12)")
+    add("--head-dim", type=int, metavar="D", help="size of a head (64)")
+    add("--batch", type=int, metavar="B", help="sequences (1)")
     add("--layers", type=int, metavar="L", help="layers to decode through, or of bert-base (12)")
     run = parser.add_argument_group("how")
     add = run.add_argument
-    add("--dtype", default="float32", metavar="T", help="float32, bfloat16 or float16 (float32)")
+    add("--dtype", metavar="T", help="float32, bfloat16 or float16 (float32)")
     add("--device", default="cpu", metavar="D", help="cpu, cuda, cuda:1, mps or auto (cpu)")
     add("--repeats", type=int, metavar="N", help="turns; by default 3 to 200, as many as take ten seconds")
     add("--threads", type=int, metavar="N", help="threads of torch on the CPU; by default its own choice")
@@ -92,64 +92,66 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+GIVEN = ("window", "heads", "head_dim", "batch", "layers", "dtype", "repeats", "threads")
+"""Options that go on under the same name where they are given."""
+
+FREE = (
+    *("model", "kernel", "kernel_arg", "window", "lengths", "causal", "backward", "features_given", "decode"),
+    *("stage_one", "heads", "head_dim", "batch", "layers", "dtype", "no_memory", "plot"),
+)
+"""Options that have no meaning beside --goals."""
+
+
 def options_from(args: argparse.Namespace) -> Any:
     """Turn parsed arguments into `BenchOptions`.
 
     Raises:
         ConfigError: for options that do not go together, or text that cannot be read.
     """
-    from linearize.bench.job import KERNEL, BenchOptions
+    from linearize.bench.job import BenchOptions
     from linearize.cli.convert import parse_pairs
     from linearize.cli.report import parse_lengths
 
+    given = {name: value for name in GIVEN if (value := getattr(args, name)) is not None}
     return BenchOptions(
         suite=_suite(args),
         model=args.model,
-        kernels=tuple(args.kernel) or (KERNEL,),
+        kernels=tuple(args.kernel),
         kernel_args=parse_pairs(args.kernel_arg),
-        window=args.window,
         lengths=None if args.lengths is None else parse_lengths(args.lengths),
-        heads=args.heads,
-        head_dim=args.head_dim,
-        batch=args.batch,
-        layers=args.layers,
         causal=args.causal,
         backward=args.backward,
         features=args.features_given,
-        dtype=args.dtype,
         device=args.device,
-        repeats=args.repeats,
-        threads=args.threads,
         memory=not args.no_memory,
+        **given,
     )
-
-
-FREE = (
-    *("model", "kernel", "kernel_arg", "window", "lengths", "causal", "backward", "features_given"),
-    *("decode", "stage_one", "layers", "plot"),
-)
-"""Options that have no meaning beside --goals."""
 
 
 def _suite(args: argparse.Namespace) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
+    if args.goals:
+        _refuse(args, FREE, "--goals measures what its table says")
+    if args.decode:
+        _refuse(args, ("model", "stage_one", "causal", "backward", "features_given"), "--decode measures one token")
+        return "decode"
+    if args.model or args.stage_one:
+        names = ("causal", "backward", "features_given", "heads", "head_dim")
+        _refuse(args, names, "a whole model is measured as it is")
+        return "stage-one" if args.stage_one else "model"
+    _refuse(args, ("layers",), "one attention is measured")
+    if args.features_given is not None:
+        _refuse(args, ("kernel", "kernel_arg", "window"), "with --features-given no kernel is measured")
+    return "attention"
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
     from linearize.errors import ConfigError
 
-    if args.goals:
-        given = vars(args)
-        other = [name for name in FREE if given[name] not in (None, False, [])]
-        if other:
-            raise ConfigError(f"bench: --goals measures what its table says; leave out {other[0].replace('_', '-')}")
-    chosen = "decode" if args.decode else "model" if args.model else "attention"
-    if args.decode and (args.model or args.stage_one):
-        other = "MODEL" if args.model else "--stage-one"
-        raise ConfigError(f"bench: --decode measures made-up attentions; leave {other} out")
-    chosen = "stage-one" if args.stage_one else chosen
-    only = {"causal": args.causal, "backward": args.backward, "features-given": args.features_given is not None}
-    wrong = [name for name, given in only.items() if given]
-    if chosen != "attention" and wrong:
-        raise ConfigError(f"bench: --{wrong[0]} measures one attention; leave it out, or measure only that")
-    return chosen
+    for name in names:
+        if getattr(args, name) not in (None, False, []):
+            option = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"bench: {why}; leave {option} out")
 
 
 class Progress:
@@ -188,7 +190,7 @@ def show(out: Any, result: Any) -> None:
     for row in result.rows:
         by_what.setdefault(row.what, []).append(row)
     for what, rows in by_what.items():
-        out.print(_table(table, what, rows))
+        out.print(_table(table, what, sorted(rows, key=lambda row: row.tokens)))
     for found in result.crossovers:
         out.print(f"Faster than {found.reference} from: {found.text} ({found.what})", markup=False)
     machine = result.machine

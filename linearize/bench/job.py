@@ -37,7 +37,7 @@ class BenchOptions:
     Attributes:
         suite: one of `LENGTHS`.
         model: Hub name or folder, or `BERT_BASE`, for whole models.
-        kernels: names of kernels, measured one after the other.
+        kernels: names of kernels, measured one after the other; none: `KERNEL`.
         kernel_args: their arguments.
         window: tokens of a softmax window joined to them, or None.
         lengths: tokens; None: the suite's own.
@@ -57,7 +57,7 @@ class BenchOptions:
 
     suite: str = "attention"
     model: str | None = None
-    kernels: tuple[str, ...] = (KERNEL,)
+    kernels: tuple[str, ...] = ()
     kernel_args: Mapping[str, Any] = field(default_factory=dict)
     window: int | None = None
     lengths: tuple[int, ...] | None = None
@@ -114,9 +114,14 @@ def run_bench(options: BenchOptions, tell: Tell | None = None) -> BenchResult:
     options = checked(options)
     lengths = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)
     with threads(options.threads):
-        for suite in make_suites(options, lengths[-1]):
+        suites: Iterable[Suite] = make_suites(options, lengths[-1])
+        # Of several, each is made again when it is measured, so that no model is kept longer than that.
+        suites = list(suites) if len(options.kernels) < 2 else suites
+        for suite in suites:
             suite.check()
-        tasks = ((suite, tokens) for suite in make_suites(options, lengths[-1]) for tokens in lengths)
+        if len(options.kernels) > 1:
+            suites = make_suites(options, lengths[-1])
+        tasks = ((suite, tokens) for suite in suites for tokens in lengths)
         machine, noise, rows = run_tasks(tasks, options, tell or (lambda name, data: None))
     return BenchResult(machine, noise, rows, crossovers(rows))
 
@@ -142,10 +147,8 @@ def checked(options: BenchOptions) -> BenchOptions:
 
 
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
-    """Make the suites one by one, so that no model is kept longer than it is measured."""
-    # Where the features are given, no kernel is looked at.
-    kernels = options.kernels[:1] if options.features is not None else options.kernels
-    for kernel in kernels:
+    """Make the suites one by one, one for each kernel."""
+    for kernel in options.kernels or (KERNEL,):
         yield _suite(options, kernel, longest)
 
 
@@ -160,6 +163,8 @@ def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
     }
     if options.suite in ("model", "stage-one"):
         model = BenchModel(options.model or BERT_BASE, layers=options.layers, longest=longest, **named)
+        if model.converted and (options.kernels or options.kernel_args or options.window is not None):
+            raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
         return ModelSuite(model) if options.suite == "model" else StageOneSuite(model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
     if options.suite == "decode":

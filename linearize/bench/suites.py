@@ -179,17 +179,18 @@ def measure_memory(request: dict[str, Any]) -> int:
 
 
 def _on_gpu(suite: Suite, side: str, tokens: int) -> int:
+    device = suite.device
     suite.prepare(side, WARM_UP)()
     gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
     call = suite.prepare(side, tokens)
     if not suite.holds:
-        before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     call()
-    torch.cuda.synchronize()
-    return max(0, torch.cuda.max_memory_allocated() - before)
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.max_memory_allocated(device) - before)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ def wait() -> None:
     """Wait for a GPU, where there is one in use."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
 
 
 def in_turns(sides: Mapping[str, Call], repeats: int | None, *, warm_up: float | None = None) -> dict[str, list[float]]:

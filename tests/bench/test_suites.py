@@ -99,6 +99,8 @@ def test_converted_model_and_its_limit(folders):
     consistent(measure(ModelSuite(BenchModel(folder, longest=64)), 64, rate=RATE, repeats=2, memory=False))
     with pytest.raises(ConfigError, match="at most 64 tokens"):
         run_bench(BenchOptions("model", folder, lengths=(65,)))
+    with pytest.raises(ConfigError, match="is converted and has its kernels"):
+        run_bench(BenchOptions("model", folder, kernels=("elu",), lengths=(8,)))
 
 
 def test_models_that_have_no_length(folders):

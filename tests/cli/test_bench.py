@@ -37,10 +37,13 @@ def test_what_can_be_measured(options, capsys):
 @pytest.mark.parametrize(
     "options, text",
     [
-        (["--decode", "--causal"], "--causal measures one attention"),
+        (["--decode", "--causal"], "leave --causal out"),
         (["--decode", "bert-base"], "leave MODEL out"),
         (["--decode", "--stage-one"], "leave --stage-one out"),
-        (["--goals", "--kernel", "elu"], "leave out kernel"),
+        (["--goals", "--kernel", "elu"], "leave --kernel out"),
+        (["bert-base", "--heads", "3"], "leave --heads out"),
+        (["--layers", "3"], "leave --layers out"),
+        (["--features-given", "--window", "3"], "leave --window out"),
         (["--lengths", "many"], "--lengths: got 'many'"),
         (["--lengths", "none"], "lengths: got none"),
         (["--plot", "speed.pdf"], "expected the name of a .png file"),
