@@ -1,0 +1,86 @@
+"""Every verb has --json: one JSON document on stdout and nothing else there; what people read goes to stderr."""
+
+import json
+
+import pytest
+from report_models import make_original, make_text, texts
+
+from linearize.cli import main
+from linearize.cli.main import VERBS, build_parser
+
+STAGE_ONE = "--dataset texts.jsonl --text-column text --distill-steps 1 --holdout 4 --batch-size 4 --device cpu"
+TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
+LOOK = "--dataset texts.jsonl --text-column text --inputs 2 --max-length 16 --lengths none --device cpu"
+# Verb -> what is typed behind it, and keys that the document has (of its first entry, where it is a list).
+CASES = {
+    "convert": (f"bert {STAGE_ONE} --output a", {"plan", "distillation", "parameters_added"}),
+    "distill": (f"linear {STAGE_ONE} --output b", {"plan", "distillation", "parameters_added"}),
+    "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps"}),
+    "evaluate": (f"classifier {TASK}", {"figures", "score", "facts"}),
+    "init": ("config.json --kernel elu --output d", {"output", "plan"}),
+    "run": ("recipe.yaml --output runs/one", {"cell", "score", "metrics"}),
+    "recipes": ("", {"name", "summary", "cells"}),
+    "results": ("runs/made", {"title", "rows", "columns"}),
+    "kernels": ("", {"name", "formula", "arguments"}),
+    "inspect": ("linear", {"converted", "plan", "provenance"}),
+    "push": ("linear alice/linear", {"url"}),
+    "report": (f"linear {LOOK} --output e", {"checkpoint", "fidelity", "left_out"}),
+    "compare": (f"linear linear2 {LOOK} --output f", {"conversions", "notes"}),
+    "demo": ("--steps 1 --tokens 100 --output g", {"conversion", "comparison"}),
+    "bench": ("--device cpu --lengths 16 --heads 2 --head-dim 8 --repeats 1 --no-memory", {"machine", "rows"}),
+}
+RECIPE = """summary: tiny
+flow: scratch
+kernels: [softmax]
+tasks:
+  recall: {make: associative-recall, options: {train: 16, validation: 8, vocabulary: 6, length: 8}}
+model:
+  pretrained: false
+  config: {model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2}
+rows: {max_length: 8}
+finetune: {batch_size: 8, steps: 1}
+device: cpu
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("json")
+    texts(root, 48)
+    make_original(root / "bert")
+    make_original(root / "classifier", head="AutoModelForSequenceClassification")
+    for name in ("linear", "linear2"):
+        make_text(root / name)
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "recipe.yaml").write_text(RECIPE)
+    assert main(["run", str(root / "recipe.yaml"), "--output", str(root / "runs" / "made")]) == 0
+    return root
+
+
+def test_every_verb_has_a_case():
+    assert set(CASES) == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", CASES)
+def test_json(verb, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub.
+    monkeypatch.setattr("linearize.demo.minilm_folder", lambda: place / "bert")
+    monkeypatch.setattr("linearize.bench.side_by_side.in_fresh_process", lambda *_: 1)
+    monkeypatch.setattr("linearize.checkpoint.push.push", lambda folder, repo, private=False: "https://example.org")
+    words, keys = CASES[verb]
+    assert "--json" in build_parser(verb).format_help()
+    capsys.readouterr()
+    code = main([verb, *words.split(), "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    found = json.loads(out)
+    assert keys <= set(found[0] if isinstance(found, list) else found)
+
+
+@pytest.mark.parametrize("verb", CASES)
+def test_an_error_leaves_stdout_empty(verb, capsys):
+    assert main([verb, "--jsno"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Did you mean --json" in err
