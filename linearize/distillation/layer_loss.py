@@ -74,7 +74,7 @@ class LayerLoss:
         q, k, _, _, mask, _ = targets
         with torch.set_grad_enabled(train):
             out = self.layer(q, k, v, mask, targets.scaling)
-            target = softmax_output(self.layer, q, k, v, mask, targets.scaling)
+            target = softmax_output(self.layer, q.float(), k.float(), v.float(), mask, targets.scaling)
             if sample is not None:
                 out, target, targets = out[:, :, sample], target[:, :, sample], targets.sampled(sample)
             loss = output_loss(out, target, targets)

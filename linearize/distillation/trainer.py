@@ -16,7 +16,7 @@ from linearize.distillation.config import DistillConfig
 from linearize.distillation.layer_loss import LayerLoss
 from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
-from linearize.fidelity.observe import observed, run_body
+from linearize.fidelity.observe import observed, run_body, softmax_output
 
 
 class KernelTrainer:
@@ -111,7 +111,10 @@ class KernelTrainer:
         if loss is not None:
             targets = Targets(q.detach(), k.detach(), scaling, layer.shape.causal, mask)
             loss.add(targets, v.detach(), train=self.training, sample=self._sample(q))
-        return layer(q, k, v, mask, scaling) if self.config.feed == "student" else None
+        if self.config.feed == "student":
+            return layer(q, k, v, mask, scaling)
+        # The host's own way would make a T x T mask of a causal one with padding.
+        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
     def _sample(self, q: Tensor) -> Tensor | None:
         """Draw the positions of the queries that the loss is taken on; None: all."""

@@ -144,9 +144,13 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
     layers = linear_attentions(model)
     sums = {id(layer): _Sums(layer.shape.heads) for layer in layers.values()}
 
-    def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
+    def observe(
+        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
         with torch.autocast(device_type=q.device.type, enabled=False):
-            _add(sums[id(layer)], layer, q, k, v, mask, scaling)
+            target = _add(sums[id(layer)], layer, q, k, v, mask, scaling).to(v.dtype)
+        # The host's own way would make a T x T mask of a causal one with padding.
+        return target if layer.shape.causal else None
 
     device = next(model.parameters()).device
     training = model.training
@@ -172,17 +176,18 @@ measure = measure_layers
 
 def _add(
     sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-) -> None:
+) -> Tensor:
+    """Add a layer's figures on a batch, and return softmax's head outputs, which go on through the model."""
     valid = torch.ones_like(q[:, :1, :, 0], dtype=torch.float32) if mask is None else mask[:, None].float()
     valid = valid.expand(-1, q.shape[1], -1)
     sums.add("queries", valid)
-    target = softmax_output(layer, q, k, v, mask, scaling)
+    target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
     out = layer(q, k, v, mask, scaling).float()
     sums.add("error", (out - target).square().sum(dim=-1) * valid)
     sums.add("power", target.square().sum(dim=-1) * valid)
     sums.normalized = layer.mixer.info.normalized
     if not sums.normalized:
-        return
+        return target
     weights = weight_rows(layer, q, k, mask, scaling)
     queries = group(q, k.shape[1])
     valid = valid.reshape(*queries.shape[:-1])
@@ -195,6 +200,7 @@ def _add(
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1) * keep)
         sums.add("negative", ((w < 0) & visible).float().sum(dim=-1) * keep)
         sums.add("weights", visible.float().sum(dim=-1) * keep)
+    return target
 
 
 def weight_rows(

@@ -57,14 +57,17 @@ def has_rows(layer: LinearAttention) -> bool:
 def softmax_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Return softmax's head outputs [B, H, T, V] in fp32, 0 where padded: memory linear in T, even under a mask."""
-    out = v.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
+    """Return softmax's head outputs [B, H, T, V] in v's dtype, 0 where padded, through SDPA.
+
+    Memory is linear in T whatever the mask: padding is left out before, for SDPA itself would want causal rows with
+    padding as a T x T mask.
+    """
+    out = v.new_zeros(*q.shape[:3], v.shape[-1])
     for batch, tokens in pieces(mask):
-        one, two, three = (take(x, batch, tokens).float() for x in (q, k, v))
         found = nnf.scaled_dot_product_attention(
-            one,
-            two,
-            three,
+            take(q, batch, tokens),
+            take(k, batch, tokens),
+            take(v, batch, tokens),
             is_causal=layer.shape.causal,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
