@@ -1,6 +1,9 @@
 """The verbs `report` and `compare`."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from report_models import make_text, texts
@@ -51,6 +54,42 @@ def test_compare_prints_json(made, tmp_path, capsys):
     assert "2 x elu" in err
 
 
+def test_longer_inputs_and_lengths_than_the_model_takes(made, tmp_path, capsys):
+    """The tiny models take 64 tokens: what is cut or left out is said, by both verbs."""
+    long = ["--dataset", made / "texts.jsonl", "--text-column", "text", "--inputs", 2, "--max-length", 5000]
+    long += ["--lengths", "4096", "--device", "cpu"]
+    for verb, names in (("report", ["hedgehog"]), ("compare", ["hedgehog", "elu"])):
+        code, text, err = run(capsys, verb, *[made / name for name in names], *long, "--output", tmp_path / verb)
+        said = " ".join(text.split())
+        assert code == 0, err
+        assert "Inputs were cut to 64 tokens, the most that this checkpoint takes (asked: 5,000)" in said
+        assert "Not timed at 4,096 tokens: this checkpoint takes at most 64" in said
+
+
+def test_no_display_is_needed(made, tmp_path):
+    """Neither a display nor a backend for one, whatever the environment asks for."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    environment |= {"MPLBACKEND": "TkAgg", "HF_HUB_OFFLINE": "1"}
+    code = (
+        "import sys; from linearize.cli import main; done = main(sys.argv[1:]); "
+        "sys.exit(done or 3 * ('matplotlib.pyplot' in sys.modules or 'tkinter' in sys.modules))"
+    )
+    words = [
+        "compare",
+        made / "hedgehog",
+        made / "elu",
+        *common(made),
+        "--lengths",
+        "none",
+        "--output",
+        tmp_path / "out",
+    ]
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert (tmp_path / "out" / "comparison.png").is_file()
+
+
 BAD = {
     "lengths": (["report", "DIR", "--lengths", "many"], "expected numbers such as 128,512,2048"),
     "inputs": (["report", "DIR", "--inputs", "0"], "at least 1"),
@@ -59,6 +98,13 @@ BAD = {
     "original": (["report", "DIR", "--original", "./nowhere"], "is no checkpoint"),
     "option": (["report", "DIR", "--datset", "x"], "Did you mean --dataset"),
     "single": (["compare", "DIR"], "two or more"),
+    "under a file": (["report", "DIR", "--output", "FILE/report"], "cannot be written to; choose another folder"),
+    "a file": (["report", "DIR", "--output", "FILE"], "is a file, expected a folder"),
+    "compare under a file": (["compare", "DIR", "DIR", "--output", "FILE/out"], "cannot be written to"),
+    "compare a full folder": (["compare", "DIR", "DIR", "--output", "FULL"], "--overwrite"),
+    "compare lengths": (["compare", "DIR", "DIR", "--lengths", "0"], "expected numbers of tokens"),
+    "compare folder": (["compare", "DIR", "./nowhere"], "is no checkpoint"),
+    "compare original": (["compare", "DIR", "DIR", "--original", "./nowhere"], "is no checkpoint"),
 }
 
 
@@ -66,7 +112,9 @@ BAD = {
 def test_bad_input_is_one_line(case, made, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, words = BAD[case]
-    code, _, err = run(capsys, *[made / "hedgehog" if a == "DIR" else a for a in arguments])
+    places = {"DIR": made / "hedgehog", "FILE": made / "texts.jsonl", "FULL": made / "elu"}
+    places["FILE/report"], places["FILE/out"] = made / "texts.jsonl" / "report", made / "texts.jsonl" / "out"
+    code, _, err = run(capsys, *[places.get(a, a) for a in arguments])
     assert code == 2
     assert words in err and len(err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
