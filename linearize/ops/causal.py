@@ -1,23 +1,33 @@
-"""Causal linear attention in chunks: quadratic inside a chunk, a running state between chunks, linear in T."""
+"""Causal linear attention in chunks: quadratic inside a chunk, a running state between chunks, linear in T.
+
+One loop over the chunks serves all heads, in place, and the backward is written out: it walks the chunks again instead
+of keeping what the forward made.
+
+A key's log-scale is taken apart into a power of two and a factor between 1 and 2. Powers of two multiply without
+rounding, so a whole chunk can share one, the largest so far at its end, and yet no later token changes a bit of an
+earlier output. Where the running maximum climbs by more than `CLIMB` inside a chunk, its rows get a power each.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from linearize.ops.state import (
-    EPS,
-    FLOOR,
-    State,
-    divide,
-    empty_state,
-    group_queries,
-    masked_log_scale,
-    with_ones,
-)
+from linearize.ops.causal_traced import traced_attention
+from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, masked_log_scale
 
 CHUNK = 64
 """Tokens per chunk: the cost of the part inside a chunk grows with it, that of the state's products falls."""
+
+CLIMB = 40.0
+"""By how many powers of two a row's own maximum may lie below its chunk's: 2^-40 is far from fp32's end."""
+
+LN2_HIGH, LN2_LOW = 0.693359375, math.log(2.0) - 0.693359375
+"""The logarithm of 2 in two parts: the first has 9 bits, so its multiples by whole numbers are exact in fp32."""
 
 
 def causal_attention(
@@ -31,51 +41,348 @@ def causal_attention(
     return_state: bool = False,
     normalize: bool = True,
     eps: float = EPS,
-    chunk: int = CHUNK,
 ) -> Tensor | tuple[Tensor, State]:
     """Attend from query i to keys up to i; arguments and results as in `naive_attention(causal=True)`.
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]. Sums and states are fp32.
-    The stabiliser of a query is the largest log-scale among the keys it sees (and the state before them), so that a
-    later token changes no earlier output.
+    Under `torch.compile` and `torch.export` the same chunks are written as plain tensor operations.
     """
-    queries = group_queries(phi_q, phi_k.shape[1])
     state = (
         initial_state
         if initial_state is not None
         else empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
     )
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
-    values = with_ones(v, normalize)
-    if key_padding_mask is not None:
-        values = values * key_padding_mask[:, None, :, None].float()
-    outputs = []
-    for start in range(0, v.shape[2], chunk):
-        part = slice(start, start + chunk)
-        piece = None if scale is None else scale[:, :, part]
-        mixed, state = _chunk(
-            queries[:, :, :, part].float(), phi_k[:, :, part].float(), values[:, :, part], piece, state
+    mask = None if key_padding_mask is None else key_padding_mask[:, None, :].float()
+    if torch.compiler.is_compiling():
+        out, after = traced_attention(
+            phi_q, phi_k, v, mask=mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
         )
-        outputs.append(divide(mixed, eps) if normalize else mixed)
-    out = torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
-    return (out, state) if return_state else out
+    elif scale is None:
+        plan = _Plan(_spans(v.shape[2]), normalize, eps)
+        out, kv = _Causal.apply(phi_q, phi_k, v, mask, state.kv, plan)
+        after = State(kv, state.log_scale)
+    else:
+        out, after = _scaled(phi_q, phi_k, v, mask, scale, state, normalize, eps)
+    return (out, after) if return_state else out
 
 
-def _chunk(q: Tensor, k: Tensor, values: Tensor, scale: Tensor | None, state: State) -> tuple[Tensor, State]:
-    """Advance by one chunk. q [B, K, G, C, F], k [B, K, C, F], values [B, K, C, V + 1], scale [B, K, C] or None."""
-    scores = (q @ k[:, :, None].transpose(-1, -2)).tril()
-    if scale is None:
-        mixed = scores @ values[:, :, None] + q @ state.kv[:, :, None]
-        return mixed, State(state.kv + k.transpose(-1, -2) @ values, state.log_scale)
-    past = state.log_scale[..., None]
-    shift = torch.maximum(scale.detach().cummax(dim=-1).values, past)
-    # Above the diagonal the exponent may be large, and 0 times infinity is NaN: cut before exp, not after.
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    decay = torch.exp((scale[:, :, None, :] - shift[..., None]).masked_fill(later, FLOOR))
-    before = torch.exp(past - shift)
-    mixed = (scores * decay[:, :, None]) @ values[:, :, None]
-    mixed = mixed + (q * before[:, :, None, :, None]) @ state.kv[:, :, None]
-    last = shift[..., -1]
-    weighted = values * torch.exp(scale - last[..., None])[..., None]
-    kv = state.kv * torch.exp(state.log_scale - last)[..., None, None] + k.transpose(-1, -2) @ weighted
-    return mixed, State(kv, last)
+def _scaled(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: Tensor,
+    state: State,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, State]:
+    """Take log-scales apart, attend, and put the state together again."""
+    power, rest = _powers(scale)
+    start_power, start_rest = _powers(state.log_scale)
+    weight = torch.exp(rest)
+    weight = weight if mask is None else weight * mask
+    plan = _plan(power.detach(), start_power.detach(), normalize, eps)
+    start = state.kv * torch.exp(start_rest)[..., None, None]
+    out, kv = _Causal.apply(phi_q, phi_k, v, weight, start, plan)
+    if not normalize:
+        top = torch.maximum(scale.detach().cummax(dim=-1).values, state.log_scale[..., None])
+        out = out * torch.exp(-_powers(top)[1]).repeat_interleave(phi_q.shape[1] // phi_k.shape[1], dim=1)[
+            ..., None
+        ].to(v.dtype)
+    last = torch.maximum(scale.detach().amax(dim=-1), state.log_scale)
+    kv = kv * torch.exp(-_powers(last)[1])[..., None, None]
+    return out, State(kv, last)
+
+
+def _powers(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Take log-scales apart: exp(scale) = 2^n exp(r), n a whole number, 0 <= r < log 2 but for rounding."""
+    n = torch.floor(scale.detach() / math.log(2.0))
+    rest = (scale - n * LN2_HIGH) - n * LN2_LOW
+    return n, torch.where(scale > FLOOR / 2, rest, 0.0)
+
+
+def _spans(tokens: int) -> list[tuple[int, int]]:
+    """Cut tokens into chunks."""
+    return [(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
+
+
+class _Plan(NamedTuple):
+    """Everything about a call that has no gradient. All powers are of two.
+
+    Attributes:
+        spans: the chunks.
+        normalize: whether rows are divided by their sums.
+        eps: smallest magnitude of a sum, relative to the row's own maximum.
+        power: [B, K, T] the keys' powers, or None where nothing is scaled; so all that follow.
+        top: [B, K, T] running maximum of the powers.
+        unit: [B, K, T] the power under which a row is summed: its chunk's, or its own where the chunk is steep.
+        lift: [B, K, T] factor that brings a key to its chunk's power.
+        before: [B, K, N] the state's power before chunk n.
+        fade: [B, K, N] factor that brings the state to the power of chunk n.
+        steep: whether the rows of chunk n have powers of their own.
+    """
+
+    spans: list[tuple[int, int]]
+    normalize: bool
+    eps: float
+    power: Tensor | None = None
+    top: Tensor | None = None
+    unit: Tensor | None = None
+    lift: Tensor | None = None
+    before: Tensor | None = None
+    fade: Tensor | None = None
+    steep: list[bool] | None = None
+
+    def least(self, part: slice) -> Any:
+        """Return the smallest magnitude of a row's sum, in the row's unit: a number or [B, K, 1, C]."""
+        if self.top is None or self.unit is None:
+            return self.eps
+        return (torch.exp2(self.top[..., part] - self.unit[..., part]) * self.eps).clamp(min=EPS)[:, :, None]
+
+    def own(self, part: slice) -> Tensor:
+        """Return what brings rows from their unit to their own maximum [B, K, 1, C, 1]."""
+        assert self.top is not None and self.unit is not None
+        # A row that has seen nothing is zero, and has no maximum.
+        gap = (self.unit[..., part] - self.top[..., part]).clamp(max=CLIMB)
+        return torch.exp2(gap)[:, :, None, :, None]
+
+
+@torch.no_grad()
+def _plan(power: Tensor, start: Tensor, normalize: bool, eps: float) -> _Plan:
+    """Choose the powers of two: `power` [B, K, T] of the keys, `start` [B, K] of the state before."""
+    spans = _spans(power.shape[-1])
+    top = torch.maximum(power.cummax(dim=-1).values, start[..., None])
+    lengths = torch.tensor([stop - first for first, stop in spans], device=top.device)
+    ends = top[..., lengths.cumsum(0) - 1]
+    before = torch.cat([start[..., None], ends[..., :-1]], dim=-1)
+    chunk = ends.repeat_interleave(lengths, dim=-1)
+    # A row that has seen nothing has no maximum to lose.
+    far = ((chunk - top > CLIMB) & (top > FLOOR / 2)).flatten(0, 1).any(dim=0)
+    steep = torch.nn.functional.pad(far, (0, len(spans) * CHUNK - len(far))).view(-1, CHUNK).any(dim=1)
+    unit = torch.where(steep.repeat_interleave(lengths), top, chunk)
+    lift, fade = torch.exp2(power - chunk), torch.exp2(before - ends)
+    return _Plan(spans, normalize, eps, power, top, unit, lift, before, fade, steep.tolist())
+
+
+class _Step(NamedTuple):
+    """One chunk, as batches of matrices: N = B K, rows are (query head, token).
+
+    Attributes:
+        part: its tokens.
+        q: query features [N, G C, F].
+        k: key features [N, C, F].
+        inside: values as the chunk's own rows see them [N, C, V (+ 1)], the last column that of the denominator.
+        onward: values as the state takes them up.
+        mask: [G C, C] or [N, G C, C], what products are multiplied with: 0 at later keys.
+        fade: [N, 1, 1] what brings the state here, or None.
+        reach: [N, G C, 1] what a steep chunk's rows multiply the state's part with, or None.
+        lift: [N, C, 1] onward over inside, or None where they are the same.
+        factor: [N, C, 1] inside over the plain values, or None.
+    """
+
+    part: slice
+    q: Tensor
+    k: Tensor
+    inside: Tensor
+    onward: Tensor
+    mask: Tensor
+    fade: Tensor | None
+    reach: Tensor | None
+    lift: Tensor | None
+    factor: Tensor | None
+
+
+class _Chunks:
+    """One call's tensors, chunk by chunk."""
+
+    def __init__(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, weight: Tensor | None, plan: _Plan) -> None:
+        self.q, self.k, self.v, self.plan = group_queries(phi_q, phi_k.shape[1]), phi_k, v, plan
+        self.weight = None if weight is None else weight.expand(phi_k.shape[:3])
+        self.batch, self.heads, self.groups = self.q.shape[:3]
+        self.width = v.shape[-1] + int(plan.normalize)
+        self.n = self.batch * self.heads
+        self.lower = torch.ones(CHUNK, CHUNK, device=v.device).tril()
+
+    def steps(self, *, backwards: bool = False) -> Iterator[_Step]:
+        """Go through the chunks."""
+        numbers = range(len(self.plan.spans))
+        for number in reversed(numbers) if backwards else numbers:
+            yield self.step(number)
+
+    def step(self, number: int) -> _Step:
+        """Return chunk `number`."""
+        plan, (start, stop) = self.plan, self.plan.spans[number]
+        part, size = slice(start, stop), stop - start
+        factor = self.column(self.weight, part)
+        fade = lift = reach = None
+        if plan.lift is not None and plan.fade is not None and plan.steep is not None:
+            fade, lift = plan.fade[:, :, number].reshape(self.n, 1, 1), self.column(plan.lift, part)
+            if not plan.steep[number]:
+                assert factor is not None and lift is not None
+                factor, lift = factor * lift, None
+        values = torch.ones(self.batch, self.heads, size, self.width, device=self.v.device)
+        values[..., : self.v.shape[-1]].copy_(self.v[:, :, part])
+        values = values.view(self.n, size, self.width)
+        values = values if factor is None else values.mul_(factor)
+        mask = self.lower[:size, :size].repeat(self.groups, 1) if self.groups > 1 else self.lower[:size, :size]
+        if lift is not None:
+            mask, reach = self.steep(number, part)
+        return _Step(
+            part,
+            self.rows(self.q, part),
+            self.k[:, :, part].reshape(self.n, size, -1).float(),
+            values,
+            values if lift is None else values * lift,
+            mask,
+            fade,
+            reach,
+            lift,
+            factor,
+        )
+
+    def steep(self, number: int, part: slice) -> tuple[Tensor, Tensor]:
+        """Return mask and reach of a steep chunk: every row relative to its own maximum."""
+        plan = self.plan
+        assert plan.power is not None and plan.unit is not None and plan.before is not None
+        unit = plan.unit[..., part]
+        below = (plan.power[..., None, part] - unit[..., None]).clamp(max=0.0)
+        mask = torch.exp2(below) * self.lower[: below.shape[-1], : below.shape[-1]]
+        reach = torch.exp2(plan.before[:, :, number, None] - unit)
+        repeat = (1, self.groups, 1)
+        return mask.flatten(0, 1).repeat(repeat), reach.flatten(0, 1)[..., None].repeat(repeat)
+
+    def rows(self, x: Tensor, part: slice) -> Tensor:
+        """Cut a chunk out of x [B, K, G, T, X] -> [N, G C, X] fp32."""
+        return x[:, :, :, part].reshape(self.n, -1, x.shape[-1]).float()
+
+    def column(self, x: Tensor | None, part: slice) -> Tensor | None:
+        """Cut a chunk out of x [B, K, T] -> [N, C, 1]."""
+        return None if x is None else x[..., part].reshape(self.n, -1, 1)
+
+    def divide(self, mixed: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return a chunk's outputs [B, K, G, C, V] and guarded row sums [B, K, G, C, 1] from sums [N, G C, V + 1]."""
+        mixed = mixed.view(self.batch, self.heads, self.groups, -1, self.width)
+        if not self.plan.normalize:
+            return mixed if self.plan.top is None else mixed * self.plan.own(part), None
+        total = mixed[..., -1]
+        guarded = total.abs().clamp_(min=self.plan.least(part)).copysign_(total)[..., None]
+        return mixed[..., :-1] / guarded, guarded
+
+
+class _Causal(torch.autograd.Function):
+    """Forward and backward over chunks; nothing but inputs, output and row sums is kept between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, phi_q: Tensor, phi_k: Tensor, v: Tensor, weight: Tensor | None, start: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        chunks = _Chunks(phi_q, phi_k, v, weight, plan)
+        shape = chunks.q.shape[:4]
+        out = v.new_empty(*shape, v.shape[-1])
+        keep = plan.normalize and any(ctx.needs_input_grad)
+        sums = v.new_empty(*shape, 1, dtype=torch.float32) if keep else None
+        kv = start.reshape(chunks.n, *start.shape[2:]).clone()
+        for step in chunks.steps():
+            scores = torch.bmm(step.q, step.k.transpose(1, 2)).mul_(step.mask)
+            mixed = _read(step.q, kv, step).baddbmm_(scores, step.inside)
+            kv.baddbmm_(step.k.transpose(1, 2), step.onward)
+            found, total = chunks.divide(mixed, step.part)
+            out[:, :, :, step.part] = found
+            if sums is not None and total is not None:
+                sums[:, :, :, step.part] = total
+        ctx.save_for_backward(phi_q, phi_k, v, weight, start, out if keep else None, sums)
+        ctx.plan = plan
+        return out.flatten(1, 2), kv.view_as(start)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_kv: Tensor) -> Any:
+        phi_q, phi_k, v, weight, start, out, sums = ctx.saved_tensors
+        chunks = _Chunks(phi_q, phi_k, v, weight, ctx.plan)
+        rows = _row_gradients(chunks, grad_out, out, sums)
+        grad_q = _query_gradients(chunks, rows, start)
+        grad_k, grad_v, grad_weight, grad_start = _key_gradients(chunks, rows, grad_kv)
+        return (
+            grad_q.reshape(phi_q.shape).to(phi_q.dtype),
+            grad_k.to(phi_k.dtype),
+            grad_v.to(v.dtype),
+            None if weight is None or grad_weight is None else grad_weight.sum_to_size(weight.shape),
+            grad_start.view_as(start),
+            None,
+        )
+
+
+def _read(rows: Tensor, kv: Tensor, step: _Step) -> Tensor:
+    """Multiply rows [N, G C, X] by the state before the chunk [N, X, Y], and bring the state to the chunk's power."""
+    if step.reach is not None and step.fade is not None:
+        mixed = torch.bmm(rows, kv).mul_(step.reach)
+        kv.mul_(step.fade)
+        return mixed
+    if step.fade is not None:
+        kv.mul_(step.fade)
+    return torch.bmm(rows, kv)
+
+
+def _row_gradients(chunks: _Chunks, grad_out: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
+    """Return the gradient to the undivided rows [B, K, G, T, V (+ 1)], each in its unit."""
+    grad, plan = grad_out.reshape(*chunks.q.shape[:4], -1).float(), chunks.plan
+    if sums is None or out is None:
+        return grad if plan.top is None else grad * plan.own(slice(None))
+    rows = grad.new_empty(*grad.shape[:-1], chunks.width)
+    torch.div(grad, sums, out=rows[..., :-1])
+    # Where the sum's magnitude was held at its least, it is a constant.
+    held = sums[..., 0].abs() <= plan.least(slice(None))
+    rows[..., -1] = -(rows[..., :-1] * out.float()).sum(dim=-1).masked_fill(held, 0.0)
+    return rows
+
+
+def _query_gradients(chunks: _Chunks, rows: Tensor, start: Tensor) -> Tensor:
+    """Walk forward, with the state, for the gradient to the query features [B, K, G, T, F]."""
+    grad = rows.new_empty(*rows.shape[:4], start.shape[-2])
+    kv = start.reshape(chunks.n, *start.shape[2:]).transpose(1, 2).contiguous()
+    for step in chunks.steps():
+        row = chunks.rows(rows, step.part)
+        scores = torch.bmm(row, step.inside.transpose(1, 2)).mul_(step.mask)
+        found = _read(row, kv, step).baddbmm_(scores, step.k)
+        kv.baddbmm_(step.onward.transpose(1, 2), step.k)
+        grad[:, :, :, step.part] = found.view(*grad.shape[:3], -1, grad.shape[-1])
+    return grad
+
+
+def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Walk backward, with the state's gradient, for those to keys, values, weights and the first state."""
+    grad_k, grad_v = rows.new_empty(chunks.k.shape), rows.new_empty(chunks.v.shape)
+    weights = None if chunks.weight is None else rows.new_empty(chunks.weight.shape)
+    state = grad_kv.reshape(chunks.n, *grad_kv.shape[2:]).float().clone()
+    shape, size = chunks.k.shape[:2], chunks.v.shape[-1]
+    for step in chunks.steps(backwards=True):
+        row = chunks.rows(rows, step.part)
+        scores = torch.bmm(row, step.inside.transpose(1, 2)).mul_(step.mask)
+        found = torch.bmm(step.onward, state.transpose(1, 2)).baddbmm_(scores.transpose(1, 2), step.q)
+        grad_k[:, :, step.part] = found.view(*shape, -1, found.shape[-1])
+        scores = torch.bmm(step.q, step.k.transpose(1, 2)).mul_(step.mask)
+        found = torch.bmm(step.k, state)
+        found = (found if step.lift is None else found.mul_(step.lift)).baddbmm_(scores.transpose(1, 2), row)
+        if weights is not None:
+            weights[:, :, step.part] = _weight_gradient(chunks, found, step)
+        found = found if step.factor is None else found.mul_(step.factor)
+        grad_v[:, :, step.part] = found[..., :size].view(*shape, -1, size)
+        if step.reach is not None and step.fade is not None:
+            state.mul_(step.fade).baddbmm_(step.q.transpose(1, 2), row * step.reach)
+        else:
+            state.baddbmm_(step.q.transpose(1, 2), row)
+            state = state if step.fade is None else state.mul_(step.fade)
+    return grad_k, grad_v, weights, state
+
+
+def _weight_gradient(chunks: _Chunks, found: Tensor, step: _Step) -> Tensor:
+    """Return the gradient to a chunk's weights [B, K, C] from that to its weighted values [N, C, V (+ 1)]."""
+    size = chunks.v.shape[-1]
+    # By the values as they were before the weight, which may be zero.
+    plain = chunks.v[:, :, step.part].reshape(chunks.n, -1, size).float()
+    total = (found[..., :size] * plain).sum(dim=-1)
+    total = total + found[..., -1] if chunks.plan.normalize else total
+    total = total.view(*chunks.k.shape[:2], -1)
+    # A steep chunk's lift is in `found` already.
+    return total if chunks.plan.lift is None or step.lift is not None else total * chunks.plan.lift[..., step.part]
