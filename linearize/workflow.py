@@ -328,5 +328,4 @@ def _log_files(distillation: Any, earlier: list[dict[str, Any]]) -> dict[str, st
     """Return the per-step log as a file of the checkpoint."""
     from linearize.checkpoint.log import STAGE_ONE, log_file
 
-    reports = [] if distillation is None else distillation.history
-    return log_file(STAGE_ONE, [asdict(report) for report in reports], earlier)
+    return log_file(STAGE_ONE, [] if distillation is None else distillation.history, earlier)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,18 @@ LOG = "log.jsonl"
 STAGE_ONE, STAGE_TWO = "distillation", "finetuning"
 
 
-def log_file(
-    stage: str, entries: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]] = ()
-) -> dict[str, str]:
-    """Return the log as a file of a checkpoint; without lines there is no file.
+def log_file(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()) -> dict[str, str]:
+    """Return the log as a file of a checkpoint (for `save(..., extra_files=...)`); without lines there is no file.
 
     Args:
         stage: which stage the entries are of.
-        entries: its lines, without the stage.
+        entries: its lines without the stage, as mappings or dataclasses: the `history` of stage one's result, or of
+            stage two's.
         earlier: lines of the checkpoint that this one was made from. Those of the same stage are dropped, as the
             checkpoint's config too tells of the last run of each stage only.
     """
     lines = [entry for entry in earlier if entry["stage"] != stage]
-    lines += [{"stage": stage, **entry} for entry in entries]
+    lines += [{"stage": stage, **(dict(entry) if isinstance(entry, Mapping) else asdict(entry))} for entry in entries]
     return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
 
 

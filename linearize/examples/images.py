@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from linearize.checkpoint.log import STAGE_ONE, log_file
 from linearize.data import DataConfig, load_source
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     source = load_source(DataConfig(dataset=args.dataset, batch_size=8, holdout=16), processor, "image")
     result = distill(model, source, DistillConfig(steps=args.distill_steps))
     print(f"output error {result.before.mean('output_error'):.3f} > {result.after.mean('output_error'):.3f}")
-    linearize.save(model, args.output, processor=processor, overwrite=True)
+    log = log_file(STAGE_ONE, result.history)
+    linearize.save(model, args.output, processor=processor, overwrite=True, extra_files=log)
 
     classify = pipeline("image-classification", model=args.output, device="cpu")
     answers: list[dict[str, Any]] = classify(args.picture or sample(), top_k=3)

@@ -88,7 +88,7 @@ class Workshop:
             stage={"task": job.name, "seed": cell.seed, "distillation": _brief(record)},
             extra_files={
                 STAGE: json.dumps(record, indent=2) + "\n",
-                **log_file(STAGE_ONE, [dataclasses.asdict(report) for report in result.history]),
+                **log_file(STAGE_ONE, result.history),
             },
         )
         return target

@@ -68,7 +68,9 @@ def heatmap(
     image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=min(0.0, float(np.nanmin(table))))
     if not np.nanmax(np.abs(table)):
         image.set_clim(0.0, 1.0)
-    figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02).ax.tick_params(labelsize=6)
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02).ax
+    bar.tick_params(labelsize=6)
+    bar.yaxis.get_offset_text().set_fontsize(6)
     tidy(axes, title, "head")
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
     if numbers:
@@ -87,6 +89,9 @@ def heatmap(
 def _brief(value: float) -> str:
     if value == 0:
         return "0"
+    if abs(value) < 0.005:
+        # Python writes 7e-05.
+        return f"{value:.0e}".replace("e-0", "e-")
     text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 

@@ -5,6 +5,7 @@ import json
 import torch
 from report_models import WORDS, make_original
 
+from linearize.checkpoint.log import read_log
 from linearize.examples import classification, generation, images, long_documents
 
 
@@ -49,3 +50,4 @@ def test_generation(tmp_path):
 def test_images(tmp_path):
     answers = images.main(["test_vit", "--untrained", "--distill-steps", "1", "--output", str(tmp_path / "out")])
     assert len(answers) == 3 and all("score" in answer for answer in answers)
+    assert [line["stage"] for line in read_log(tmp_path / "out")] == ["distillation"]

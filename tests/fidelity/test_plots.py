@@ -171,6 +171,10 @@ def test_conversions_are_compared_by_figure_and_by_layer():
         plots_compare.compare_conversions([], [], labels)
 
 
+def test_numbers_in_cells_are_brief():
+    assert [plots._brief(v) for v in (0, 0.254, -0.5, 1.65, 31.7, 7.2e-5)] == ["0", ".25", "-.50", "1.65", "32", "7e-5"]
+
+
 def test_names_and_labels():
     assert layer_names(["encoder.layer.0.attn", "encoder.layer.11.attn"]) == ["layer 0", "layer 11"]
     assert layer_names(["encoder.0", "decoder.0"]) == ["encoder.0", "decoder.0"]
