@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.mixer import HeadShape, Mixer, MixerState
+from linearize.attention.streamed import Call, stream, stream_with_gradient
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import (
     State,
@@ -21,6 +22,9 @@ from linearize.ops import (
 )
 from linearize.ops.state import EPS
 from linearize.registry import KernelInfo
+
+RECOMPUTED = 512
+"""From this many tokens on, the backward makes features again instead of keeping them."""
 
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative: there it can cross zero among ordinary numbers."""
@@ -47,6 +51,8 @@ class FeatureMapMixer(Mixer):
         tied = getattr(config, "tied", True)
         self.queries: FeatureMap | None = None if tied else build(config, shape.heads, shape.head_dim)
         self.eps = EPS if info.positive else SIGNED_EPS
+        assert info.feature_dim is not None
+        self.feature_dim = info.feature_dim(config, shape.head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps and what is around them; an untied query map starts as the keys' one."""
@@ -75,17 +81,21 @@ class FeatureMapMixer(Mixer):
         key_positions: Tensor | None = None,
     ) -> tuple[Features, Features]:
         """Map q [B, H, T, D] and k [B, K, S, D] -> the features of both, [B, H, T, F] and [B, K, S, F]."""
-        q, k = q.float(), k.float()
         if self.inputs is not None:
-            q, k = self.inputs(q, k, key_padding_mask)
-        root = scaling**0.5 if self.keys.scale_inputs else 1.0
-        keys: Features = self.keys(k * root, keys=True, positions=key_positions)
-        queries: Features = (
-            self._tied(q * root, query_positions)
-            if self.queries is None
-            else self.queries(q * root, keys=False, positions=query_positions)
-        )
-        return queries, keys
+            q, k = self.inputs(q.float(), k.float(), key_padding_mask)
+        return self.query_features(q, scaling, query_positions), self.key_features(k, scaling, key_positions)
+
+    def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
+        """Map keys [B, K, T, D], behind what precedes the map."""
+        return self.keys(k.float() * self._root(scaling), keys=True, positions=positions)
+
+    def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
+        """Map queries [B, H, T, D], behind what precedes the map."""
+        q = q.float() * self._root(scaling)
+        return self._tied(q, positions) if self.queries is None else self.queries(q, keys=False, positions=positions)
+
+    def _root(self, scaling: float) -> float:
+        return scaling**0.5 if self.keys.scale_inputs else 1.0
 
     def _tied(self, q: Tensor, positions: Tensor | None) -> Features:
         """Map queries with the keys' map: the query heads of a group go along as further batch entries."""
@@ -137,17 +147,53 @@ class FeatureMapMixer(Mixer):
     ) -> tuple[Tensor, MixerState | None]:
         """See `Mixer.forward`."""
         positions, seen = self._positions(k, key_padding_mask, state)
+        call = Call(scaling, key_padding_mask, positions)
+        after: MixerState | None = None
+        if self._streams(q, state, return_state):
+            if torch.is_grad_enabled():
+                out = stream_with_gradient(self, q, k, v, call)
+            else:
+                before = None if state is None else State(state["kv"], state["log_scale"])
+                out, found = stream(self, q, k, v, call, before)
+                after = found._asdict()
+        else:
+            out, after = self._at_once(q, k, v, call, state, return_state)
+        if after is None or not return_state:
+            return out, None
+        return out, after if seen is None else after | {"seen": seen}
+
+    def _streams(self, q: Tensor, state: MixerState | None, return_state: bool) -> bool:
+        """Tell whether the tokens are walked in parts: not where q and k meet before the map, nor while tracing."""
+        if self.window is not None or self.inputs is not None or torch.compiler.is_compiling() or q.shape[2] == 1:
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        return state is None and not return_state and q.shape[2] >= RECOMPUTED
+
+    def close(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Do what follows the sums [B, H, T, V] in fp32, and go back to the host's dtype."""
+        out = self.finish(mixed)
+        if not self.info.positive:
+            # Signed weights can be large, and fp16 ends at 65504.
+            limit = torch.finfo(dtype).max
+            out = out.clamp(-limit, limit)
+        return out.to(dtype)
+
+    def _at_once(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: MixerState | None, return_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """Map all tokens, then mix them."""
         queries, keys = self.features(
             q,
             k,
-            scaling=scaling,
-            key_padding_mask=key_padding_mask,
-            query_positions=positions,
-            key_positions=positions,
+            scaling=call.scaling,
+            key_padding_mask=call.mask,
+            query_positions=call.positions,
+            key_positions=call.positions,
         )
         # In fp32 until `finish`: sums without a denominator would overflow fp16.
         common: dict[str, Any] = {
-            "key_padding_mask": key_padding_mask,
+            "key_padding_mask": call.mask,
             "log_scale": keys.log_scale,
             "return_state": return_state,
             "eps": self.eps,
@@ -155,16 +201,8 @@ class FeatureMapMixer(Mixer):
         if self.window is None:
             out, after = self._linear(queries.phi, keys.phi, v.float(), state, common)
         else:
-            out, after = self._windowed(queries, keys, q, k, v, scaling, state, common)
-        out = self.finish(out)
-        if not self.info.positive:
-            # Signed weights can be large, and fp16 ends at 65504.
-            limit = torch.finfo(v.dtype).max
-            out = out.clamp(-limit, limit)
-        out = out.to(v.dtype)
-        if after is None:
-            return out, None
-        return out, after if seen is None else after | {"seen": seen}
+            out, after = self._windowed(queries, keys, q, k, v, call.scaling, state, common)
+        return self.close(out, v.dtype), after
 
     def _linear(
         self, phi_q: Tensor, phi_k: Tensor, v: Tensor, state: MixerState | None, common: dict[str, Any]

@@ -1,6 +1,6 @@
 """Linear attention as pure functions on tensors: torch only, [B, H, T, D] layout, sums over tokens in fp32."""
 
-from linearize.ops.bidirectional import bidirectional_attention
+from linearize.ops.bidirectional import bidirectional_attention, gather_keys, read_state
 from linearize.ops.block import BlockState, block_attention, block_weights
 from linearize.ops.causal import causal_attention
 from linearize.ops.naive import kernel_weights, naive_attention
@@ -18,8 +18,10 @@ __all__ = [
     "block_weights",
     "causal_attention",
     "empty_state",
+    "gather_keys",
     "kernel_weights",
     "naive_attention",
+    "read_state",
     "recurrent_attention",
     "window_attention",
     "window_weights",
