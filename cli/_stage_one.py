@@ -14,12 +14,13 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add(
         "--dataset",
         metavar="NAME_OR_PATH",
-        help="Hub data set (name or name:config), local file or folder, or a=0.7,b=0.3",
+        help="Hub data set (name or name:config), local file or folder; several with weights: a.jsonl=0.7,b.txt=0.3",
     )
     add("--text-column", metavar="C", help="column of the text; found by itself where it is clear")
     add("--image-column", metavar="C", help="column of the image")
     add("--holdout", type=int, default=64, metavar="N", help="examples to measure on, never trained on (64)")
     add("--packing", action="store_true", help="join short texts to rows of full length")
+    add("--bucket-by-length", action="store_true", help="batch texts of similar length together, to pad less")
     add("--streaming", action="store_true", help="read while training; for very large sets")
     stage = parser.add_argument_group("stage one")
     add = stage.add_argument
@@ -71,9 +72,12 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_j
         plan_table,
         print_json,
     )
+    from linearize.distillation.processes import is_main
 
     # With --json, stdout is for the program that reads it and people look at stderr.
     out = console(to_stderr=as_json)
+    # Of several processes one speaks.
+    out.quiet = not is_main()
     progress = StageOneProgress(out)
 
     def listen(event: str, data: Any) -> None:
@@ -98,7 +102,7 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_j
     added, seconds = result.parameters_added, result.seconds
     out.print(f"Saved {result.output} ({added:,} parameters added, {seconds:.0f} s).", markup=False)
     out.print("Load it: import linearize; AutoModel.from_pretrained(...) or pipeline(task, ...).", markup=False)
-    if as_json:
+    if as_json and is_main():
         print_json(result.to_dict())
     return 0
 

@@ -82,6 +82,7 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, or show the plan."""
+    from linearize.distillation.processes import is_main
     from linearize.workflow import convert_checkpoint, make_plan
 
     options = options_from(args)
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         from linearize.cli.finetune import tune_in_place
 
         tune_in_place(options.target(), args.finetune, args.dataset, args.device, args.seed, to_stderr=args.json)
-    if args.push_to_hub:
+    if args.push_to_hub and is_main():
         from linearize.cli.push import upload
 
         upload(options.target(), args.push_to_hub, private=args.private, to_stderr=args.json)

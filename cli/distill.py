@@ -11,7 +11,23 @@ EPILOG = """examples:
   linearize distill ./bert-luna --distill-length 4096 --query-sample 256 --batch-size 2 --output bert-luna-long
   linearize distill ./bert-luna --feed student --loss output --distill-steps 300
 
-A model that is not converted yet: linearize convert MODEL, which does the same after converting it."""
+A model that is not converted yet: linearize convert MODEL, which does the same after converting it.
+
+several processes or machines, for this verb and `convert` (--batch-size is that of one process):
+  accelerate config                                                # once: how many processes, on which devices
+  accelerate launch --no_python linearize distill ./roberta-base-hedgehog --dataset reviews.jsonl
+  accelerate launch --config_file fsdp.yaml --no_python linearize distill ./big-model-hedgehog --precision bf16
+  ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 --no-python linearize distill ./bert-luna        # on CPUs
+Every process has all kernels and its share of the rows; gradients are added up. Under FSDP the frozen model is spread
+over the devices and gathered layer by layer; each process first loads it into its host's memory. fsdp.yaml:
+  compute_environment: LOCAL_MACHINE
+  distributed_type: FSDP
+  fsdp_config: {fsdp_version: 2}
+  num_machines: 1
+  num_processes: 8
+FSDP 1 is refused: it cannot leave the kernels out. accelerate starts FSDP on GPUs only; the spreading itself is tested
+on two CPU processes. DeepSpeed is not tested: its processes share the rows, but no weights are spread.
+Where one device is too small: --layers-at-a-time, --query-sample, --precision bf16, a smaller --batch-size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ class StageOneOptions:
     image_column: str | None = None
     streaming: bool = False
     packing: bool = False
+    bucket_by_length: bool = False
     distill_length: int | None = None
     distill_steps: int = 1000
     batch_size: int = 32
@@ -121,7 +122,7 @@ def make_plan(options: ConvertOptions) -> tuple[Any, Plan]:
     from linearize.loading import load_model
     from linearize.surgery.plan import plan
 
-    loaded = load_model(options.model, task=options.task, device=options.device, revision=options.revision)
+    loaded = load_model(options.model, task=options.task, device=_first_device(options), revision=options.revision)
     decided = plan(
         loaded.model,
         options.kernel,
@@ -184,7 +185,7 @@ def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) 
     check_target(options.target(), overwrite=options.overwrite)
     config = _distill_config(options)
     earlier = read_log(options.model)
-    loaded = load_converted(options.model, device=options.device)
+    loaded = load_converted(options.model, device=_first_device(options))
     plan = Plan.from_dict(loaded.model.config.linearize)
     tell("plan", plan)
     source = _load_data(options, loaded)
@@ -204,9 +205,7 @@ def _distil_and_save(
     start: float,
     earlier: list[dict[str, Any]],
 ) -> ConvertResult:
-    from linearize.checkpoint.save import save
-    from linearize.distillation.state import StateFolder
-    from linearize.loading import quiet
+    from linearize.distillation.processes import is_main, wait_for_all
     from linearize.modeling.model import kernel_parameters
 
     tell("data", None if source is None else source.description)
@@ -215,7 +214,7 @@ def _distil_and_save(
         from linearize.distillation.loop import distill
         from linearize.distillation.report_to import reporter
 
-        with reporter(options.report_to, f"{options.target()}.tensorboard") as write:
+        with reporter(options.report_to if is_main() else "none", f"{options.target()}.tensorboard") as write:
 
             def on_step(report: Any) -> None:
                 write(report)
@@ -227,20 +226,44 @@ def _distil_and_save(
     description = None if source is None else source.description
     result = ConvertResult(Path(options.target()), plan, distillation, positions, description, added, 0.0)
     loaded.model.to("cpu")
+    if is_main():
+        _save(options, loaded, config, provenance | _training(options, result), _log_files(distillation, earlier))
+    wait_for_all()
+    result.seconds = time.perf_counter() - start
+    tell("saved", result)
+    return result
+
+
+def _save(
+    options: ConvertOptions | DistillOptions,
+    loaded: Any,
+    config: Any,
+    provenance: dict[str, Any],
+    files: dict[str, str],
+) -> None:
+    """Write the checkpoint, and drop the states of the run that made it."""
+    from linearize.checkpoint.save import save
+    from linearize.distillation.state import StateFolder
+    from linearize.loading import quiet
+
     with quiet():
         save(
             loaded.model,
             options.target(),
             processor=loaded.processor,
             overwrite=options.overwrite,
-            provenance=provenance | _training(options, result),
-            extra_files=_log_files(distillation, earlier),
+            provenance=provenance,
+            extra_files=files,
         )
     if config.folder is not None:
         StateFolder(config.folder, config.keep).remove()
-    result.seconds = time.perf_counter() - start
-    tell("saved", result)
-    return result
+
+
+def _first_device(options: StageOneOptions) -> str:
+    """Return where the model is loaded to: of several processes each loads it into the host's memory."""
+    from linearize.distillation.processes import several
+
+    return "cpu" if several() and options.device == "auto" else options.device
 
 
 def _distill_config(options: ConvertOptions | DistillOptions) -> Any:
@@ -297,6 +320,7 @@ def _load_data(options: StageOneOptions, loaded: Any) -> Any:
         image_column=options.image_column,
         streaming=options.streaming,
         packing=options.packing,
+        bucketing=options.bucket_by_length,
         max_length=length,
         batch_size=options.batch_size,
         seed=options.seed,

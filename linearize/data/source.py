@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from linearize.data.config import DataConfig
@@ -44,6 +44,11 @@ class Source:
     _train: Feed = field(repr=False)
     _held: Sequence[Any] = field(repr=False)
     _fetch_held: Callable[[Sequence[Any]], list[Example]] = field(repr=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the batches were asked to be; two runs with the same options and data see the same batches."""
+        return asdict(self._config)
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
         """Give training batches for ever, in an order that only the seed decides.

@@ -11,8 +11,8 @@ from torch import Tensor
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.targets import Targets
 
-CPU_NUMBERS = 1 << 19
-"""Numbers of the keys' features that are made at once on a CPU (2 MiB of fp32); a map keeps several such tensors."""
+CPU_NUMBERS = 1 << 18
+"""Numbers of the keys' features that are made at once on a CPU (1 MiB of fp32); a map keeps several such tensors."""
 
 GPU_NUMBERS = 1 << 24
 """The same on other devices."""

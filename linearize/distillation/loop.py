@@ -6,6 +6,7 @@ gradient is taken inside the frozen forward pass, as soon as the layer has run, 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.layer_loss import LayerLoss, layer_loss
+from linearize.distillation.processes import several
+from linearize.distillation.shard import frozen_model
 from linearize.distillation.state import RunState, StateFolder, check_same_run
 from linearize.distillation.trainer import KernelTrainer
 from linearize.errors import ConfigError, TrainingError
@@ -121,7 +124,8 @@ def distill(
 def make_accelerator(model: PreTrainedModel) -> Accelerator:
     """Make an Accelerate object for a model's device."""
     # Accelerate's state is one per process: the first one made decides, and a later one must not contradict it.
-    if AcceleratorState._shared_state:
+    # Where several processes were started, accelerate's own configuration says which devices they have.
+    if AcceleratorState._shared_state or several():
         return Accelerator()
     return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
 
@@ -149,6 +153,7 @@ class _Run:
         accelerator: Accelerator,
     ) -> None:
         self.model, self.data, self.config = model, data, config
+        self.frozen = model
         self.on_step, self.accelerator = on_step, accelerator
         layers = linear_attentions(model)
         learn = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.info.learnable]
@@ -160,15 +165,17 @@ class _Run:
 
     def run(self) -> DistillResult:
         """Measure, train, measure again."""
-        self.model.to(self.accelerator.device)  # type: ignore[arg-type]
+        home = next(self.model.parameters()).device
+        self.frozen = frozen_model(self.model, self.accelerator)
         held_out = self.data.holdout_batches()
-        before = measure(self.model, held_out)
+        before = measure(self.frozen, held_out)
         if not self.groups or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if self.groups else "nothing to learn", before, before)
         flags = {p: p.requires_grad for p in self.model.parameters()}
         modes = {m: m.training for m in self.model.modules()}
         try:
-            self.model.eval().requires_grad_(False)
+            for side in {self.model, self.frozen}:
+                side.eval().requires_grad_(False)
             place = self._train(held_out)
         finally:
             for parameter, flag in flags.items():
@@ -176,7 +183,10 @@ class _Run:
                 parameter.grad = None
             for module, mode in modes.items():
                 module.training = mode
-        after = measure(self.model, held_out)
+        after = measure(self.frozen, held_out)
+        if self.frozen is not self.model:
+            # A spread-out run is over: the kernels go back to the rest of the model that was given.
+            self.model.to(home)  # type: ignore[arg-type]
         seconds = self.earlier + time.perf_counter() - self.start
         loss = place.best_loss
         return DistillResult(
@@ -195,7 +205,7 @@ class _Run:
                 continue
             for loss in layers:
                 loss.layer.train().requires_grad_(True)
-            trainer = KernelTrainer(self.model, layers, self.config, self.accelerator)
+            trainer = KernelTrainer(self.frozen, layers, self.config, self.accelerator)
             place = self._group(number, trainer, held_out, saved)
             saved = None
             for loss in layers:
@@ -256,7 +266,12 @@ class _Run:
         free = {"resume", "folder", "keep", "save_every"}
         named = {name: value for name, value in asdict(self.config).items() if name not in free}
         layers = [[loss.name, loss.layer.kernel] for group in self.groups for loss in group]
-        return named | {"layers": layers, "data": getattr(self.data, "description", None)}
+        data = {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
+        data["data"] = getattr(self.data, "description", None)
+        named |= {"layers": layers, "processes": self.accelerator.num_processes, **data}
+        # As it will be read back: pairs become lists.
+        found: dict[str, Any] = json.loads(json.dumps(named))
+        return found
 
     def _save(self, group: int, place: _Progress, trainer: KernelTrainer, best: dict[str, Tensor]) -> None:
         if self.states is None or not self.accelerator.is_main_process:

@@ -32,11 +32,16 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
             layer.observer = None
 
 
-def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
-    """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the model without its head."""
     # Below its wrapper, a timm model has other arguments.
     kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
-    body: Any = model if kind in REDIRECTED else model.base_model
+    return model if kind in REDIRECTED else model.base_model
+
+
+def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
+    """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
+    body = body_of(model)
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(body.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):

@@ -1,0 +1,71 @@
+"""The frozen model of stage one, whole or spread over the processes of an FSDP run.
+
+Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
+What does not fit is the frozen model. Under FSDP it is copied, the copy's body is spread over the devices and gathered
+one block at a time while it runs. The copy shares its kernels with the model that was given, which stays whole in the
+memory of its host and is saved as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import ConfigError
+from linearize.fidelity.observe import body_of
+
+
+def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
+    """Return what the passes of stage one run: `model` on the accelerator's device, or its spread-out copy.
+
+    Raises:
+        ConfigError: for the first version of FSDP, which cannot leave kernels out.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        model.to(accelerator.device)  # type: ignore[arg-type]
+        return model
+    plugin: Any = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ConfigError(
+            f"stage one: got FSDP version {plugin.fsdp_version}, expected 2; set fsdp_version: 2 under fsdp_config in "
+            "the file of accelerate config"
+        )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kernels = list(linear_attentions(model).values())
+    for kernel in kernels:
+        kernel.to(accelerator.device)
+    spread: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
+    options: dict[str, Any] = {
+        # Nothing is gathered for a backward pass: the frozen model has none.
+        "reshard_after_forward": True,
+        "mesh": getattr(accelerator, "torch_device_mesh", None),
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "offload_policy": plugin.cpu_offload,
+        "ignored_params": {parameter for kernel in kernels for parameter in kernel.parameters()},
+    }
+    body = body_of(spread)
+    for block in blocks_of(body):
+        fully_shard(block, **options)
+    fully_shard(body, **options)
+    return spread
+
+
+def blocks_of(body: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that hold converted attentions: the outermost members of lists of modules."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in body.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        for block in module:
+            if id(block) not in inside and linear_attentions(block):
+                found.append(block)
+            inside.update(id(part) for part in block.modules())
+    return found

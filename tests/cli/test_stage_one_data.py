@@ -1,0 +1,65 @@
+"""What `convert` lets one say about stage one's data: mixtures with weights, batches by length, and resuming."""
+
+import json
+
+from test_cli import WORDS, folders, run  # noqa: F401 - `folders` is a fixture
+
+from linearize.distillation import trainer
+
+
+def base(folder, root, *arguments):
+    options = ["--holdout", 6, "--distill-steps", 8, "--batch-size", 4, "--device", "cpu"]
+    return ["convert", root / "gpt2", *options, "--output", folder / "out", *arguments]
+
+
+def two_files(folder):
+    """Short texts in one file, texts of all lengths in another; names with their weights."""
+    short = [json.dumps({"text": f"{WORDS[i % 20]} {WORDS[i % 19]}"}) for i in range(30)]
+    (folder / "short.jsonl").write_text("\n".join(short))
+    (folder / "mixed.txt").write_text("\n".join(" ".join((WORDS * 3)[i : i + 1 + i % 60]) for i in range(60)))
+    return f"{folder}/short.jsonl=0.25,{folder}/mixed.txt=0.75"
+
+
+def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):  # noqa: F811
+    real, shares = trainer.KernelTrainer._pass, {}
+    dataset = two_files(tmp_path)
+
+    def watched(self, batch, *, train):
+        if train:
+            seen.append((int(batch["attention_mask"].sum()), batch["attention_mask"].numel()))
+        real(self, batch, train=train)
+
+    monkeypatch.setattr(trainer.KernelTrainer, "_pass", watched)
+    for option in ([], ["--bucket-by-length"]):
+        seen: list[tuple[int, int]] = []
+        code, text, _ = run(capsys, *base(tmp_path, folders, "--dataset", dataset, "--overwrite", "--json", *option))
+        assert code == 0
+        assert json.loads(text)["data"].startswith(f"mixture of 25% file {tmp_path}/short.jsonl and 75%")
+        assert len(seen) == 8
+        shares[bool(option)] = sum(real for real, _ in seen) / sum(whole for _, whole in seen)
+    assert shares[False] < 0.75 < 0.85 < shares[True]
+
+
+def test_images_have_no_length(folders, tmp_path, capsys):  # noqa: F811
+    line = ["convert", folders / "vit", "--bucket-by-length", "--distill-steps", 1, "--output", tmp_path / "out"]
+    code, _, err = run(capsys, *line)
+    assert (code, "bucketing" in err and "reads images" in err) == (2, True)
+
+
+def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):  # noqa: F811
+    line = base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1)
+    real = trainer.KernelTrainer.step
+
+    def cut(self, batches, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return real(self, batches, step)
+
+    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    assert run(capsys, *line)[0] == 130
+    monkeypatch.undo()
+    code, _, err = run(capsys, *line, "--resume", "--batch-size", 8)
+    assert (code, "started with data batch_size=4, now it is 8" in err) == (2, True)
+    code, _, err = run(capsys, *line, "--resume", "--bucket-by-length")
+    assert (code, "started with data bucketing=False, now it is True" in err) == (2, True)
+    assert run(capsys, *line, "--resume")[0] == 0
