@@ -140,7 +140,8 @@ class StageOneProgress:
     def _line(report: Any) -> str:
         layers = " ".join(f"{loss:.2f}" for loss in report.losses.values())
         held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
-        where = f"step {report.step}/{report.steps}, {report.seconds:.0f} s"
+        left = report.seconds / report.step * (report.steps - report.step)
+        where = f"step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
         return f"{where}: loss {report.loss:.4f}{held_out}; per layer {layers}"
 
     def stop(self) -> None:

@@ -30,6 +30,8 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add("--gradient-accumulation", type=int, default=1, metavar="N", help="batches per step (1)")
     add("--learning-rate", type=float, metavar="R", help="peak learning rate; by default the kernel's own")
     add("--loss", default="auto", metavar="L", help="weights, output, both, or auto: what the kernel supports (auto)")
+    add("--output-weight", type=float, default=1.0, metavar="W", help="of the output's error in --loss both (1)")
+    add("--negative-penalty", type=float, metavar="W", help="of negative weights; by default the kernel's own")
     add(
         "--feed",
         default="teacher",
@@ -39,7 +41,15 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add("--query-sample", type=int, metavar="R", help="take the loss on R random queries per row, for long rows")
     add("--layers-at-a-time", type=int, metavar="K", help="train K layers, then the next K")
     add("--precision", default="no", metavar="P", help="of the frozen model: no, bf16 or fp16 (no)")
+    add(
+        "--patience",
+        type=int,
+        default=5,
+        metavar="N",
+        help="stop after N looks, one per 100 steps, without a better held-out loss; 0: never (5)",
+    )
     add("--save-every", type=int, metavar="N", help="keep a state every N steps in OUTPUT.stage1, for --resume")
+    add("--keep-states", type=int, default=2, metavar="K", help="how many of these states are kept (2)")
     add("--resume", action="store_true", help="go on from the newest state in OUTPUT.stage1")
     add("--seed", type=int, default=0, metavar="S", help="of kernels, data order and sampling (0)")
     add("--report-to", default="none", metavar="R", help="none or tensorboard, into OUTPUT.tensorboard (none)")

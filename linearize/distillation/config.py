@@ -25,6 +25,7 @@ class DistillConfig:
     warmup: float | None = _option(None, "share of the steps in which the rate rises")  # type: ignore[assignment]
     loss: str = _option("auto", "weights, output, both, or auto (what the kernel supports)")  # type: ignore[assignment]
     negative_penalty: float | None = _option(None, "weight of negative mass")  # type: ignore[assignment]
+    output_weight: float = _option(1.0, "weight of the output's error in the loss `both`")  # type: ignore[assignment]
     feed: str = _option("teacher", "whose hidden states feed the next layer")  # type: ignore[assignment]
     query_sample: int | None = _option(None, "queries per sequence that the loss is taken on")  # type: ignore[assignment]
     eval_every: int = _option(100, "steps between looks at the held-out loss")  # type: ignore[assignment]
@@ -49,7 +50,7 @@ class DistillConfig:
                 raise ConfigError(f"stage one, {name}: got {value!r}, expected a whole number of at least {low}")
         if (self.save_every or self.resume) and self.folder is None:
             raise ConfigError("stage one: save_every and resume need a folder for the states; set folder")
-        for name in ("learning_rate", "weight_decay", "negative_penalty"):
+        for name in ("learning_rate", "weight_decay", "negative_penalty", "output_weight"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1e6:
                 raise ConfigError(f"stage one, {name}: got {value}, expected a number of at least 0")

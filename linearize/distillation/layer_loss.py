@@ -101,4 +101,5 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     penalty = None
     if not info.positive:
         penalty = info.stage_one.negative_penalty if config.negative_penalty is None else config.negative_penalty
-    return LayerLoss(name, layer, float(kind in ("weights", "both")), float(kind in ("output", "both")), penalty)
+    output = {"weights": 0.0, "output": 1.0, "both": config.output_weight}[kind]
+    return LayerLoss(name, layer, float(kind in ("weights", "both")), output, penalty)

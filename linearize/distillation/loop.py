@@ -111,13 +111,19 @@ def distill(
         What was done, with fidelity before and after on held-out batches.
 
     Raises:
-        ConfigError: if the model is not converted, or an option does not fit a kernel or the run to be resumed.
+        ConfigError: if the model is not converted, the data gives no batches, or an option does not fit a kernel or
+            the run to be resumed.
         TrainingError: if a loss becomes NaN or infinite; names layer and step. The model then holds the best
             parameters that were seen before.
     """
     config = config or DistillConfig()
     if not is_linearized(model):
         raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
+    if not hasattr(data, "train_batches"):
+        raise ConfigError(
+            f"stage one: got data of type {type(data).__name__}, expected something with train_batches and "
+            "holdout_batches; linearize.data.load_source makes it of any data set"
+        )
     return _Run(model, data, config, on_step, accelerator or make_accelerator(model)).run()
 
 

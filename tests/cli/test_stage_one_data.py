@@ -63,3 +63,23 @@ def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypa
     code, _, err = run(capsys, *line, "--resume", "--bucket-by-length")
     assert (code, "started with data bucketing=False, now it is True" in err) == (2, True)
     assert run(capsys, *line, "--resume")[0] == 0
+
+
+def test_a_kernel_with_nothing_to_learn_says_so(folders, tmp_path, capsys):  # noqa: F811
+    code, text, _ = run(capsys, *base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--kernel", "performer"))
+    assert code == 0
+    assert "Stage one skipped: no kernel of this plan has anything to learn." in text
+
+
+def test_the_last_states_are_kept(folders, tmp_path, capsys, monkeypatch):  # noqa: F811
+    real = trainer.KernelTrainer.step
+
+    def cut(self, batches, step):
+        if step == 7:
+            raise KeyboardInterrupt
+        return real(self, batches, step)
+
+    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    states = ["--save-every", 1, "--keep-states", 3]
+    assert run(capsys, *base(tmp_path, folders, "--dataset", folders / "data.jsonl", *states))[0] == 130
+    assert sorted(path.name for path in (tmp_path / "out.stage1").iterdir()) == ["step-4", "step-5", "step-6"]

@@ -10,7 +10,9 @@ from tiny import converted, inputs_of, original
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.distillation import DistillConfig
+from linearize.distillation.layer_loss import layer_loss
 from linearize.distillation.loop import distill
+from linearize.distillation.targets import Targets
 from linearize.errors import ConfigError, TrainingError
 
 
@@ -73,6 +75,63 @@ def test_output_and_both_losses_bring_the_outputs_closer():
         assert result.after.mean("output_error") < 0.9 * result.before.mean("output_error")
 
 
+def test_both_losses_add_up_with_their_weight():
+    """At the first step the kernels are the same, so the losses of three runs can be added up."""
+    first = {}
+    for loss, weight in (("weights", 1.0), ("output", 1.0), ("both", 1.0), ("both", 0.25)):
+        model = sharp("bert")
+        config = DistillConfig(steps=1, loss=loss, output_weight=weight)
+        first[loss, weight] = distill(model, Fixed(batches(model)), config).history[0].losses
+    for layer, both in first["both", 1.0].items():
+        weights, output = first["weights", 1.0][layer], first["output", 1.0][layer]
+        assert both == pytest.approx(weights + output, rel=1e-6)
+        assert first["both", 0.25][layer] == pytest.approx(weights + 0.25 * output, rel=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["performer", "rfa", "elu", "cosformer"])
+def test_a_kernel_with_nothing_to_learn_skips_stage_one(kernel):
+    model = sharp("bert", kernel=kernel)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = distill(model, Fixed(batches(model)), DistillConfig(steps=5))
+    assert (result.stopped, result.steps, result.history) == ("nothing to learn", 0, [])
+    assert result.after.mean("kl") == result.before.mean("kl") > 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_sampled_queries_are_unbiased():
+    """The mean over all samples of one query is the loss on all queries."""
+    layer = next(iter(linear_attentions(sharp("gpt2")).values()))
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 4, 9, 8, generator=draw) for _ in range(2))
+    targets = Targets(q, k, 0.5, True)
+    whole = layer_loss("a", layer, DistillConfig())
+    whole.add(targets, k, train=False, sample=None)
+    one = layer_loss("a", layer, DistillConfig())
+    for place in range(9):
+        one.add(targets, k, train=False, sample=torch.tensor([place]))
+    assert one.count == whole.count == 2 * 4 * 9
+    assert one.mean == pytest.approx(whole.mean, rel=1e-5)
+
+
+def test_every_step_is_told():
+    told = []
+    model = sharp("bert")
+    result = distill(model, Fixed(batches(model)), DistillConfig(steps=4, eval_every=2), on_step=told.append)
+    assert told == result.history
+    assert [(report.step, report.steps, report.held_out is None) for report in told] == [
+        (1, 4, True),
+        (2, 4, False),
+        (3, 4, True),
+        (4, 4, False),
+    ]
+    assert all(len(report.losses) == 2 and report.loss == sum(report.losses.values()) / 2 for report in told)
+
+
+def test_data_without_batches_is_refused():
+    with pytest.raises(ConfigError, match=r"got data of type list, expected something with train_batches"):
+        distill(sharp("bert"), [{"input_ids": torch.ones(1, 4, dtype=torch.long)}])
+
+
 def test_the_same_seed_gives_the_same_kernels():
     states = []
     for _ in range(2):
@@ -126,6 +185,7 @@ def test_nan_names_layer_and_step_and_keeps_the_last_good_state():
     with pytest.raises(TrainingError, match=r"layer encoder\.layer\.0\.attention\.self at step 3") as caught:
         distill(model, Fixed([good[0], good[1], broken]), DistillConfig(steps=10, eval_every=1))
     assert "\n" not in str(caught.value)
+    assert "lower the learning rate (--learning-rate), or check the data" in str(caught.value)
     parameters = [p for layer in linear_attentions(model).values() for p in layer.parameters()]
     assert all(torch.isfinite(p).all() for p in parameters)
     fresh = [p for layer in linear_attentions(sharp("bert")).values() for p in layer.parameters()]
@@ -155,6 +215,7 @@ def test_a_model_that_is_not_converted_is_refused():
         ({"precision": "fp8"}, "expected one of no, bf16, fp16"),
         ({"learning_rate": -1.0}, "learning_rate: got -1.0"),
         ({"learning_rate": float("nan")}, "learning_rate: got nan"),
+        ({"output_weight": -1.0}, "output_weight: got -1.0"),
         ({"query_sample": 0}, "query_sample: got 0"),
         ({"eval_every": 0}, "eval_every: got 0"),
     ],
@@ -164,8 +225,9 @@ def test_bad_options(values, words):
         DistillConfig(**values)
 
 
-def test_bf16_frozen_model():
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_frozen_model(precision):
     model = sharp("bert")
-    result = distill(model, Fixed(batches(model)), DistillConfig(steps=20, precision="bf16"))
+    result = distill(model, Fixed(batches(model)), DistillConfig(steps=20, precision=precision))
     assert result.after.mean("kl") < result.before.mean("kl")
     assert all(p.dtype is torch.float32 for p in model.parameters())
