@@ -13,6 +13,7 @@ from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import (
     State,
     WindowState,
+    advance,
     bidirectional_attention,
     causal_attention,
     kernel_weights,
@@ -169,6 +170,41 @@ class FeatureMapMixer(Mixer):
         if not torch.is_grad_enabled():
             return True
         return state is None and not return_state and q.shape[2] >= RECOMPUTED
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        state: MixerState,
+    ) -> tuple[Tensor, MixerState]:
+        """See `Mixer.decode`."""
+        if self.window is not None:
+            return super().decode(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state)
+        positions, seen = self._positions(k, key_padding_mask, state)
+        if self.keys.alike and self.queries is None and self.inputs is None and q.shape[1] == k.shape[1]:
+            both = self.key_features(torch.cat([q, k], dim=2), scaling, None)
+            phi_q, phi_k = both.phi[:, :, :1], both.phi[:, :, 1:]
+            log_scale = None if both.log_scale is None else both.log_scale[..., 1:]
+        else:
+            options = {"query_positions": positions, "key_positions": positions, "key_padding_mask": key_padding_mask}
+            queries, keys = self.features(q, k, scaling=scaling, **options)
+            phi_q, phi_k, log_scale = queries.phi, keys.phi, keys.log_scale
+        out, after = advance(
+            phi_q,
+            phi_k,
+            v,
+            State(state["kv"], state["log_scale"]),
+            key_padding_mask=key_padding_mask,
+            log_scale=log_scale,
+            normalize=self.keys.normalize,
+            eps=self.eps,
+        )
+        found = after._asdict()
+        return self.close(out, v.dtype), found if seen is None else found | {"seen": seen}
 
     def close(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Do what follows the sums [B, H, T, V] in fp32, and go back to the host's dtype."""

@@ -52,21 +52,22 @@ class LinearAttention(nn.Module):
         # Sums and features are fp32 by design; autocast would lower them silently.
         with torch.autocast(device_type=q.device.type, enabled=False):
             if cache is not None:
-                out, state = self.mixer(
-                    q,
-                    k,
-                    v,
-                    scaling=scaling,
-                    key_padding_mask=key_padding_mask,
-                    state=cache.state,
-                    return_state=True,
-                )
-                cache.store(state)
-                return out
+                return self._remember(cache, q, k, v, {"scaling": scaling, "key_padding_mask": key_padding_mask})
             missing = k.shape[2] - q.shape[2]
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q
             out, _ = self.mixer(padded, k, v, scaling=scaling, key_padding_mask=key_padding_mask)
             return out[:, :, missing:]
+
+    def _remember(self, cache: LinearStateLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Mix tokens that follow what a cache has seen, and store the state after them."""
+        state = cache.state
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if state is None or k.shape[2] > 1 or plain:
+            out, after = self.mixer(q, k, v, state=state, return_state=True, **options)
+        else:
+            out, after = self.mixer.decode(q, k, v, state=state, **options)
+        cache.store(after)
+        return out
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

@@ -88,6 +88,23 @@ class Mixer(nn.Module, abc.ABC):
             return_state: whether to return the state.
         """
 
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        state: MixerState,
+    ) -> tuple[Tensor, MixerState]:
+        """Mix one more token (T = 1) without a gradient; arguments as of `forward`.
+
+        The state's memory may be used for the state after: the caller gives it away.
+        """
+        out, after = self(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state, return_state=True)
+        return out, after
+
     @abc.abstractmethod
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """Write out the weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`.

@@ -83,10 +83,12 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
             `x . y` is the score that softmax would see. Maps whose definition contains sqrt(d) want that.
         normalize: whether weights are divided by their sum.
+        alike: whether queries and keys are mapped alike, `keys` making no difference: decoding then maps both at once.
     """
 
     scale_inputs = True
     normalize = True
+    alike = False
 
     def __init__(self, config: Any, heads: int, head_dim: int) -> None:
         super().__init__()

@@ -40,6 +40,8 @@ class FlexformerNConfig(SpectralConfig):
 class FlexformerN(SpectralMap):
     """Map [B, H, T, D] -> [B, H, T, 2 n]."""
 
+    alike = True
+
     def __init__(self, config: FlexformerNConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim, norm=config.form == "paper")
         self.a = self.learned(self.n, head_dim)

@@ -49,6 +49,8 @@ class FlexformerSConfig(SpectralConfig):
 class FlexformerS(SpectralMap):
     """Map [B, H, T, D] -> [B, H, T, F]."""
 
+    alike = True
+
     def __init__(self, config: FlexformerSConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.weight = self.learned(self.n, head_dim)

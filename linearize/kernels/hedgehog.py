@@ -35,6 +35,7 @@ class Hedgehog(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative."""
 
     scale_inputs = False
+    alike = True
 
     def __init__(self, config: HedgehogConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)

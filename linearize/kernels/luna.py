@@ -49,6 +49,7 @@ class Luna(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, M L], non-negative."""
 
     scale_inputs = False
+    alike = True
 
     def __init__(self, config: LunaConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, 1 if config.shared_heads else heads, head_dim)

@@ -39,6 +39,8 @@ class PerformerConfig:
 class Performer(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, m], positive."""
 
+    alike = True
+
     def __init__(self, config: PerformerConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.m = config.count(head_dim)

@@ -20,6 +20,7 @@ class Relu(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, D], non-negative."""
 
     scale_inputs = False
+    alike = True
 
     def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
         """See the module's formula."""

@@ -37,6 +37,8 @@ class RfaConfig:
 class Rfa(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, 2 n]."""
 
+    alike = True
+
     def __init__(self, config: RfaConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)

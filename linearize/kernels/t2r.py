@@ -37,6 +37,7 @@ class T2r(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, F], non-negative."""
 
     scale_inputs = False
+    alike = True
 
     def __init__(self, config: T2rConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)

@@ -22,6 +22,8 @@ from linearize.registry import KernelInfo, register_kernel
 class Taylor(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, 1 + D + D^2]."""
 
+    alike = True
+
     def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         squares = (x[..., :, None] * x[..., None, :]).flatten(-2) * 0.5**0.5

@@ -4,7 +4,7 @@ from linearize.ops.bidirectional import bidirectional_attention, gather_keys, re
 from linearize.ops.block import BlockState, block_attention, block_weights
 from linearize.ops.causal import causal_attention
 from linearize.ops.naive import kernel_weights, naive_attention
-from linearize.ops.recurrent import recurrent_attention
+from linearize.ops.recurrent import advance, recurrent_attention
 from linearize.ops.state import State, empty_state
 from linearize.ops.window import WindowState, window_attention
 from linearize.ops.window_naive import window_weights
@@ -13,6 +13,7 @@ __all__ = [
     "BlockState",
     "State",
     "WindowState",
+    "advance",
     "bidirectional_attention",
     "block_attention",
     "block_weights",

@@ -51,3 +51,44 @@ def recurrent_attention(
     mixed = torch.cat(outputs, dim=2)
     out = (divide(mixed, eps) if normalize else mixed).to(v.dtype)
     return (out, state) if return_state else out
+
+
+def advance(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    state: State,
+    *,
+    key_padding_mask: Tensor | None = None,
+    log_scale: Tensor | None = None,
+    normalize: bool = True,
+    eps: float = EPS,
+) -> tuple[Tensor, State]:
+    """Do `recurrent_attention` for one token, T = 1, in the state's own memory: for decoding, without a gradient.
+
+    Shapes: `phi_q` [B, H, 1, F], `phi_k` [B, K, 1, F], `v` [B, K, 1, V] -> [B, H, 1, V].
+    """
+    batch, key_heads, _, features = phi_k.shape
+    count = batch * key_heads
+    kv = state.kv if state.kv.is_contiguous() else state.kv.contiguous()
+    flat = kv.view(count, features, -1)
+    values = v.reshape(count, 1, -1).float()
+    if normalize:
+        values = torch.nn.functional.pad(values, (0, 1), value=1.0)
+    shift = state.log_scale
+    if log_scale is not None:
+        scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+        assert scale is not None
+        shift = torch.maximum(shift, scale[..., 0])
+        # As a rule the largest log-scale is an old one, and nothing fades.
+        if phi_k.device.type != "cpu" or not torch.equal(shift, state.log_scale):
+            flat.mul_(torch.exp(state.log_scale - shift).view(count, 1, 1))
+        values = values * torch.exp(scale - shift[..., None]).view(count, 1, 1)
+    if key_padding_mask is not None:
+        values = values * key_padding_mask.float().repeat_interleave(key_heads, dim=0)[..., None]
+    flat.baddbmm_(phi_k.reshape(count, features, 1), values)
+    mixed = torch.bmm(phi_q.reshape(count, -1, features), flat)
+    if normalize:
+        total = mixed[..., -1:]
+        mixed = mixed[..., :-1] / total.abs().clamp_(min=eps).copysign_(total)
+    return mixed.reshape(batch, -1, 1, mixed.shape[-1]), State(kv, shift)

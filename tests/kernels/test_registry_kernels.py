@@ -247,3 +247,33 @@ def test_one_token_alone_has_the_features_that_it_has_in_a_batch(info, arguments
     for many, one in zip(whole, single, strict=True):
         if many is not None:
             torch.testing.assert_close(one, many[:1, :, 4:5], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
+def test_decoding_in_place_equals_the_plain_step(info, arguments):
+    """The cache's way, which writes into the state's own memory, beside `forward` one token at a time."""
+    if not info.causal:
+        pytest.skip("bidirectional only")
+    mixer = make_mixer(info, arguments, causal=True)
+    q, k, v = make_inputs(40)
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[0, 20:25] = False
+    with torch.no_grad():
+        _, plain = run(mixer, q[:, :, :9], k[:, :, :9], v[:, :, :9], mask[:, :9], return_state=True)
+        given = {name: tensor.clone() for name, tensor in plain.items()}
+        for i in range(9, 40):
+            one = [x[:, :, i : i + 1] for x in (q, k, v)]
+            want, plain = run(mixer, *one, mask[:, i : i + 1], state=plain, return_state=True)
+            got, given = mixer.decode(*one, scaling=DIM**-0.5, key_padding_mask=mask[:, i : i + 1], state=given)
+            size = max(1.0, want.abs().max().item())
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
+def test_maps_that_are_said_to_be_alike_are(info, arguments):
+    if not getattr(info.build, "alike", False):
+        pytest.skip("not said")
+    mixer = make_mixer(info, arguments, causal=info.causal)
+    x = make_inputs(11)[1]
+    one, two = mixer.keys(x, keys=True), mixer.keys(x, keys=False)
+    assert torch.equal(one.phi, two.phi)
