@@ -46,3 +46,15 @@ class SpectralMap(FeatureMap):
         """Return log h(x) [B, H, T]."""
         assert self.tau is not None
         return x.square().sum(dim=-1) * torch.exp(-self.tau.float())[:, None]
+
+
+def waves(angle: Tensor, envelope: Tensor) -> Tensor:
+    """Return [cos angle * envelope ; sin angle * envelope]: [..., n] each -> [..., 2 n]."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
+    # The same, without the copy that puts the halves together.
+    n = angle.shape[-1]
+    phi = angle.new_empty(*angle.shape[:-1], 2 * n)
+    torch.mul(angle.cos(), envelope, out=phi[..., :n])
+    torch.mul(angle.sin(), envelope, out=phi[..., n:])
+    return phi

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels._spectral import SpectralConfig, SpectralMap
+from linearize.kernels._spectral import SpectralConfig, SpectralMap, waves
 from linearize.kernels.base import Features, draw_normal, project
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
@@ -64,11 +64,8 @@ class FlexformerN(SpectralMap):
         """See the module's formula."""
         angle, envelope = project(x, self.a), project(x, self.b)
         if self.config.form == "damped":
-            envelope = envelope.softmax(dim=-1)
-            return Features(torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1))
-        envelope = envelope.cos()
-        phi = torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1) * self.n**-0.5
-        return Features(phi, self.log_norm(x))
+            return Features(waves(angle, envelope.softmax(dim=-1)))
+        return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
 
 
 register_kernel(
