@@ -100,6 +100,6 @@ class DecodeSuite(Suite):
         @torch.no_grad()
         def step() -> None:
             for layer, mixer in enumerate(mixers):
-                _, states[layer] = mixer(q, k, v, scaling=scaling, state=states[layer], return_state=True)
+                _, states[layer] = mixer.decode(q, k, v, scaling=scaling, state=states[layer])
 
         return step
