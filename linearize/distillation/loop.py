@@ -25,7 +25,7 @@ from linearize.distillation.shard import frozen_model
 from linearize.distillation.state import RunState, StateFolder, check_same_run
 from linearize.distillation.trainer import KernelTrainer
 from linearize.errors import ConfigError, TrainingError
-from linearize.fidelity.measure import Fidelity, measure
+from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.modeling.model import is_linearized
 
 
@@ -174,7 +174,7 @@ class _Run:
         home = next(self.model.parameters()).device
         self.frozen = frozen_model(self.model, self.accelerator)
         held_out = self.data.holdout_batches()
-        before = measure(self.frozen, held_out)
+        before = measure_layers(self.frozen, held_out)
         if not self.groups or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if self.groups else "nothing to learn", before, before)
         flags = {p: p.requires_grad for p in self.model.parameters()}
@@ -189,7 +189,7 @@ class _Run:
                 parameter.grad = None
             for module, mode in modes.items():
                 module.training = mode
-        after = measure(self.frozen, held_out)
+        after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
             # A spread-out run is over: the kernels go back to the rest of the model that was given.
             self.model.to(home)  # type: ignore[arg-type]

@@ -170,10 +170,6 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
     return Fidelity(found, queries)
 
 
-measure = measure_layers
-"""The name by which stage one's loop imports it."""
-
-
 def _add(
     sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
