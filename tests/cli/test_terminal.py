@@ -145,7 +145,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(terminal, monkeypat
         show(report(1), report(2), report(3, held_out=2.5))
     assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
     first, last = file.getvalue().splitlines()
-    assert first.startswith("step 1/9, 2 s, 16 s left: loss 2.0000") and "step 3/9" in last and "held out 2.5000" in last
+    assert first.startswith("step 1/9, 2 s, 16 s left: loss 2.0000")
+    assert "step 3/9" in last and "held out 2.5000" in last
 
 
 def test_json_has_neither_colours_nor_folded_lines(terminal):
