@@ -88,15 +88,16 @@ class FeatureMapMixer(Mixer):
 
     def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map keys [B, K, T, D], behind what precedes the map."""
-        return self.keys(k.float() * self._root(scaling), keys=True, positions=positions)
+        return self.keys(self._scaled(k, scaling), keys=True, positions=positions)
 
     def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map queries [B, H, T, D], behind what precedes the map."""
-        q = q.float() * self._root(scaling)
+        q = self._scaled(q, scaling)
         return self._tied(q, positions) if self.queries is None else self.queries(q, keys=False, positions=positions)
 
-    def _root(self, scaling: float) -> float:
-        return scaling**0.5 if self.keys.scale_inputs else 1.0
+    def _scaled(self, x: Tensor, scaling: float) -> Tensor:
+        """Give queries and keys the scale that the map wants, in fp32."""
+        return x.float() * scaling**0.5 if self.keys.scale_inputs else x.float()
 
     def _tied(self, q: Tensor, positions: Tensor | None) -> Features:
         """Map queries with the keys' map: the query heads of a group go along as further batch entries."""
@@ -209,7 +210,7 @@ class FeatureMapMixer(Mixer):
     def close(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Do what follows the sums [B, H, T, V] in fp32, and go back to the host's dtype."""
         out = self.finish(mixed)
-        if not self.info.positive:
+        if not self.info.positive and dtype == torch.float16:
             # Signed weights can be large, and fp16 ends at 65504.
             limit = torch.finfo(dtype).max
             out = out.clamp(-limit, limit)

@@ -65,6 +65,13 @@ class AttentionSizes:
         shape = (self.batch, self.heads, tokens, size or self.head_dim)
         return torch.randn(shape, generator=generator).to(self.device, DTYPES[self.dtype])
 
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Make up q, k, v [B, H, T, D] as a model hands them over: the heads of a token side by side in memory."""
+        one, two, three = (
+            self.draw(tokens, seed=seed).transpose(1, 2).contiguous().transpose(1, 2) for seed in range(3)
+        )
+        return one, two, three
+
     def check_sizes(self) -> None:
         """Refuse sizes that are none.
 
@@ -129,7 +136,7 @@ class AttentionSuite(Suite):
 
     def prepare(self, side: str, tokens: int) -> Call:
         """See `Suite`."""
-        q, k, v = (self.sizes.draw(tokens, seed=seed) for seed in range(3))
+        q, k, v = self.sizes.inputs(tokens)
         if side == "softmax":
             return self._call(partial(F.scaled_dot_product_attention, is_causal=self.causal), [q, k, v], [])
         if self.features is not None:
