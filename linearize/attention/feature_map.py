@@ -24,8 +24,8 @@ from linearize.ops import (
 from linearize.ops.state import EPS
 from linearize.registry import KernelInfo
 
-RECOMPUTED = 512
-"""From this many tokens on, the backward makes features again instead of keeping them."""
+RECOMPUTED = 8192
+"""From this many tokens on, the backward makes features again: a quarter to three quarters slower, little memory."""
 
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative: there it can cross zero among ordinary numbers."""
