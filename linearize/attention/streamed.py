@@ -55,14 +55,25 @@ def parts(q: Tensor, features: int) -> list[slice]:
 
 
 def stream(
-    mixer: FeatureMapMixer, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
+    mixer: FeatureMapMixer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    state: State | None,
+    before: list[Tensor] | None = None,
 ) -> tuple[Tensor, State]:
-    """Attend without a gradient: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] and the state."""
+    """Attend without a gradient: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] and the state.
+
+    A list given as `before` gets the two tensors of the state before every causal part that has one.
+    """
     # Tokens first in memory: that is how the host goes on with it.
     out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     cuts = parts(q, mixer.feature_dim)
     if mixer.shape.causal:
         for part in cuts:
+            if before is not None and state is not None:
+                before += state
             out[:, :, part], state = causal_part(
                 mixer, q[:, :, part], k[:, :, part], v[:, :, part], call.cut(part), state
             )
@@ -132,20 +143,9 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixer: FeatureMapMixer, call: Call, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         ctx.mixer, ctx.call = mixer, call
-        cuts = parts(q, mixer.feature_dim)
-        states: list[Tensor] = []
-        if mixer.shape.causal:
-            out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
-            state = None
-            for part in cuts:
-                if state is not None:
-                    states += state
-                out[:, :, part], state = causal_part(
-                    mixer, q[:, :, part], k[:, :, part], v[:, :, part], call.cut(part), state
-                )
-        else:
-            out, state = stream(mixer, q, k, v, call, None)
-            states += state
+        before: list[Tensor] = []
+        out, state = stream(mixer, q, k, v, call, None, before)
+        states = before if mixer.shape.causal else state
         ctx.save_for_backward(q, k, v, *states)
         return out
 

@@ -84,22 +84,14 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True)
-class AttentionSuite(Suite):
-    """One attention.
+class SizedSuite(Suite):
+    """A suite of made-up attentions.
 
     Attributes:
-        sizes: of the attention, and the kernel.
-        causal: whether a query sees only keys up to its own position.
-        backward: whether the gradients are taken too, of inputs and kernel parameters.
-        features: F of given features, so that the bare op is measured without the kernel's map; None: with the map.
+        sizes: of the attention, and the kernel; as plain data where it comes from another process.
     """
 
-    name: ClassVar[str] = "attention"
-
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
-    causal: bool = False
-    backward: bool = False
-    features: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sizes, dict):
@@ -114,6 +106,23 @@ class AttentionSuite(Suite):
     def dtype(self) -> str:
         """See `Suite`."""
         return self.sizes.dtype
+
+
+@dataclass(frozen=True)
+class AttentionSuite(SizedSuite):
+    """One attention.
+
+    Attributes:
+        causal: whether a query sees only keys up to its own position.
+        backward: whether the gradients are taken too, of inputs and kernel parameters.
+        features: F of given features, so that the bare op is measured without the kernel's map; None: with the map.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    causal: bool = False
+    backward: bool = False
+    features: int | None = None
 
     @property
     def what(self) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from linearize.bench.attention import AttentionSizes
-from linearize.bench.suites import Suite
+from linearize.bench.attention import SizedSuite
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
 
@@ -21,36 +20,20 @@ PREFILL = 16
 
 
 @dataclass(frozen=True)
-class DecodeSuite(Suite):
+class DecodeSuite(SizedSuite):
     """One new token behind a context.
 
     Softmax writes its key and value into a cache that has room for them already and attends to all of it through SDPA;
     the kernel takes its own step with its state.
 
     Attributes:
-        sizes: of the attention, and the kernel.
         layers: attentions, one after the other.
     """
 
     name: ClassVar[str] = "decode"
     holds: ClassVar[bool] = True
 
-    sizes: AttentionSizes = field(default_factory=AttentionSizes)
     layers: int = 12
-
-    def __post_init__(self) -> None:
-        if isinstance(self.sizes, dict):
-            object.__setattr__(self, "sizes", AttentionSizes(**self.sizes))
-
-    @property
-    def device(self) -> str:
-        """See `Suite`."""
-        return self.sizes.device
-
-    @property
-    def dtype(self) -> str:
-        """See `Suite`."""
-        return self.sizes.dtype
 
     @property
     def what(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from linearize.attention.interface import linear_attentions, softmax_weights
 from linearize.attention.layer import LinearAttention
-from linearize.bench.models import BenchModel
 from linearize.bench.rows import Row, quotient
-from linearize.bench.suites import Suite
 from linearize.bench.timing import Call
+from linearize.bench.whole_model import OfModel
 from linearize.errors import ConfigError
 
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
@@ -34,34 +33,14 @@ TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class StageOneSuite(Suite):
-    """One step.
-
-    Attributes:
-        model: the model and its kernel.
-    """
+class StageOneSuite(OfModel):
+    """One step."""
 
     name: ClassVar[str] = "stage-one"
     sides: ClassVar[tuple[str, ...]] = ("softmax", "naive", "least", "step")
     pair: ClassVar[tuple[str, str]] = ("naive", "step")
     remembered: ClassVar[tuple[str, ...]] = ("softmax", "naive", "step")
     risky: ClassVar[tuple[str, ...]] = ("naive",)
-
-    model: BenchModel = field(default_factory=BenchModel)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.model, dict):
-            object.__setattr__(self, "model", BenchModel(**self.model))
-
-    @property
-    def device(self) -> str:
-        """See `Suite`."""
-        return self.model.device
-
-    @property
-    def dtype(self) -> str:
-        """See `Suite`."""
-        return self.model.dtype
 
     @property
     def what(self) -> str:

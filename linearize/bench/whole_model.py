@@ -12,15 +12,12 @@ from linearize.bench.timing import Call
 
 
 @dataclass(frozen=True)
-class ModelSuite(Suite):
-    """One forward of a text model.
+class OfModel(Suite):
+    """A suite of a whole model.
 
     Attributes:
-        model: the model and its kernel.
+        model: the model and its kernel; as plain data where it comes from another process.
     """
-
-    name: ClassVar[str] = "model"
-    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
 
     model: BenchModel = field(default_factory=BenchModel)
 
@@ -37,6 +34,14 @@ class ModelSuite(Suite):
     def dtype(self) -> str:
         """See `Suite`."""
         return self.model.dtype
+
+
+@dataclass(frozen=True)
+class ModelSuite(OfModel):
+    """One forward of a text model."""
+
+    name: ClassVar[str] = "model"
+    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
 
     @property
     def what(self) -> str:

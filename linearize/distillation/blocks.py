@@ -36,7 +36,10 @@ CAUSAL_ROWS = 64
 def cross_entropy_(
     phi_q: Tensor, phi_k: Tensor, log_scale: Tensor | None, targets: Targets, penalty: float | None, *, gradient: bool
 ) -> Tensor:
-    """Return the loss summed over valid queries and heads; with `gradient`, the features BECOME their gradients.
+    """Return the cross-entropy of the kernel's weights against softmax's (hedgehog eq. 6, flexformer L_awd).
+
+    It is summed over valid queries and heads. Loss and gradient come from one pass over blocks of rows, as fused
+    cross-entropies do it; with `gradient`, the features BECOME their gradients.
 
     Args:
         phi_q: [B, H, R, F] features of `targets.q`, fp32.

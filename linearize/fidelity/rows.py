@@ -38,7 +38,6 @@ def row_blocks(
     *,
     causal: bool,
     key_padding_mask: Tensor | None = None,
-    positions: Tensor | None = None,
 ) -> Iterator[Rows]:
     """Cut queries q [B, H, R, D] over keys k [B, K, T, D] into blocks.
 
@@ -47,18 +46,17 @@ def row_blocks(
         k: all keys.
         causal: whether a query sees only keys up to its own position; then a block visits no later key.
         key_padding_mask: [B, T], true where there is a token.
-        positions: [R] ascending positions of the queries, where they are a sample; None: 0 to T - 1.
     """
     batch, heads, queries, _ = q.shape
     tokens = k.shape[2]
     size = max(1, min(queries, BLOCK_NUMBERS // max(1, batch * heads * tokens)))
-    places = torch.arange(tokens, device=q.device) if positions is None else positions
+    places = torch.arange(tokens, device=q.device)
     for start in range(0, queries, size):
         part = slice(start, min(start + size, queries))
-        seen = int(places[part.stop - 1]) + 1 if causal else tokens
+        seen = part.stop if causal else tokens
         visible = None
         if causal:
-            visible = (torch.arange(seen, device=q.device) <= places[part, None])[None, None, None]
+            visible = (places[:seen] <= places[part, None])[None, None, None]
         if key_padding_mask is not None:
             real = key_padding_mask[:, None, None, None, :seen].bool()
             visible = real if visible is None else visible & real

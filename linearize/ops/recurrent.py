@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, State, divide, empty_state, masked_log_scale, with_ones
+from linearize.ops.state import EPS, State, divide, empty_state, guarded, masked_log_scale, with_ones
 
 
 def recurrent_attention(
@@ -89,6 +89,5 @@ def advance(
     flat.baddbmm_(phi_k.reshape(count, features, 1), values)
     mixed = torch.bmm(phi_q.reshape(count, -1, features), flat)
     if normalize:
-        total = mixed[..., -1:]
-        mixed = mixed[..., :-1] / total.abs().clamp_(min=eps).copysign_(total)
+        mixed = mixed[..., :-1] / guarded(mixed[..., -1:], eps)
     return mixed.reshape(batch, -1, 1, mixed.shape[-1]), State(kv, shift)

@@ -79,6 +79,11 @@ def divide(mixed: Tensor, eps: float) -> Tensor:
     return numerator / torch.where(denominator.abs() < eps, guard, denominator)
 
 
+def guarded(total: Tensor, least: float | Tensor) -> Tensor:
+    """Return row sums with their magnitude held at `least` or more; the in-place twin of the guard in `divide`."""
+    return total.abs().clamp_(min=least).copysign_(total)
+
+
 def group_queries(phi_q: Tensor, key_heads: int) -> Tensor:
     """View query features [B, H, T, F] as [B, K, H / K, T, F]: query head h reads key/value head h // (H / K)."""
     batch, heads, tokens, features = phi_q.shape

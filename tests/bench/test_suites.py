@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tiny import converted, original
+from weights_loss import weights_loss
 
 from linearize.bench import machine, suites
 from linearize.bench.attention import AttentionSizes, AttentionSuite
@@ -18,7 +19,7 @@ from linearize.bench.plot import check_picture, short_names, write_plot
 from linearize.bench.stage_one import StageOneSuite, naive_loss
 from linearize.bench.suites import measure
 from linearize.bench.whole_model import ModelSuite
-from linearize.distillation.losses import Targets, weights_loss
+from linearize.distillation.targets import Targets
 from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
 from linearize.ops import naive_attention
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from weights_loss import weights_loss
 
 import linearize.distillation.blocks as blocks
-from linearize.distillation.losses import Targets, output_loss, weights_loss
+from linearize.distillation.losses import output_loss
 from linearize.distillation.row_loss import KNEE
+from linearize.distillation.targets import Targets
 from linearize.ops import kernel_weights
 
 
