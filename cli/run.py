@@ -9,9 +9,12 @@ EPILOG = """examples:
   linearize run minilm-glue data=./glue kernels=[softmax,hedgehog] --output runs/minilm
   linearize run associative-recall --dry-run
   linearize run minilm-glue data=./glue --output runs/minilm --resume
+  linearize run minilm-glue data=./glue --output runs/minilm --resume --only '*-stsb-*'
   linearize run my-recipe.yaml finetune.epochs=1 tasks=[cola]
 
-What is finished stays: an interrupted run goes on with --resume. The table: linearize results FOLDER."""
+What is finished stays: an interrupted run goes on with --resume, and kernels, tasks or seeds may be added then. Several
+processes may fill one folder, each with --resume and --only, as long as no two share a task.
+The table: linearize results FOLDER."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("changes", nargs="*", metavar="key=value", help="changes to it; keys with dots, values as in YAML")
     add("--output", metavar="DIR", help="folder of the run (runs/<recipe>)")
     add("--dry-run", action="store_true", help="check it, print it and do nothing")
-    add("--resume", action="store_true", help="go on with an interrupted run")
+    add("--resume", action="store_true", help="go on with an interrupted run, or add kernels, tasks or seeds to one")
+    add("--only", action="append", default=[], metavar="PATTERN", help="these cells only, as *-mrpc-*; may be repeated")
     add("--json", action="store_true", help="print the results (or the checked recipe) as JSON on stdout")
 
 
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     out = console(to_stderr=args.json)
     folder = args.output or f"runs/{name}"
     try:
-        rows = run_recipe(recipe, folder, resume=args.resume, listen=_listener(out))
+        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, listen=_listener(out))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what is finished lies in {folder}; go on with --resume") from None
     out.print(results_table(make_table(recipe, rows, name)))

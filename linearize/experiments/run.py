@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.metadata
 import json
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from linearize.checkpoint.save import atomic_folder
 from linearize.errors import ConfigError
 from linearize.experiments.recipe import Cell, cells, plain, resolve
-from linearize.experiments.results import RECIPE, append_row, mend
+from linearize.experiments.results import RECIPE, append_row, mend, read_rows
 from linearize.experiments.schema import SOFTMAX, Recipe
 from linearize.experiments.stages import STAGE, Workshop, local_or_name
 from linearize.finetune.tasks import recovered
@@ -24,21 +25,30 @@ Listener = Callable[[str, Any], None]
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
 FREE = ("device", "data", "keep_models")
 """What may differ between a run and its continuation: where it runs and where the data lies."""
+GROWING = ("kernels", "tasks", "sources", "seeds")
+"""What a continuation may have more of: that only adds cells."""
 
 
 def run_recipe(
-    recipe: Recipe, output: str | Path, *, resume: bool = False, listen: Listener | None = None
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    resume: bool = False,
+    only: Sequence[str] = (),
+    listen: Listener | None = None,
 ) -> list[dict[str, Any]]:
-    """Run a recipe to its end.
+    """Run a recipe to its end, or a part of its cells.
 
     Args:
         recipe: a checked recipe.
         output: the run's folder.
-        resume: whether to go on with an interrupted run in that folder.
+        resume: whether to go on with a run in that folder: an interrupted one, or one of fewer kernels or tasks.
+        only: patterns (`*-mrpc-*`) of the cells to run; none: all. Several processes may fill one folder, as long as no
+            two of them share a task: its softmax model is trained once.
         listen: told what happens: "cell" (number, of, key), "data" (text), "step", "log", "row" (a line of results).
 
     Returns:
-        The rows of the results, one per cell.
+        The rows of the results so far, one per cell.
 
     Raises:
         LinearizeError: one of its children, for everything the user can mend. What is finished stays.
@@ -50,19 +60,32 @@ def run_recipe(
     check_data(recipe)
     device = check_device(recipe.device)
     _open_folder(recipe, folder, resume)
-    rows = {row["cell"]: row for row in mend(folder)}
     wanted = cells(recipe)
+    chosen = _choose(wanted, only)
+    rows = {row["cell"]: row for row in mend(folder)}
     workshop = Workshop(recipe, folder, device, tell)
     for number, cell in enumerate(wanted, start=1):
-        if cell.key in rows:
+        if cell.key in rows or cell not in chosen:
             continue
         tell("cell", (number, len(wanted), cell.key))
         row = run_cell(workshop, cell)
         append_row(folder, row)
-        rows[cell.key] = row
         tell("row", row)
-    _sweep(recipe, folder)
-    return [rows[cell.key] for cell in wanted]
+        # Another process may have added some.
+        rows = {row["cell"]: row for row in read_rows(folder)[0]}
+    if all(cell.key in rows for cell in wanted):
+        _sweep(recipe, folder)
+    return [rows[cell.key] for cell in wanted if cell.key in rows]
+
+
+def _choose(wanted: list[Cell], only: Sequence[str]) -> list[Cell]:
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in wanted):
+            raise ConfigError(
+                f"only: got {pattern!r}, which no cell is called; give a pattern of {wanted[0].key!r} and the like "
+                "(--dry-run lists the cells)"
+            )
+    return [cell for cell in wanted if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
 
 
 def run_cell(workshop: Workshop, cell: Cell) -> dict[str, Any]:
@@ -123,14 +146,20 @@ def environment(recipe: Recipe) -> dict[str, Any]:
 def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
     file = folder / RECIPE
     values = plain(recipe)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if folder.exists() and any(folder.iterdir()):
         if not resume:
             raise ConfigError(f"output {str(folder)!r} exists and is not empty; go on with --resume, or choose another")
         if file.is_file():
-            _same(yaml.safe_load(file.read_text(encoding="utf-8")), values, folder)
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            _same(before, values, folder)
+            if before != values:
+                beside = file.with_name(f".{RECIPE}")
+                beside.write_text(text, encoding="utf-8")
+                beside.replace(file)
             return
     with atomic_folder(folder, overwrite=True) as fresh:
-        (fresh / RECIPE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (fresh / RECIPE).write_text(text, encoding="utf-8")
         text = json.dumps(environment(recipe), indent=2) + "\n"
         (fresh / "environment.json").write_text(text, encoding="utf-8")
 
@@ -138,10 +167,19 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
 def _same(before: Any, now: dict[str, Any], folder: Path) -> None:
     before = before if isinstance(before, dict) else {}
     for key in sorted({*before, *now} - set(FREE)):
-        if before.get(key) != now.get(key):
+        old, new = before.get(key), now.get(key)
+        if old != new and not (key in GROWING and _grown(old, new)):
             raise ConfigError(
-                f"output {str(folder)!r} holds a run with another {key!r}; give the same changes, or another output"
+                f"output {str(folder)!r} holds a run with another {key!r}; give the same changes (more kernels, tasks "
+                "or seeds may be added), or another output"
             )
+
+
+def _grown(old: Any, new: Any) -> bool:
+    """Tell whether all that was there is there still, unchanged."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(name in new and new[name] == value for name, value in old.items())
+    return isinstance(old, list) and isinstance(new, list) and all(item in new for item in old)
 
 
 def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from linearize.checkpoint.log import read_log
 from linearize.errors import ConfigError, DataError, LinearizeError
@@ -119,6 +120,34 @@ def test_resume_refuses_another_recipe(finished, tiny):
     tiny["finetune"]["learning_rate"] = 1.0
     with pytest.raises(ConfigError, match="holds a run with another 'finetune'"):
         run_recipe(check(tiny, "tiny"), folder, resume=True)
+
+
+def test_cells_may_be_added_and_run_apart(finished, tiny, tmp_path):
+    """Two runs with --only, the second of a recipe that has grown, give the rows of one run."""
+    _, expected = finished
+    wanted = figures(expected)
+    folder = tmp_path / "run"
+    tiny |= {"kernels": ["softmax"], "figures": {}}
+    first = run_recipe(check(tiny, "tiny"), folder, only=["*-mrpc-*"])
+    assert [row["cell"] for row in first] == ["softmax-mrpc-s0"]
+    tiny |= {"kernels": ["softmax", "hedgehog"]}
+    recipe = check(tiny, "tiny")
+    with pytest.raises(ConfigError, match=r"which no cell is called.*softmax-"):
+        run_recipe(recipe, folder, resume=True, only=["mrpc"])
+    started = []
+    rows = run_recipe(
+        recipe,
+        folder,
+        resume=True,
+        only=["hedgehog-mrpc-*"],
+        listen=lambda event, data: started.append(data[2]) if event == "cell" else None,
+    )
+    assert started == ["hedgehog-mrpc-s0"] and {row["cell"] for row in rows} == {"softmax-mrpc-s0", "hedgehog-mrpc-s0"}
+    for key, found in figures(rows).items():
+        assert found == pytest.approx(wanted[key], abs=1e-6), key
+    assert len(yaml.safe_load((folder / "recipe.yaml").read_text())["kernels"]) == 2
+    with pytest.raises(ConfigError, match="holds a run with another 'kernels'"):
+        run_recipe(check(tiny | {"kernels": ["softmax"]}, "tiny"), folder, resume=True)
 
 
 def test_transfer(tiny, tmp_path):
