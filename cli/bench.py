@@ -18,7 +18,7 @@ EPILOG = """examples:
 Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
 folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and
 kernel run in turns in one process; memory is the peak above what was there before, on the CPU in a process of its own
-for each figure. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
+for each figure. The native op is used where it was compiled. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +196,9 @@ def show(out: Any, result: Any) -> None:
     machine = result.machine
     peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
     out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
+    if machine.device == "cpu":
+        said = "used (LINEARIZE_NATIVE=0 leaves it alone)" if machine.native else "not there (linearize native --build)"
+        out.print(f"Native op: {said}.", markup=False)
     out.print(f"Noise: {result.noise.text}.", markup=False)
 
 

@@ -26,6 +26,7 @@ VERBS = {
     "report": "show a converted checkpoint: pictures, figures, one page",
     "compare": "show several conversions beside each other",
     "bench": "measure speed and memory beside softmax",
+    "native": "compile the optional native op for the CPU, or say whether it is there",
     "demo": "convert a small real model here, without a network",
 }
 

@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The ops in PyTorch are what is tested, whatever was compiled here, unless asked for; tests/native turns the other on.
+os.environ.setdefault("LINEARIZE_NATIVE", "0")
 
 import torch
 

@@ -19,6 +19,7 @@ CHECKOUT = PACKAGE.parent
 ROOMS = [
     "errors",
     "registry",
+    "native",
     "ops",
     "kernels",
     "attention",
@@ -44,7 +45,7 @@ ALLOWED = {
     ("registry", "kernels"),  # the registry lists the kernels' folder when it is asked for all of them
     ("", "modeling"),  # the package's front door registers with transformers
 }
-RUNTIME = ["errors", "registry", "ops", "kernels", "attention", "modeling"]
+RUNTIME = ["errors", "registry", "native", "ops", "kernels", "attention", "modeling"]
 RUNTIME_PACKAGES = {"torch", "transformers", "linearize", "timm", "safetensors", "huggingface_hub"}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from linearize.attention.mixer import HeadShape, Mixer, MixerState
 from linearize.attention.streamed import Call, stream, stream_with_gradient
 from linearize.kernels.base import FeatureMap, Features, Inputs
+from linearize.native import NativeMap, engine
 from linearize.ops import (
     State,
     WindowState,
@@ -156,7 +157,7 @@ class FeatureMapMixer(Mixer):
                 out = stream_with_gradient(self, q, k, v, call)
             else:
                 before = None if state is None else State(state["kv"], state["log_scale"])
-                out, found = stream(self, q, k, v, call, before)
+                out, found = self._native(q, k, v, call, before) or stream(self, q, k, v, call, before)
                 after = found._asdict()
         else:
             out, after = self._at_once(q, k, v, call, state, return_state)
@@ -172,6 +173,31 @@ class FeatureMapMixer(Mixer):
             return True
         return state is None and not return_state and q.shape[2] >= RECOMPUTED
 
+    def _native(self, q: Tensor, k: Tensor, v: Tensor, call: Call, before: State | None) -> tuple[Tensor, State] | None:
+        """Attend through the native op, without a gradient; None where it is not there or cannot read these."""
+        native, maps = engine(), self._native_maps()
+        if native is None or not maps or call.positions is not None or not native.takes(q, k, v):
+            return None
+        found = native.attend(
+            maps,
+            q,
+            k,
+            v,
+            causal=self.shape.causal,
+            scale=call.scaling**0.5 if self.keys.scale_inputs else 1.0,
+            eps=self.eps,
+            mask=call.mask,
+            start=before,
+        )
+        return found[0], State(*found[1:])
+
+    def _native_maps(self) -> list[NativeMap]:
+        """Return the maps of keys and queries for the native op, one where it is the same; none where it lacks them."""
+        if not self.keys.normalize or self.output is not None:
+            return []
+        maps = [map.native() for map in (self.keys, self.queries) if map is not None]
+        return [map for map in maps if map is not None] if None not in maps else []
+
     def decode(
         self,
         q: Tensor,
@@ -185,6 +211,11 @@ class FeatureMapMixer(Mixer):
         """See `Mixer.decode`."""
         if self.window is not None:
             return super().decode(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state)
+        held = State(state["kv"], state["log_scale"])
+        native = None if self.inputs is not None else engine()
+        if native is not None and native.steps(q, k, v, *held) and (maps := self._native_maps()):
+            scale = scaling**0.5 if self.keys.scale_inputs else 1.0
+            return native.step(maps, q, k, v, held, scale=scale, eps=self.eps, mask=key_padding_mask), state
         positions, seen = self._positions(k, key_padding_mask, state)
         if self.keys.alike and self.queries is None and self.inputs is None and q.shape[1] == k.shape[1]:
             both = self.key_features(torch.cat([q, k], dim=2), scaling, None)
@@ -198,7 +229,7 @@ class FeatureMapMixer(Mixer):
             phi_q,
             phi_k,
             v,
-            State(state["kv"], state["log_scale"]),
+            held,
             key_padding_mask=key_padding_mask,
             log_scale=log_scale,
             normalize=self.keys.normalize,

@@ -13,6 +13,7 @@ import torch
 
 from linearize.bench.timing import seconds_of, spread
 from linearize.errors import ConfigError, unknown_name
+from linearize.native import engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -119,6 +120,7 @@ class Machine:
         dtype: type of the numbers.
         peak: floating-point operations per second of the fastest square matrix product in that type.
         torch: its version.
+        native: whether the native op was compiled and is used.
     """
 
     device: str
@@ -128,6 +130,7 @@ class Machine:
     dtype: str
     peak: float
     torch: str
+    native: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -139,7 +142,8 @@ def describe(device: str, dtype: str) -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
     fastest = peak_rate(device, dtype)
-    return Machine(device, name, torch.get_num_threads(), cores, dtype, fastest, torch.__version__)
+    native = device == "cpu" and engine() is not None
+    return Machine(device, name, torch.get_num_threads(), cores, dtype, fastest, torch.__version__, native)
 
 
 def peak_rate(device: str, dtype: str, sizes: tuple[int, ...] = PEAKS, repeats: int = 5) -> float:

@@ -20,7 +20,7 @@ from linearize.modeling.plan import Plan
 from linearize.registry import kernel_info
 
 ROOTS = ("linearize.modeling.config", "linearize.modeling.auto", "linearize.modeling.model")
-ROOMS = ("errors", "registry", "ops", "kernels", "attention", "modeling")
+ROOMS = ("errors", "registry", "native", "ops", "kernels", "attention", "modeling")
 """The runtime: what a converted model needs of the package to run."""
 
 _IMPORT = re.compile(r"^(\s*from\s+)(linearize(?:\.\w+)*)(\s+import\b)", re.MULTILINE)

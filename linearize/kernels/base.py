@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from linearize.native import NativeMap
+
 
 class Features(NamedTuple):
     """What a map gives for one set of tokens.
@@ -115,6 +117,10 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
             keys: whether these are keys, for maps that are not the same for both.
             positions: [B, T], counted from 0 without padding, where the kernel is positional; None otherwise.
         """
+
+    def native(self) -> NativeMap | None:
+        """Say the map in terms of the native op; None: it does not have this one."""
+        return None
 
 
 class FixedMap(FeatureMap):

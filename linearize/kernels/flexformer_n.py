@@ -27,6 +27,7 @@ from torch import Tensor
 
 from linearize.kernels._spectral import SpectralConfig, SpectralMap, waves
 from linearize.kernels.base import Features, draw_normal, project
+from linearize.native import NativeMap
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -66,6 +67,12 @@ class FlexformerN(SpectralMap):
         if self.config.form == "damped":
             return Features(waves(angle, envelope.softmax(dim=-1)))
         return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
+
+    def native(self) -> NativeMap:
+        """See `FeatureMap.native`."""
+        if self.config.form == "damped":
+            return NativeMap("damped_waves", self.a, self.b)
+        return NativeMap("wave_pairs", self.a, self.b, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
 
 
 register_kernel(

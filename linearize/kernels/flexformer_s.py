@@ -25,6 +25,7 @@ from torch import Tensor
 
 from linearize.kernels._spectral import SpectralConfig, SpectralMap
 from linearize.kernels.base import Features, draw_normal, project
+from linearize.native import NativeMap
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -65,6 +66,12 @@ class FlexformerS(SpectralMap):
         angle = project(x, self.weight)
         phi = torch.cat([angle.cos(), angle.sin()], dim=-1) * self.n**-0.5
         return Features(phi if self.config.form == "paper" else _products(phi), self.log_norm(x))
+
+    def native(self) -> NativeMap | None:
+        """See `FeatureMap.native`."""
+        if self.config.form != "paper":
+            return None
+        return NativeMap("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
 
 
 def _products(u: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import FeatureMap, Features, project
+from linearize.native import NativeMap
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -59,6 +60,11 @@ class Hedgehog(FeatureMap):
         both = torch.cat([y, -y], dim=-1)
         largest = both.amax(dim=-1, keepdim=True)
         return Features(torch.exp(both - largest), largest[..., 0])
+
+    def native(self) -> NativeMap:
+        """See `FeatureMap.native`."""
+        stable = self.config.activation == "softmax"
+        return NativeMap("softmax_both" if stable else "exp_both", self.weight, bias=self.bias, scaled=not stable)
 
 
 register_kernel(

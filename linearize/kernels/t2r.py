@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import FeatureMap, Features, draw_normal, project
+from linearize.native import NativeMap
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -54,6 +55,10 @@ class T2r(FeatureMap):
     def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         return Features((project(x, self.weight) + self.bias.float()[:, None]).relu())
+
+    def native(self) -> NativeMap:
+        """See `FeatureMap.native`."""
+        return NativeMap("relu", self.weight, bias=self.bias)
 
 
 register_kernel(

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linearize.native import engine
 from linearize.ops.causal_traced import traced_attention
-from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, masked_log_scale
+from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, guarded, masked_log_scale
 
 CHUNK = 64
 """Tokens per chunk: the cost of the part inside a chunk grows with it, that of the state's products falls."""
@@ -52,6 +53,11 @@ def causal_attention(
         if initial_state is not None
         else empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
     )
+    found = None
+    if normalize and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        found = _native(phi_q, phi_k, v, key_padding_mask, log_scale, initial_state, eps)
+    if found is not None:
+        return found if return_state else found[0]
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :].float()
     if torch.compiler.is_compiling():
@@ -65,6 +71,25 @@ def causal_attention(
     else:
         out, after = _scaled(phi_q, phi_k, v, mask, scale, state, normalize, eps)
     return (out, after) if return_state else out
+
+
+def _native(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    log_scale: Tensor | None,
+    state: State | None,
+    eps: float,
+) -> tuple[Tensor, State] | None:
+    """Attend through the native op; None where it is not there or cannot read these."""
+    native = engine()
+    if native is None or not native.takes(phi_q, phi_k, v):
+        return None
+    found = native.attend(
+        [], phi_q, phi_k, v, causal=True, scale=1.0, eps=eps, mask=mask, log_scale=log_scale, start=state
+    )
+    return found[0], State(*found[1:])
 
 
 def _scaled(
@@ -265,9 +290,8 @@ class _Chunks:
         mixed = mixed.view(self.batch, self.heads, self.groups, -1, self.width)
         if not self.plan.normalize:
             return mixed if self.plan.top is None else mixed * self.plan.own(part), None
-        total = mixed[..., -1]
-        guarded = total.abs().clamp_(min=self.plan.least(part)).copysign_(total)[..., None]
-        return mixed[..., :-1] / guarded, guarded
+        total = guarded(mixed[..., -1], self.plan.least(part))[..., None]
+        return mixed[..., :-1] / total, total
 
 
 class _Causal(torch.autograd.Function):

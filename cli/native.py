@@ -1,0 +1,69 @@
+"""Compile the native op, linear attention on the CPU in C, and check it; or say whether it is there."""
+
+from __future__ import annotations
+
+import argparse
+
+EPILOG = """examples:
+  linearize native
+  linearize native --build
+  linearize native --remove
+
+The native op is optional: it makes converted models faster on the CPU where no gradient is taken, and everything works
+without it. --build needs a C compiler (gcc or clang) and takes some seconds; the library goes into the user's cache
+folder and is used from then on. LINEARIZE_NATIVE=0 leaves it alone."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
+    what.add_argument("--remove", action="store_true", help="delete what was compiled")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, remove or say what is there."""
+    from linearize.bench.agreement import agreement, check_agreement
+    from linearize.cli._output import console, print_json, table
+    from linearize.native import SWITCH, engine
+    from linearize.native.build import build, compiler, library, remove
+
+    out = console(to_stderr=args.json)
+    removed = remove() if args.remove else []
+    if args.build:
+        with out.status("compiling"):
+            build()
+    found = engine()
+    rows = agreement() if args.build and found is not None else []
+    facts = {
+        "library": str(library()),
+        "built": library().is_file(),
+        "used": found is not None,
+        "threads": "torch's" if found is not None and found.parallel else "one",
+        "compiler": compiler(),
+        "removed": [str(file) for file in removed],
+        "agreement": [row._asdict() for row in rows],
+    }
+    if args.json:
+        print_json(facts)
+    else:
+        for file in removed:
+            out.print(f"removed             {file}", markup=False, soft_wrap=True)
+        for name in ("library", "built", "used", "threads", "compiler"):
+            out.print(f"{name:<20}{_said(facts[name])}", markup=False, soft_wrap=True)
+        if facts["built"] and not facts["used"]:
+            out.print(f"It was built and is not used: {SWITCH}=0, or it does not load here.", markup=False)
+        if rows:
+            cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
+            out.print(
+                table("largest difference to the ops in PyTorch, relative", ["kernel", "", ""], cells, right=(2,))
+            )
+    check_agreement(rows)
+    return 0
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none found" if value is None else str(value)

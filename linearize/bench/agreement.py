@@ -1,0 +1,108 @@
+"""Whether the native op and the ops in PyTorch say the same here: asked right after it was compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linearize.attention.mixer import HeadShape, Mixer, build_mixer
+from linearize.errors import ConfigError
+from linearize.kernels.base import FeatureMap
+from linearize.native import SWITCH
+from linearize.registry import kernel_infos
+
+MOST = 1e-4
+"""Largest difference, over the largest output, that rounding explains."""
+
+TOKENS, HEADS, KEY_HEADS, SIZE = 150, 4, 2, 48
+
+
+class Agreement(NamedTuple):
+    """One kernel in one direction.
+
+    Attributes:
+        kernel: its name.
+        direction: "bidirectional", "causal" or "one token".
+        error: largest difference over the largest output.
+    """
+
+    kernel: str
+    direction: str
+    error: float
+
+
+def native_kernels() -> list[str]:
+    """List the kernels whose map the native op has."""
+    builds = {info.name: info.build for info in kernel_infos()}
+    return [name for name, build in builds.items() if getattr(build, "native", None) not in (None, FeatureMap.native)]
+
+
+@torch.no_grad()
+def agreement() -> list[Agreement]:
+    """Compare outputs of random inputs, padding and grouped heads included, for every kernel that the op has."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, HEADS, TOKENS, SIZE, generator=generator)
+    k, v = (torch.randn(2, KEY_HEADS, TOKENS, SIZE, generator=generator) for _ in range(2))
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    mask[1, 100:] = False
+    rows = []
+    for name in native_kernels():
+        for causal in (False, True):
+            mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal))
+            mixer.reset_parameters(torch.Generator().manual_seed(1))
+            ours, theirs = (_attend(mixer, q, k, v, mask, native) for native in (True, False))
+            rows.append(Agreement(name, "causal" if causal else "bidirectional", _error(ours, theirs)))
+            if causal:
+                ours, theirs = (_step(mixer, q, k, v, native) for native in (True, False))
+                rows.append(Agreement(name, "one token", _error(ours, theirs)))
+    return rows
+
+
+def check_agreement(rows: list[Agreement]) -> None:
+    """Refuse a native op that computes something else.
+
+    Raises:
+        ConfigError: naming the kernel and the difference.
+    """
+    worst = max(rows, key=lambda row: row.error, default=None)
+    if worst is not None and not worst.error <= MOST:
+        raise ConfigError(
+            f"native op: {worst.kernel}, {worst.direction}, differs by {worst.error:.1e} from the op in PyTorch, "
+            f"expected at most {MOST:g}; do not use it here: linearize native --remove"
+        )
+
+
+def _attend(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, native: bool) -> Tensor:
+    with _switched(native):
+        return mixer(q, k, v, scaling=SIZE**-0.5, key_padding_mask=mask)[0]
+
+
+def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor:
+    """Go through all tokens but the last, then decode that."""
+    with _switched(native):
+        before = [x[:, :, :-1] for x in (q, k, v)]
+        state = mixer(*before, scaling=SIZE**-0.5, return_state=True)[1]
+        assert state is not None
+        return mixer.decode(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], scaling=SIZE**-0.5, state=state)[0]
+
+
+@contextmanager
+def _switched(on: bool) -> Iterator[None]:
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1" if on else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -1,0 +1,12 @@
+/* Linear attention on the CPU, map included: features are made in cache and used up there.
+
+   Tensors are those of `linearize.ops`: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], state [B, K, F, V + 1] and its
+   log-scale [B, K]. Inside, features lie [F, tokens]: then every elementary function, softmax over the features
+   included, runs along tokens, and every product finds its operands in order. */
+
+#include "bidirectional.h"
+#include "causal.h"
+#include "step.h"
+
+/* So that the caller can tell whether both sides mean the same structure. */
+int64_t linearize_call_size(void) { return sizeof(call_t); }

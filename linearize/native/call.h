@@ -1,0 +1,179 @@
+/* One call's tensors, a thread's memory, and what all ops do with a tile: features, weighted values, state. */
+
+#ifndef LINEARIZE_CALL_H
+#define LINEARIZE_CALL_H
+
+#include "maps.h"
+
+#define TILE 64      /* tokens per tile */
+#define FLOOR -1e30f /* log-scale of "no key yet" */
+#define EPS 1e-30f
+
+typedef struct {
+    int64_t batch, heads, key_heads, tokens, features, value_size;
+    int64_t q_step[3], k_step[3], v_step[3], out_step[3]; /* numbers to the next batch entry, head and token */
+    const void *q, *k, *v;
+    void *out;
+    int32_t type, value_type; /* of q and k; of v and out */
+    const uint8_t *mask;      /* [B, T] or null */
+    const float *given;       /* log-scale [B, K, T] of given features, or null */
+    map_t keys, queries;
+    const float *start, *start_scale; /* the state before, or null */
+    float *kv, *log_scale;            /* the state after; when decoding, before and after */
+    float eps;
+    int32_t threads;
+} call_t;
+
+typedef struct {
+    float *memory, *x, *phi_k, *phi_q, *other, *scale, *weight, *values, *scores, *mixed, *sums, *kv, *z;
+    long width; /* of a row of values, a whole number of vectors */
+} scratch_t;
+
+INLINE long padded(long n) { return (n + W - 1) / W * W; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+static int prepare(const call_t *c, scratch_t *s) {
+    long size = c->keys.kind == GIVEN ? 0 : c->keys.size, f = c->features, width = padded(c->value_size);
+    long need[] = {size * TILE, f * TILE, f * TILE, f * TILE, TILE, TILE, TILE * width, TILE * TILE, TILE * width,
+                   TILE, f * width, f};
+    float **part[] = {&s->x, &s->phi_k, &s->phi_q, &s->other, &s->scale, &s->weight, &s->values, &s->scores, &s->mixed,
+                      &s->sums, &s->kv, &s->z};
+    long all = 0;
+    for (int i = 0; i < 12; i++) all += padded(need[i]) + W;
+    s->width = width;
+    s->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
+    if (!s->memory) return 0;
+    float *next = s->memory;
+    for (int i = 0; i < 12; i++) {
+        *part[i] = next;
+        next += padded(need[i]) + W;
+    }
+    return 1;
+}
+
+INLINE const void *at(const void *p, int type, long i) {
+    return (const char *)p + i * (type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
+}
+
+/* Make a tile of features [F, wide] of one head's tokens from `first` on. */
+static void features(const call_t *c, const map_t *map, const void *x, const int64_t *step, long b, long h, long index,
+                     long first, long count, scratch_t *s, float *phi) {
+    long wide = padded(count), next = least(TILE, c->tokens - first - count);
+    const void *from = at(x, c->type, b * step[0] + h * step[1] + first * step[2]);
+    if (next > 0) ahead(at(from, c->type, count * step[2]), c->type, step[2], next, map->kind == GIVEN ? c->features : map->size);
+    if (map->kind == GIVEN) {
+        turned(from, c->type, step[2], count, c->features, 1.0f, phi, wide);
+        return;
+    }
+    turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
+    map_tile(map, index, s->x, phi, s->other, s->scale, wide);
+}
+
+INLINE void query_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
+    long index = c->queries.heads == c->heads ? h : h / (c->heads / c->key_heads);
+    features(c, &c->queries, c->q, c->q_step, b, h, index, first, count, s, s->phi_q);
+}
+
+/* The keys of a tile: features, log-scales (FLOOR where padded) and weights (0 there). */
+INLINE void key_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
+    features(c, &c->keys, c->k, c->k_step, b, h, h, first, count, s, s->phi_k);
+    for (long j = 0; j < padded(count); j++) {
+        int real = j < count && (!c->mask || c->mask[b * c->tokens + first + j]);
+        s->weight[j] = real;
+        if (c->given && j < count) s->scale[j] = c->given[(b * c->key_heads + h) * c->tokens + first + j];
+        if (!real || !c->keys.scaled) s->scale[j] = c->keys.scaled ? FLOOR : 0.0f;
+    }
+}
+
+/* Values of a tile, times their keys' weights, in rows of whole vectors. */
+INLINE void weighted_values(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
+    long next = least(TILE, c->tokens - first - count), then = (first + count) * c->v_step[2];
+    if (next > 0)
+        ahead(at(c->v, c->value_type, b * c->v_step[0] + h * c->v_step[1] + then), c->value_type, c->v_step[2], next,
+              c->value_size);
+    for (long t = 0; t < padded(count); t++) {
+        float *row = s->values + t * s->width;
+        if (t >= count || s->weight[t] == 0.0f) {
+            memset(row, 0, s->width * sizeof(float));
+            continue;
+        }
+        long i = b * c->v_step[0] + h * c->v_step[1] + (first + t) * c->v_step[2], j = 0;
+        for (; j + W <= c->value_size; j += W) store(row + j, numbers(c->v, c->value_type, i + j) * s->weight[t]);
+        for (; j < s->width; j++)
+            row[j] = j < c->value_size ? number(c->v, c->value_type, i + j) * s->weight[t] : 0.0f;
+    }
+}
+
+/* State += features x values; the denominator's sums apart. */
+INLINE void take_up(const call_t *c, scratch_t *s, long count) {
+    long wide = padded(count);
+    product(1, c->features, s->width, count, s->phi_k, wide, 1, s->values, s->width, s->kv, s->width);
+    for (long i = 0; i < c->features; i++) {
+        vf sum = {0};
+        for (long j = 0; j < wide; j += W) sum += load(s->phi_k + i * wide + j) * load(s->weight + j);
+        s->z[i] += total(sum);
+    }
+}
+
+INLINE void fade(const call_t *c, scratch_t *s, float factor) {
+    for (long i = 0; i < c->features * s->width; i += W) store(s->kv + i, load(s->kv + i) * factor);
+    for (long i = 0; i < c->features; i++) s->z[i] *= factor;
+}
+
+/* Rows = query features x state, and their sums. */
+INLINE void read_out(const call_t *c, scratch_t *s, long count) {
+    long wide = padded(count);
+    product(0, count, s->width, c->features, s->phi_q, 1, wide, s->kv, s->width, s->mixed, s->width);
+    for (long j = 0; j < wide; j += W) {
+        vf sum = {0};
+        for (long i = 0; i < c->features; i++) sum += load(s->phi_q + i * wide + j) * s->z[i];
+        store(s->sums + j, sum);
+    }
+}
+
+/* Ask for the places of a tile's output before they are written. */
+INLINE void open_rows(const call_t *c, long b, long h, long first, long count) {
+    long bytes = c->value_type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    char *to = (char *)c->out + (b * c->out_step[0] + h * c->out_step[1] + first * c->out_step[2]) * bytes;
+    for (long t = 0; t < count; t++)
+        for (long i = 0; i < c->value_size * bytes; i += 64) __builtin_prefetch(to + t * c->out_step[2] * bytes + i, 1);
+}
+
+INLINE float guarded(float sum, float smallest) { return copysignf(fabsf(sum) < smallest ? smallest : fabsf(sum), sum); }
+
+INLINE void write_row(const call_t *c, const float *row, float sum, float smallest, long b, long h, long token) {
+    float factor = 1.0f / guarded(sum, smallest);
+    /* The reciprocal of a tiny sum may be infinite where the quotient is not. */
+    int divide = !(fabsf(factor) < 1e30f);
+    long i = b * c->out_step[0] + h * c->out_step[1] + token * c->out_step[2], j = 0;
+    for (; j + W <= c->value_size; j += W) {
+        vf x = load(row + j);
+        write_numbers(c->out, c->value_type, i + j, divide ? x / guarded(sum, smallest) : x * factor);
+    }
+    for (; j < c->value_size; j++)
+        write_number(c->out, c->value_type, i + j, divide ? row[j] / guarded(sum, smallest) : row[j] * factor);
+}
+
+/* Fetch the state of head `n` [F, V + 1] into rows of whole vectors; zeros where there is none. */
+static void fetch(const call_t *c, const float *kv, long n, float factor, scratch_t *s) {
+    long size = c->value_size;
+    memset(s->kv, 0, c->features * s->width * sizeof(float));
+    memset(s->z, 0, c->features * sizeof(float));
+    if (!kv) return;
+    kv += n * c->features * (size + 1);
+    for (long i = 0; i < c->features; i++, kv += size + 1) {
+        for (long j = 0; j < size; j++) s->kv[i * s->width + j] = kv[j] * factor;
+        s->z[i] = kv[size] * factor;
+    }
+}
+
+static void keep(const call_t *c, const scratch_t *s, long n, float factor, float *kv) {
+    long size = c->value_size;
+    kv += n * c->features * (size + 1);
+    for (long i = 0; i < c->features; i++, kv += size + 1) {
+        for (long j = 0; j < size; j++) kv[j] = s->kv[i * s->width + j] * factor;
+        kv[size] = s->z[i] * factor;
+    }
+}
+
+#endif

@@ -1,0 +1,243 @@
+"""Call the compiled op: PyTorch's tensors in, PyTorch's tensors out, without a gradient."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize.native import NativeMap
+from linearize.native.build import library
+
+KINDS = {
+    "given": 0,
+    "relu": 1,
+    "softmax_both": 2,
+    "exp_both": 3,
+    "waves": 4,
+    "wave_pairs": 5,
+    "damped_waves": 6,
+}
+"""What maps.h has, by name."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_Steps = ctypes.c_int64 * 3
+
+
+class _Map(ctypes.Structure):
+    """`map_t` of maps.h."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("tau", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("amplitude", ctypes.c_float),
+        ("scaled", ctypes.c_int32),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """`call_t` of call.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens", "features", "value_size")),
+        *((name, _Steps) for name in ("q_step", "k_step", "v_step", "out_step")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        ("type", ctypes.c_int32),
+        ("value_type", ctypes.c_int32),
+        ("mask", ctypes.c_void_p),
+        ("given", ctypes.c_void_p),
+        ("keys", _Map),
+        ("queries", _Map),
+        *((name, ctypes.c_void_p) for name in ("start", "start_scale", "kv", "log_scale")),
+        ("eps", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class Engine:
+    """The compiled op.
+
+    Attributes:
+        path: the library's file.
+        parallel: whether it shares torch's threads; otherwise it runs in one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parallel = _share_threads()
+        self.library = ctypes.CDLL(str(path))
+        self.library.linearize_call_size.restype = ctypes.c_int64
+        if self.library.linearize_call_size() != ctypes.sizeof(_Call):
+            raise OSError(f"{path} was built from other code")
+        for name in ("bidirectional", "causal", "step"):
+            function = getattr(self.library, f"linearize_{name}")
+            function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell whether it reads such tensors: plain ones on the CPU, of a type it knows, last axis in one piece."""
+        return (
+            type(q) is Tensor
+            and q.is_cpu
+            and q.dtype == k.dtype
+            and q.dtype in TYPES
+            and v.dtype in TYPES
+            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        )
+
+    def steps(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
+        """Tell whether it reads such tensors and can write into such a state."""
+        plain = kv.is_contiguous() and log_scale.is_contiguous() and kv.dtype == log_scale.dtype == torch.float32
+        return plain and self.takes(q, k, v)
+
+    def attend(
+        self,
+        maps: Sequence[NativeMap],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        eps: float,
+        mask: Tensor | None = None,
+        log_scale: Tensor | None = None,
+        start: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's type.
+
+        Args:
+            maps: of keys and queries; one where they share it; none where q and k are features already.
+            q: queries.
+            k: keys.
+            v: values.
+            causal: whether queries see only keys up to their own.
+            scale: factor of q and k before the map.
+            eps: smallest magnitude of a denominator.
+            mask: key padding mask [B, T] or None.
+            log_scale: [B, K, T] of given features, or None.
+            start: the state before: kv [B, K, F, V + 1] and log-scale [B, K]; causal only.
+
+        Returns:
+            Output, and kv and log-scale of the state after.
+
+        Raises:
+            MemoryError: if there is no memory for a thread's tile.
+        """
+        call, held = self._call(maps, q, k, v, scale, eps, mask)
+        batch, heads, tokens, _ = q.shape
+        features = q.shape[-1] if not maps else _features(maps[0])
+        # Tokens first in memory: that is how the host goes on with it.
+        out = v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
+        kv = torch.empty(batch, k.shape[1], features, v.shape[-1] + 1)
+        top = torch.empty(batch, k.shape[1])
+        if log_scale is not None:
+            held.append(log_scale.float().expand(k.shape[:3]).contiguous())
+            call.given, call.keys.scaled = held[-1].data_ptr(), 1
+        if start is not None:
+            held += [start[0].contiguous(), start[1].contiguous()]
+            call.start, call.start_scale = held[-2].data_ptr(), held[-1].data_ptr()
+        call.out, call.out_step = out.data_ptr(), out.stride()[:3]
+        call.features, call.kv, call.log_scale = features, kv.data_ptr(), top.data_ptr()
+        if (self.library.linearize_causal if causal else self.library.linearize_bidirectional)(call):
+            raise MemoryError("native op: no memory for a tile")
+        return out, kv, top
+
+    def step(
+        self,
+        maps: Sequence[NativeMap],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Sequence[Tensor],
+        *,
+        scale: float,
+        eps: float,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from one more token, T = 1, and add it to the state (kv, log-scale) in the state's own memory.
+
+        Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
+        """
+        call, _held = self._call(maps, q, k, v, scale, eps, mask)
+        out = v.new_empty(q.shape[0], 1, q.shape[1], v.shape[-1]).transpose(1, 2)
+        call.out, call.out_step = out.data_ptr(), out.stride()[:3]
+        call.features, call.kv, call.log_scale = _features(maps[0]), state[0].data_ptr(), state[1].data_ptr()
+        if self.library.linearize_step(call):
+            raise MemoryError("native op: no memory for a step")
+        return out
+
+    def _call(
+        self,
+        maps: Sequence[NativeMap],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        eps: float,
+        mask: Tensor | None,
+    ) -> tuple[_Call, list[Any]]:
+        """Fill in what all ops need; the list holds what has to live until the call is over."""
+        held: list[Any] = [q, k, v]
+        call = _Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], 0, v.shape[-1])
+        call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        call.q_step, call.k_step, call.v_step = q.stride()[:3], k.stride()[:3], v.stride()[:3]
+        call.type, call.value_type = TYPES[q.dtype], TYPES[v.dtype]
+        if mask is not None:
+            held.append(mask.to(torch.bool).contiguous())
+            call.mask = held[-1].data_ptr()
+        if maps:
+            call.keys = keys = _filled(maps[0], scale, held)
+            call.queries = keys if len(maps) == 1 else _filled(maps[1], scale, held)
+        call.eps, call.threads = eps, torch.get_num_threads() if self.parallel else 1
+        return call, held
+
+
+def _features(map: NativeMap) -> int:
+    return map.first.shape[1] * (1 if map.kind == "relu" else 2)
+
+
+def _filled(map: NativeMap, scale: float, held: list[Any]) -> _Map:
+    pointers: list[int | None] = []
+    for tensor in (map.first, map.second, map.bias, map.tau):
+        if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+            tensor = tensor.float().contiguous()
+            held.append(tensor)
+        pointers.append(None if tensor is None else tensor.data_ptr())
+    heads, rows, size = map.first.shape
+    return _Map(KINDS[map.kind], heads, rows, size, *pointers, scale, map.amplitude, map.scaled)
+
+
+def _share_threads() -> bool:
+    """Make torch's OpenMP library visible to the op, so that both work with the same threads; tell whether it is."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    for file in sorted({line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}):
+        try:
+            if hasattr(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL), "GOMP_parallel"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def load() -> Engine | None:
+    """Load what was built for this code and machine; None where nothing was, or it does not load."""
+    path = library()
+    try:
+        return Engine(path) if path.is_file() else None
+    except (OSError, AttributeError):
+        return None

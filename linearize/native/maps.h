@@ -1,0 +1,170 @@
+/* Feature maps: tokens [size, wide] side by side -> features [F, wide], and the keys' log-scale [wide]. */
+
+#ifndef LINEARIZE_MAPS_H
+#define LINEARIZE_MAPS_H
+
+#include "tile.h"
+
+enum { GIVEN = 0, RELU = 1, SOFTMAX_BOTH = 2, EXP_BOTH = 3, WAVES = 4, WAVE_PAIRS = 5, DAMPED_WAVES = 6 };
+
+typedef struct {
+    int32_t kind, heads;     /* heads that have weights of their own */
+    int64_t rows, size;      /* weights are [heads, rows, size] */
+    const float *first, *second, *bias; /* bias [heads, rows] or null */
+    const float *tau;        /* [heads]: the log-scale is exp(-tau) |x|^2; null: no such */
+    float scale, amplitude;  /* of the inputs; of a wave */
+    int32_t scaled;          /* whether keys have a log-scale */
+} map_t;
+
+/* Replace scores y [n, wide], one column of vectors of it, by their softmax over n, times an amplitude. */
+INLINE void softmax_column(float *y, long n, long wide, float sign) {
+    vf top = splat(-INFINITY), sum = {0};
+    for (long i = 0; i < n; i++) top = larger(top, sign * load(y + i * wide));
+    for (long i = 0; i < n; i++) {
+        vf e = vexp(sign * load(y + i * wide) - top);
+        sum += e;
+        store(y + i * wide, e);
+    }
+    sum = 1.0f / sum;
+    for (long i = 0; i < n; i++) store(y + i * wide, load(y + i * wide) * sum);
+}
+
+INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, long wide) {
+    memcpy(phi + n * wide, phi, n * wide * sizeof(float));
+    for (long j = 0; j < wide; j += W) {
+        if (map->kind == SOFTMAX_BOTH) {
+            softmax_column(phi + j, n, wide, 1.0f);
+            softmax_column(phi + n * wide + j, n, wide, -1.0f);
+            continue;
+        }
+        vf top = {0};
+        for (long i = 0; i < n; i++) {
+            vf y = load(phi + i * wide + j);
+            top = larger(top, larger(y, -y));
+        }
+        for (long i = 0; i < n; i++) {
+            vf y = load(phi + i * wide + j);
+            store(phi + i * wide + j, vexp(y - top));
+            store(phi + (n + i) * wide + j, vexp(-y - top));
+        }
+        store(log_scale + j, top);
+    }
+}
+
+/* Whether some of these angles are beyond what vsincos takes. */
+INLINE int far_away(const float *angle, long count) {
+    vi some = {0};
+    for (long i = 0; i < count; i += W) some |= (load(angle + i) > FAR) | (load(angle + i) < -FAR);
+    int any = 0;
+    for (int i = 0; i < W; i++) any |= some[i];
+    return any;
+}
+
+INLINE void any_sincos(vf x, vf *sine, vf *cosine, int far) {
+    if (!far) {
+        vsincos(x, sine, cosine);
+        return;
+    }
+    for (int i = 0; i < W; i++) {
+        (*sine)[i] = sinf(x[i]);
+        (*cosine)[i] = cosf(x[i]);
+    }
+}
+
+INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, int far) {
+    for (long i = 0; i < n; i++) {
+        vf sine, cosine, envelope = splat(amplitude);
+        if (kind == WAVE_PAIRS) {
+            if (far) any_sincos(load(other + i * wide), &sine, &cosine, far);
+            else cosine = vcos(load(other + i * wide));
+            envelope = cosine * amplitude;
+        } else if (kind == DAMPED_WAVES) {
+            envelope = load(other + i * wide);
+        }
+        any_sincos(load(phi + i * wide), &sine, &cosine, far);
+        store(phi + i * wide, cosine * envelope);
+        store(phi + (n + i) * wide, sine * envelope);
+    }
+}
+
+INLINE void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide) {
+    int far = far_away(phi, n * wide) || (kind == WAVE_PAIRS && far_away(other, n * wide));
+    for (long j = 0; j < wide; j += W) {
+        if (far) wave_column(kind, amplitude, phi + j, other + j, n, wide, 1);
+        else wave_column(kind, amplitude, phi + j, other + j, n, wide, 0);
+    }
+}
+
+/* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide]. */
+INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide) {
+    long n = map->rows;
+    if (map->bias)
+        for (long i = 0; i < n; i++)
+            for (long j = 0; j < wide; j += W)
+                store(phi + i * wide + j, load(phi + i * wide + j) + map->bias[head * n + i]);
+    switch (map->kind) {
+    case RELU:
+        for (long i = 0; i < n * wide; i += W) store(phi + i, larger(load(phi + i), (vf){0}));
+        break;
+    case SOFTMAX_BOTH:
+    case EXP_BOTH:
+        both_signs(map, phi, log_scale, n, wide);
+        break;
+    case DAMPED_WAVES:
+        for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
+        waves(DAMPED_WAVES, 1.0f, phi, other, n, wide);
+        break;
+    case WAVE_PAIRS:
+        waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide);
+        break;
+    default:
+        waves(WAVES, map->amplitude, phi, other, n, wide);
+    }
+}
+
+/* Map tokens x [size, wide]. */
+INLINE void map_tile(const map_t *map, long head, const float *x, float *phi, float *other, float *log_scale,
+                     long wide) {
+    long n = map->rows, size = map->size;
+    head = map->heads == 1 ? 0 : head;
+    product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, phi, wide);
+    if (map->second) product(0, n, wide, size, map->second + head * n * size, size, 1, x, wide, other, wide);
+    if (map->tau)
+        for (long j = 0; j < wide; j += W) {
+            vf sum = {0};
+            for (long d = 0; d < size; d++) sum += load(x + d * wide + j) * load(x + d * wide + j);
+            store(log_scale + j, sum * expf(-map->tau[head]));
+        }
+    activate(map, head, phi, other, log_scale, wide);
+}
+
+/* Map few tokens (at most W), given as rows x [tokens, size]: rows of weights are read once, along themselves. */
+INLINE void map_few(const map_t *map, long head, const float *x, long tokens, float *phi, float *other,
+                    float *log_scale) {
+    long n = map->rows, size = map->size;
+    head = map->heads == 1 ? 0 : head;
+    for (int which = 0; which < (map->second ? 2 : 1); which++) {
+        const float *weight = (which ? map->second : map->first) + head * n * size;
+        float *to = which ? other : phi;
+        for (long i = 0; i < n; i++, weight += size) {
+            store(to + i * W, (vf){0});
+            for (long t = 0; t < tokens; t++) {
+                vf sum = {0};
+                long d = 0;
+                for (; d + W <= size; d += W) sum += load(weight + d) * load(x + t * size + d);
+                float rest = 0;
+                for (; d < size; d++) rest += weight[d] * x[t * size + d];
+                to[i * W + t] = total(sum) + rest;
+            }
+        }
+    }
+    if (map->tau)
+        for (long t = 0; t < tokens; t++) {
+            float sum = 0;
+            for (long d = 0; d < size; d++) sum += x[t * size + d] * x[t * size + d];
+            log_scale[t] = sum * expf(-map->tau[head]);
+        }
+    activate(map, head, phi, other, log_scale, W);
+}
+
+#endif

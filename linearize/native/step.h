@@ -1,0 +1,99 @@
+/* One more token: what decoding runs. */
+
+#ifndef LINEARIZE_STEP_H
+#define LINEARIZE_STEP_H
+
+#include "call.h"
+
+/* Add phi v' to a state [F, V + 1] that fades, and read it with one query: `vectors` whole vectors and a rest. */
+INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi_k, const float *phi_q, float decay,
+                      const float *value, float *mixed) {
+    long wide = c->value_size + 1, whole = vectors * W;
+    vf sum[8];
+    float rest[W] = {0};
+    for (long j = 0; j < vectors; j++) sum[j] = (vf){0};
+    for (long i = 0; i < c->features; i++, kv += wide) {
+        float in = phi_k[i * W], out = phi_q[i * W];
+        for (long j = 0; j < vectors; j++) {
+            vf row = load(kv + j * W) * decay + in * load(value + j * W);
+            store(kv + j * W, row);
+            sum[j] += out * row;
+        }
+        for (long j = whole; j < wide; j++) {
+            kv[j] = kv[j] * decay + in * value[j];
+            rest[j - whole] += out * kv[j];
+        }
+    }
+    for (long j = 0; j < vectors; j++) store(mixed + j * W, sum[j]);
+    for (long j = whole; j < wide; j++) mixed[j] = rest[j - whole];
+}
+
+static void step_any(const call_t *c, float *kv, const float *phi_k, const float *phi_q, float decay,
+                     const float *value, float *mixed) {
+    long wide = c->value_size + 1;
+    memset(mixed, 0, wide * sizeof(float));
+    for (long i = 0; i < c->features; i++, kv += wide)
+        for (long j = 0; j < wide; j++) {
+            kv[j] = kv[j] * decay + phi_k[i * W] * value[j];
+            mixed[j] += phi_q[i * W] * kv[j];
+        }
+}
+
+INLINE void token(const void *x, int type, const int64_t *step, long b, long h, long size, float scale, float *to) {
+    for (long d = 0; d < size; d++) to[d] = number(x, type, b * step[0] + h * step[1] + d) * scale;
+}
+
+static void step_head(const call_t *c, long n, float *x, float *phi, float *other, float *value, float *mixed) {
+    long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, size = c->keys.size;
+    long v = c->value_size, whole = v / W;
+    float scales[W] = {0}, ignored[W], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
+    float weight = !c->mask || c->mask[b * c->tokens];
+    /* Where queries share the keys' weights, the first goes along with the key. */
+    int together = c->queries.first == c->keys.first;
+    float *phi_k = phi, *phi_q = phi + 1;
+    token(c->k, c->type, c->k_step, b, h, size, c->keys.scale, x);
+    if (together) token(c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, x + size);
+    map_few(&c->keys, h, x, together ? 2 : 1, phi, other, scales);
+    if (c->keys.scaled) {
+        float own = weight > 0.0f ? scales[0] : FLOOR, before = c->log_scale[n];
+        float shift = own > before ? own : before;
+        decay = own > before ? expf(before - shift) : 1.0f;
+        weight *= expf(own - shift);
+        c->log_scale[n] = shift;
+    }
+    token(c->v, c->value_type, c->v_step, b, h, v, weight, value);
+    value[v] = weight;
+    for (long g = 0; g < group; g++) {
+        if (g || !together) {
+            phi_q = phi + c->features * W;
+            token(c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, x);
+            map_few(&c->queries, c->queries.heads == c->heads ? h * group + g : h, x, 1, phi_q, other, ignored);
+        }
+        if (whole == 4) step_rows(4, c, kv, phi_k, phi_q, decay, value, mixed);
+        else if (whole == 2) step_rows(2, c, kv, phi_k, phi_q, decay, value, mixed);
+        else if (whole == 8) step_rows(8, c, kv, phi_k, phi_q, decay, value, mixed);
+        else step_any(c, kv, phi_k, phi_q, decay, value, mixed);
+        write_row(c, mixed, mixed[v], c->eps, b, h * group + g, 0);
+        /* The key is in the state now. */
+        decay = 1.0f;
+        memset(value, 0, (v + 1) * sizeof(float));
+    }
+}
+
+/* One more token, in the state's own memory. Returns 0, or 1 where memory ran out, before anything was changed. */
+int linearize_step(const call_t *c) {
+    long heads = c->batch * c->key_heads, wide = padded(c->value_size + 1) + W;
+    long each = 2 * padded(c->keys.size) + 3 * c->features * W + 2 * wide;
+    float *memory = malloc(c->threads * each * sizeof(float));
+    if (!memory) return 1;
+#pragma omp parallel for num_threads(c->threads) schedule(static)
+    for (long i = 0; i < c->threads; i++) {
+        float *x = memory + i * each, *phi = x + 2 * padded(c->keys.size), *other = phi + 2 * c->features * W;
+        for (long n = i * heads / c->threads; n < (i + 1) * heads / c->threads; n++)
+            step_head(c, n, x, phi, other, other + c->features * W, other + c->features * W + wide);
+    }
+    free(memory);
+    return 0;
+}
+
+#endif

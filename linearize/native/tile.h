@@ -1,0 +1,260 @@
+/* Vectors of floats, their elementary functions, and products of small matrices that lie in a core's cache.
+
+   Written with GCC's vector extension (Clang has it too): one source for every processor the compiler knows. */
+
+#ifndef LINEARIZE_TILE_H
+#define LINEARIZE_TILE_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define W 16
+#define MR 8
+#elif defined(__AVX__)
+#define W 8
+#define MR 4
+#else
+#define W 4
+#define MR 8
+#endif
+/* W: floats per vector. MR: rows of a product held in registers, NV vectors each. */
+#define NV 2
+
+typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if W == 16
+#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#elif W == 8
+#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#else
+#define LANES(f) {f(0), f(1), f(2), f(3)}
+#endif
+#define ACROSS8(j) ((j) ^ 8)
+#define ACROSS4(j) ((j) ^ 4)
+#define ACROSS2(j) ((j) ^ 2)
+
+INLINE vf load(const float *p) { return *(const vf *)p; }
+INLINE void store(float *p, vf x) { *(vf *)p = x; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+/* The larger of both; b where one is not a number. One instruction where the compiler does not find it by itself. */
+INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    vi where = a > b;
+    return (vf)((where & (vi)a) | (~where & (vi)b));
+#endif
+}
+
+INLINE float total(vf x) {
+#if W > 8
+    x += __builtin_shuffle(x, (vi)LANES(ACROSS8));
+#endif
+#if W > 4
+    x += __builtin_shuffle(x, (vi)LANES(ACROSS4));
+#endif
+    x += __builtin_shuffle(x, (vi)LANES(ACROSS2));
+    return x[0] + x[1];
+}
+
+/* e^x to 1e-7 for x <= 88.7; below -87.3 as at -87.3, which is 1e-38. */
+INLINE vf vexp(vf x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    x = larger(splat(-87.3f), x);
+    vf n = (x * 1.44269504088896341f + magic) - magic;
+    vf r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+
+#define FAR 30000.0f /* beyond, the C library's slower functions */
+
+/* Sine of half the angle, for |x| <= FAR, and the angle brought to [-pi, pi]; coefficients fitted there to 1e-8. */
+INLINE vf half_sine(vf x, vf *angle) {
+    const float magic = 12582912.0f;
+    vf n = (x * 0.159154943091895336f + magic) - magic;
+    vf r = x - n * 6.2831854820251465f;
+    r = r - n * -1.7484556e-7f;
+    vf square = r * r;
+    vf s = splat(5.0882837541e-9f);
+    s = s * square - 1.5475832651e-6f;
+    s = s * square + 2.6040784233e-4f;
+    s = s * square - 2.0833322486e-2f;
+    s = s * square + 4.9999999787e-1f;
+    *angle = r;
+    return s * r;
+}
+
+INLINE vf vcos(vf x) {
+    vf angle, s = half_sine(x, &angle);
+    return 1.0f - (s + s) * s;
+}
+
+/* Both from the half angle's: no quadrant to look up. */
+INLINE void vsincos(vf x, vf *sine, vf *cosine) {
+    vf angle, s = half_sine(x, &angle), twice = s + s, square = angle * angle;
+    vf c = splat(-2.5440666397e-10f);
+    c = c * square + 9.6719327183e-8f;
+    c = c * square - 2.1700564300e-5f;
+    c = c * square + 2.6041647651e-3f;
+    c = c * square - 1.2499999840e-1f;
+    c = c * square + 1.0f;
+    *sine = twice * c;
+    *cosine = 1.0f - twice * s;
+}
+
+/* 2^d for a whole number d; 0 below fp32's smallest normal number. */
+INLINE float power(float d) {
+    if (d < -126.0f) return 0.0f;
+    union { int32_t bits; float value; } u = {((int32_t)(d > 127.0f ? 127.0f : d) + 127) << 23};
+    return u.value;
+}
+
+/* rows x (columns * W) block of C (+)= A B, with A[r, k] at a[r * ar + k * ak] and B[k, j] at b[k * ldb + j]. */
+INLINE void block(int rows, int columns, int add, const float *a, long ar, long ak, const float *b, long ldb, float *c,
+                  long ldc, long depth) {
+    vf sum[MR][NV];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < columns; j++) sum[r][j] = add ? load(c + r * ldc + j * W) : (vf){0};
+    for (long k = 0; k < depth; k++) {
+        vf right[NV];
+        for (int j = 0; j < columns; j++) right[j] = load(b + k * ldb + j * W);
+        for (int r = 0; r < rows; r++) {
+            float left = a[r * ar + k * ak];
+            for (int j = 0; j < columns; j++) sum[r][j] += left * right[j];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < columns; j++) store(c + r * ldc + j * W, sum[r][j]);
+}
+
+/* C [m, n] (+)= A [m, depth] B [depth, n]; n is a multiple of W. */
+INLINE void product(int add, long m, long n, long depth, const float *a, long ar, long ak, const float *b, long ldb,
+                    float *c, long ldc) {
+    for (long j = 0; j < n;) {
+        int columns = n - j >= NV * W ? NV : 1;
+        long i = 0;
+        for (; i + MR <= m; i += MR) {
+            if (columns == NV) block(MR, NV, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
+            else block(MR, 1, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
+        }
+        for (; i < m; i++) {
+            if (columns == NV) block(1, NV, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
+            else block(1, 1, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
+        }
+        j += columns * W;
+    }
+}
+
+/* What the caller's tensors hold. */
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+INLINE float number(const void *p, int type, long i) {
+    if (type == FLOAT32) return ((const float *)p)[i];
+    union { uint32_t bits; float value; } u = {(uint32_t)((const uint16_t *)p)[i] << 16};
+    return u.value;
+}
+
+INLINE vf numbers(const void *p, int type, long i) {
+    if (type == FLOAT32) return load((const float *)p + i);
+    return (vf)(__builtin_convertvector(*(const vh *)((const uint16_t *)p + i), vu) << 16);
+}
+
+INLINE void write_number(void *p, int type, long i, float x) {
+    if (type == FLOAT32) {
+        ((float *)p)[i] = x;
+        return;
+    }
+    union { float value; uint32_t bits; } u = {x};
+    uint32_t even = u.bits + 0x7fff + ((u.bits >> 16) & 1);
+    ((uint16_t *)p)[i] = x != x ? 0x7fc0 : (uint16_t)(even >> 16);
+}
+
+INLINE void write_numbers(void *p, int type, long i, vf x) {
+    if (type == FLOAT32) {
+        store((float *)p + i, x);
+        return;
+    }
+    vu bits = (vu)x, even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vi nan = x != x;
+    even = (even & ~(vu)nan) | ((vu)nan & 0x7fc0);
+    *(vh *)((uint16_t *)p + i) = __builtin_convertvector(even, vh);
+}
+
+/* Transpose W rows of W floats in registers: swap ever larger off-diagonal squares. */
+#define UPPER(j, s) ((j) & (s) ? (j) - (s) + W : (j))
+#define LOWER(j, s) ((j) & (s) ? (j) + W : (j) + (s))
+#define STAGE(s, up, low)                                      \
+    for (int i = 0; i < W; i++)                                \
+        if (!(i & s)) {                                        \
+            const vi upper = LANES(up), lower = LANES(low);    \
+            vf one = row[i], two = row[i + s];                 \
+            row[i] = __builtin_shuffle(one, two, upper);       \
+            row[i + s] = __builtin_shuffle(one, two, lower);   \
+        }
+#define U1(j) UPPER(j, 1)
+#define L1(j) LOWER(j, 1)
+#define U2(j) UPPER(j, 2)
+#define L2(j) LOWER(j, 2)
+#define U4(j) UPPER(j, 4)
+#define L4(j) LOWER(j, 4)
+#define U8(j) UPPER(j, 8)
+#define L8(j) LOWER(j, 8)
+
+INLINE void transpose(vf row[W]) {
+    STAGE(1, U1, L1)
+    STAGE(2, U2, L2)
+#if W > 4
+    STAGE(4, U4, L4)
+#endif
+#if W > 8
+    STAGE(8, U8, L8)
+#endif
+}
+
+/* Ask for rows that are read next: they lie too far apart for the processor to guess. */
+INLINE void ahead(const void *x, int type, long step, long tokens, long size) {
+    long bytes = type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    for (long t = 0; t < tokens; t++)
+        for (long i = 0; i < size * bytes; i += 64) __builtin_prefetch((const char *)x + t * step * bytes + i, 0, 2);
+}
+
+/* Read tokens rows of size numbers, `step` numbers apart, and lay them out [size, wide]: tokens side by side. */
+INLINE void turned(const void *x, int type, long step, long tokens, long size, float scale, float *to, long wide) {
+    for (long t = 0; t < wide; t += W)
+        for (long d = 0; d < size; d += W) {
+            if (t + W <= tokens && d + W <= size) {
+                vf row[W];
+                for (int i = 0; i < W; i++) row[i] = numbers(x, type, (t + i) * step + d) * scale;
+                transpose(row);
+                for (int i = 0; i < W; i++) store(to + (d + i) * wide + t, row[i]);
+                continue;
+            }
+            for (long i = d; i < d + W && i < size; i++)
+                for (long j = t; j < t + W; j++)
+                    to[i * wide + j] = j < tokens ? number(x, type, j * step + i) * scale : 0.0f;
+        }
+}
+
+#endif

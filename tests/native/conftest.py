@@ -1,0 +1,32 @@
+"""The native op, compiled once for these tests, into a cache of their own."""
+
+import pytest
+
+from linearize import native
+from linearize.native.build import build, compiler
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    if compiler() is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        build()
+    return folder
+
+
+@pytest.fixture
+def switch(cache, monkeypatch):
+    """Turn the native op on or off; on at the start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+    def turn(on):
+        monkeypatch.setenv(native.SWITCH, "1" if on else "0")
+        assert (native.engine() is not None) == on
+
+    native.forget()
+    turn(True)
+    yield turn
+    native.forget()

@@ -1,0 +1,260 @@
+"""The native op computes what the ops in PyTorch compute: all kernels it has, both directions, steps, states."""
+
+import itertools
+
+import pytest
+import torch
+
+from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.bench.agreement import agreement, check_agreement, native_kernels
+from linearize.native import engine
+from linearize.ops import State, causal_attention, naive_attention
+from linearize.registry import kernel_info
+
+OPTIONS = {
+    "flexformer_n": ({}, {"form": "damped"}, {"frequencies": 5}, {"tied": False}),
+    "flexformer_s": ({}, {"frequencies": 21}),
+    "hedgehog": ({}, {"activation": "exp"}, {"bias": False}, {"tied": False}),
+    "t2r": ({}, {"features": 70}),
+}
+LENGTHS = (1, 15, 64, 65, 200)
+D, V = 20, 24
+
+
+def test_every_native_kernel_is_tested():
+    assert sorted(OPTIONS) == native_kernels()
+
+
+CASES = [(name, args) for name in sorted(OPTIONS) for args in OPTIONS[name]]
+
+
+def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V):
+    """A mixer whose weights are not those of the start."""
+    mixer = build_mixer(name, args, HeadShape(heads, key_heads, size, value, causal))
+    mixer.reset_parameters(torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return mixer.eval()
+
+
+def tokens(count, *, batch=2, heads=4, key_heads=2, size=D, value=V, dtype=torch.float32):
+    """Inputs as models hand them over: the heads of a token side by side in memory."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((heads, size), (key_heads, size), (key_heads, value))
+    return [torch.randn(batch, count, n, d, generator=generator).to(dtype).transpose(1, 2) for n, d in shapes]
+
+
+def padding(count, batch=2):
+    mask = torch.rand(batch, count, generator=torch.Generator().manual_seed(4)) > 0.3
+    mask[:, 0] = True
+    return mask
+
+
+def close(ours, theirs, tolerance=3e-6):
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    limit = tolerance * max(1.0, theirs.abs().max().item())
+    assert (ours.float() - theirs.float()).abs().max().item() <= limit
+
+
+@torch.no_grad()
+def attend(mixer, q, k, v, **more):
+    return mixer(q, k, v, scaling=D**-0.5, return_state=mixer.shape.causal, **more)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_equals_the_ops_in_pytorch(switch, name, args, causal):
+    mixer = learned(name, args, causal=causal)
+    for count, masked in itertools.product(LENGTHS[1:], (False, True)):
+        mask = padding(count) if masked else None
+        switch(True)
+        ours, after = attend(mixer, *tokens(count), key_padding_mask=mask)
+        switch(False)
+        theirs, wanted = attend(mixer, *tokens(count), key_padding_mask=mask)
+        # Signed weights: sums near zero make outputs, and rounding, large.
+        close(ours, theirs, 3e-6 if kernel_info(name).positive else 2e-4)
+        if causal:
+            close(after["kv"], wanted["kv"])
+            close(after["log_scale"], wanted["log_scale"])
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_really_runs_natively(switch, monkeypatch, name, args):
+    """Otherwise the comparisons here would compare a thing with itself."""
+    calls = []
+    for method in ("attend", "step"):
+        real = getattr(type(engine()), method)
+        spy = lambda self, *a, real=real, method=method, **kw: calls.append(method) or real(self, *a, **kw)  # noqa: E731
+        monkeypatch.setattr(type(engine()), method, spy)
+    mixer = learned(name, args, causal=True)
+    _, state = attend(mixer, *tokens(30))
+    with torch.no_grad():
+        mixer.decode(*tokens(1), scaling=D**-0.5, state=state)
+    attend(learned(name, args), *tokens(30))
+    assert calls == ["attend", "step", "attend"]
+    mixer(*tokens(30), scaling=D**-0.5)  # with a gradient
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("value", [V, 64, 3])
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_steps_and_pieces_equal_the_whole(switch, name, args, value):
+    count, cut = 90, 70
+    mixer = learned(name, args, causal=True, value=value)
+    q, k, v = tokens(count, value=value)
+    mask = padding(count)
+    whole, wanted = attend(mixer, q, k, v, key_padding_mask=mask)
+    out, state = attend(mixer, *(x[:, :, :cut] for x in (q, k, v)), key_padding_mask=mask[:, :cut])
+    pieces = [out]
+    with torch.no_grad():
+        for i in range(cut, count):
+            now = slice(i, i + 1)
+            more = {"scaling": D**-0.5, "key_padding_mask": mask[:, now], "state": state}
+            out, state = mixer.decode(*(x[:, :, now] for x in (q, k, v)), **more)
+            pieces.append(out)
+    close(torch.cat(pieces, dim=2), whole, 3e-6 if kernel_info(name).positive else 2e-4)
+    close(state["kv"], wanted["kv"])
+    close(state["log_scale"], wanted["log_scale"])
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_later_tokens_do_not_change_a_bit(switch, name, args):
+    mixer = learned(name, args, causal=True)
+    q, k, v = tokens(150)
+    before, _ = attend(mixer, q, k, v)
+    for x in (q, k, v):
+        x[:, :, 101:] *= -30.0
+    after, _ = attend(mixer, q, k, v)
+    assert torch.equal(before[:, :, :101], after[:, :, :101])
+    assert not torch.equal(before[:, :, 101:], after[:, :, 101:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_padding_does_not_change_real_tokens(switch, name, args, causal):
+    mixer = learned(name, args, causal=causal)
+    q, k, v = tokens(100)
+    short, _ = attend(mixer, *(x[:, :, :70] for x in (q, k, v)))
+    mask = torch.arange(100).expand(2, -1) < 70
+    padded, _ = attend(mixer, q, k, v, key_padding_mask=mask)
+    if causal:
+        assert torch.equal(padded[:, :, :70], short)
+    else:
+        close(padded[:, :, :70], short, 3e-6 if kernel_info(name).positive else 2e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["hedgehog", "flexformer_s"])
+def test_bfloat16(switch, name, causal):
+    mixer = learned(name, {}, causal=causal)
+    inputs = tokens(130, dtype=torch.bfloat16)
+    ours, _ = attend(mixer, *inputs)
+    switch(False)
+    theirs, _ = attend(mixer, *inputs)
+    close(ours, theirs, 2**-8)
+    # Of numbers that round to nearest, few differ at all.
+    assert (ours != theirs).float().mean() < 0.01
+
+
+def test_threads_make_no_difference(switch):
+    before = torch.get_num_threads()
+    mixer = learned("hedgehog", {}, heads=3, key_heads=1)
+    inputs = tokens(500, heads=3, key_heads=1)
+    one, _ = attend(mixer, *inputs)
+    try:
+        torch.set_num_threads(4)
+        several, _ = attend(mixer, *inputs)
+    finally:
+        torch.set_num_threads(before)
+    close(several, one)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_given_features(switch, scaled):
+    """The bare causal op, against the written-out weights."""
+    generator = torch.Generator().manual_seed(5)
+    phi_q, phi_k = (torch.rand(2, n, 150, 33, generator=generator) for n in (4, 2))
+    v = tokens(150)[2]
+    log_scale = 3.0 * torch.randn(2, 2, 150, generator=generator) if scaled else None
+    mask = padding(150)
+    with torch.no_grad():
+        ours, state = causal_attention(phi_q, phi_k, v, key_padding_mask=mask, log_scale=log_scale, return_state=True)
+        theirs = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=log_scale)
+        close(ours, theirs)
+        first, middle = causal_attention(
+            *(x[:, :, :80] for x in (phi_q, phi_k, v)),
+            key_padding_mask=mask[:, :80],
+            log_scale=None if log_scale is None else log_scale[..., :80],
+            return_state=True,
+        )
+        second, after = causal_attention(
+            *(x[:, :, 80:] for x in (phi_q, phi_k, v)),
+            key_padding_mask=mask[:, 80:],
+            log_scale=None if log_scale is None else log_scale[..., 80:],
+            initial_state=middle,
+            return_state=True,
+        )
+    close(torch.cat([first, second], dim=2), ours)
+    close(after.kv, state.kv)
+
+
+@pytest.mark.parametrize("climb", [6.0, 60.0, 600.0])
+def test_steep_log_scales(switch, climb):
+    """Rows far below their tile's maximum are as exact as others, and the rows after them change no bit of theirs."""
+    generator = torch.Generator().manual_seed(6)
+    phi_q, phi_k, v = (torch.rand(1, n, 150, 8, generator=generator) for n in (4, 2, 2))
+    steep = torch.linspace(-climb, climb, 150).expand(1, 2, -1).clone()
+    with torch.no_grad():
+        ours, state = causal_attention(phi_q, phi_k, v, log_scale=steep, return_state=True)
+        theirs = naive_attention(phi_q, phi_k, v, causal=True, log_scale=steep)
+        close(ours, theirs)
+        steep[..., 100:] = -climb
+        flat, _ = causal_attention(phi_q, phi_k, v, log_scale=steep, return_state=True)
+        assert torch.equal(flat[:, :, :100], ours[:, :, :100])
+        start = State(state.kv, state.log_scale - 2 * climb)
+        ours, after = causal_attention(phi_q, phi_k, v, log_scale=steep, initial_state=start, return_state=True)
+        switch(False)
+        theirs, wanted = causal_attention(phi_q, phi_k, v, log_scale=steep, initial_state=start, return_state=True)
+        close(ours, theirs)
+        close(after.kv, wanted.kv)
+
+
+def test_far_angles_and_no_numbers(switch):
+    """Sines of large angles come from the C library; what is no number stays none, and stays in its own row."""
+    mixer = learned("flexformer_s", {})
+    q, k, v = tokens(40)
+    far, _ = attend(mixer, q * 1e6, k, v)
+    switch(False)
+    theirs, _ = attend(mixer, q * 1e6, k, v)
+    # Angles of 1e6 are known to 0.1 only: both see the same, so both agree far better than that says.
+    assert torch.isfinite(far).all() and far.shape == theirs.shape
+    for name in ("hedgehog", "flexformer_s"):
+        mixer = learned(name, {})
+        q[0, 0, 7] = float("nan")
+        switch(True)
+        ours, _ = attend(mixer, q, k, v)
+        assert ours[0, 0, 7].isnan().all() and ours.isnan().sum() == V
+
+
+def test_inputs_it_cannot_read_go_to_pytorch(switch):
+    mixer = learned("hedgehog", {}, causal=True)
+    q, k, v = tokens(20)
+    turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    native = engine()
+    assert native.takes(q, k, v)
+    assert not native.takes(*turned) and not native.takes(*(x.double() for x in (q, k, v)))
+    assert not native.takes(*(x.to("meta") for x in (q, k, v))) and not native.takes(*(x.half() for x in (q, k, v)))
+    close(attend(mixer, *turned)[0], attend(mixer, q, k, v)[0])
+
+
+def test_agreement(switch):
+    rows = agreement()
+    assert {row.kernel for row in rows} == set(OPTIONS) and len(rows) == 3 * len(OPTIONS)
+    check_agreement(rows)
+    assert max(row.error for row in rows) < 1e-5
+    with pytest.raises(ValueError, match=r"differs by 5.0e-01.*linearize native --remove"):
+        check_agreement([*rows, rows[0]._replace(error=0.5)])
+    with pytest.raises(ValueError, match="differs by nan"):
+        check_agreement([rows[0]._replace(error=float("nan"))])

@@ -1,0 +1,108 @@
+"""Compiling, finding and removing the native op; a checkpoint's own code goes without it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from linearize import native
+from linearize.cli.main import main
+from linearize.errors import ConfigError
+from linearize.native import build as building
+
+
+def test_nothing_is_built_unasked(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(native.SWITCH, "1")
+    native.forget()
+    assert native.engine() is None and list(tmp_path.iterdir()) == []
+    native.forget()
+
+
+def test_without_a_compiler(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert building.compiler() is None
+    assert main(["native", "--build"]) == 2
+    assert "no C compiler" in capsys.readouterr().err
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(ConfigError, match="failed; everything works without it"):
+        building.build()
+    assert list((tmp_path / "linearize").iterdir()) == []
+
+
+def test_without_fused_multiply_add(monkeypatch):
+    monkeypatch.setattr(building.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(building, "processor", lambda: "flags : sse2 avx")
+    monkeypatch.setattr(building, "compiler", lambda: "cc")
+    with pytest.raises(ConfigError, match="fused multiply-add"):
+        building.build()
+
+
+def test_a_damaged_library_is_not_used(switch, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = building.library()
+    file.parent.mkdir()
+    file.write_bytes(b"not a library")
+    native.forget()
+    assert native.engine() is None
+
+
+def test_the_name_depends_on_code_and_processor(monkeypatch):
+    name = building.library().name
+    building._fingerprint.cache_clear()
+    monkeypatch.setattr(building, "processor", lambda: "flags : fma other")
+    assert building.library().name != name
+    building._fingerprint.cache_clear()
+
+
+def test_verb(switch, tmp_path, monkeypatch, capsys):
+    assert main(["native", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["built"] and facts["used"] and facts["library"].endswith(".so") and facts["agreement"] == []
+    switch(False)
+    assert main(["native"]) == 0
+    assert "is not used: LINEARIZE_NATIVE=0" in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(native.SWITCH, "1")
+    assert main(["native", "--build", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["agreement"]) == 12
+    assert main(["native", "--remove"]) == 0
+    assert "removed" in capsys.readouterr().out and not building.library().exists()
+
+
+def test_threads_are_torchs(switch):
+    """A second OpenMP library would bring threads of its own, which fight with torch's."""
+    code = (
+        "import torch; torch.ones(512, 512) @ torch.ones(512, 512); from linearize.native import engine; "
+        "found = engine(); maps = open('/proc/self/maps').read(); "
+        "print(found.parallel, len({line.split()[-1] for line in maps.splitlines() if 'gomp' in line}))"
+    )
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "1"]
+
+
+def test_generation_equals_that_in_pytorch(switch):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import linearize
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=0)
+    model = linearize.convert(GPT2LMHeadModel(config).eval(), "hedgehog")
+    model = getattr(model, "model", model)
+    prompt = torch.randint(1, 50, (2, 9))
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    ours = model.generate(prompt, **options)
+    switch(False)
+    theirs = model.generate(prompt, **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for one, other in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
