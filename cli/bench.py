@@ -18,7 +18,8 @@ EPILOG = """examples:
 Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
 folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and
 kernel run in turns in one process; memory is the peak above what was there before, on the CPU in a process of its own
-for each figure. The native op is used where it was compiled. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
+for each figure. The native op is used where it was compiled (`linearize native`). Columns: seconds (median, and the
+distance of the quartiles over it) and MiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

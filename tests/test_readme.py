@@ -46,7 +46,7 @@ TASK = "--device cpu --batch-size 8 --max-length 16"
 QUICK = {
     "convert": SMALL, "distill": SMALL, "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
     "recipes": "", "results": "", "kernels": "", "inspect": "", "push": "", "report": LOOK, "compare": LOOK,
-    "demo": "--steps 2 --tokens 200",
+    "demo": "--steps 2 --tokens 200", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
 }  # fmt: skip
 ONLY_PARSED = {
@@ -107,6 +107,7 @@ def place(tmp_path, monkeypatch):
         text = "".join(json.dumps({"sentence": row["text"], "label": row["label"]}) + "\n" for row in rows[:count])
         (tmp_path / "glue" / "cola" / f"{split}.jsonl").write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("linearize.demo.minilm_folder", lambda: tmp_path / "MINILM")
     # Memory is measured in a fresh process per side, which takes longer to start than all the rest here.
     monkeypatch.setattr("linearize.report.speed.in_fresh_process", lambda *_: {})
