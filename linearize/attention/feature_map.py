@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize.attention.compiled import attend_with_gradient
 from linearize.attention.mixer import HeadShape, Mixer, MixerState
 from linearize.attention.streamed import Call, stream, stream_with_gradient
 from linearize.kernels.base import FeatureMap, Features, Inputs
@@ -152,15 +153,18 @@ class FeatureMapMixer(Mixer):
         positions, seen = self._positions(k, key_padding_mask, state)
         call = Call(scaling, key_padding_mask, positions)
         after: MixerState | None = None
-        if self._streams(q, state, return_state):
+        native = self._native(q, k, v, call, state, return_state)
+        if native is not None:
+            out, after = native
+        elif self._streams(q, state, return_state):
             if torch.is_grad_enabled():
                 out = stream_with_gradient(self, q, k, v, call)
             else:
                 before = None if state is None else State(state["kv"], state["log_scale"])
-                out, found = self._native(q, k, v, call, before) or stream(self, q, k, v, call, before)
+                out, found = stream(self, q, k, v, call, before)
                 after = found._asdict()
         else:
-            out, after = self._at_once(q, k, v, call, state, return_state)
+            out, after = self.at_once(q, k, v, call, state, return_state)
         if after is None or not return_state:
             return out, None
         return out, after if seen is None else after | {"seen": seen}
@@ -173,23 +177,28 @@ class FeatureMapMixer(Mixer):
             return True
         return state is None and not return_state and q.shape[2] >= RECOMPUTED
 
-    def _native(self, q: Tensor, k: Tensor, v: Tensor, call: Call, before: State | None) -> tuple[Tensor, State] | None:
-        """Attend through the native op, without a gradient; None where it is not there or cannot read these."""
-        native, maps = engine(), self._native_maps()
-        if native is None or not maps or call.positions is not None or not native.takes(q, k, v):
+    def _native(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: MixerState | None, return_state: bool
+    ) -> tuple[Tensor, MixerState | None] | None:
+        """Attend through the native op; None where it is not there or cannot."""
+        if self.window is not None or self.inputs is not None or torch.compiler.is_compiling():
             return None
-        found = native.attend(
-            maps,
-            q,
-            k,
-            v,
-            causal=self.shape.causal,
-            scale=call.scaling**0.5 if self.keys.scale_inputs else 1.0,
-            eps=self.eps,
-            mask=call.mask,
-            start=before,
-        )
-        return found[0], State(*found[1:])
+        native = engine()
+        if native is None or call.positions is not None or not native.takes(q, k, v):
+            return None
+        maps = self._native_maps()
+        if not maps:
+            return None
+        scale = call.scaling**0.5 if self.keys.scale_inputs else 1.0
+        if torch.is_grad_enabled():
+            # Through states and maps of the queries' own, the ops in PyTorch know the gradient.
+            if state is not None or return_state or len(maps) > 1:
+                return None
+            return attend_with_gradient(self, maps[0], q, k, v, call, scale), None
+        before = None if state is None else State(state["kv"], state["log_scale"])
+        options = {"causal": self.shape.causal, "scale": scale, "eps": self.eps, "mask": call.mask, "start": before}
+        out, kv, log_scale = native.attend(maps, q, k, v, **options)
+        return out, {"kv": kv, "log_scale": log_scale}
 
     def _native_maps(self) -> list[NativeMap]:
         """Return the maps of keys and queries for the native op, one where it is the same; none where it lacks them."""
@@ -247,7 +256,7 @@ class FeatureMapMixer(Mixer):
             out = out.clamp(-limit, limit)
         return out.to(dtype)
 
-    def _at_once(
+    def at_once(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: MixerState | None, return_state: bool
     ) -> tuple[Tensor, MixerState | None]:
         """Map all tokens, then mix them."""

@@ -5,8 +5,11 @@
    included, runs along tokens, and every product finds its operands in order. */
 
 #include "bidirectional.h"
+#include "bidirectional_gradient.h"
 #include "causal.h"
+#include "causal_gradient.h"
 #include "step.h"
 
 /* So that the caller can tell whether both sides mean the same structure. */
 int64_t linearize_call_size(void) { return sizeof(call_t); }
+int64_t linearize_back_size(void) { return sizeof(back_t); }

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from linearize.errors import ConfigError
 
-SOURCES = ("attention.c", "step.h", "causal.h", "bidirectional.h", "call.h", "maps.h", "tile.h")
+SOURCES = (
+    *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
+    *("gradient.h", "call.h", "maps.h", "tile.h"),
+)
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300

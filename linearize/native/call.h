@@ -26,7 +26,8 @@ typedef struct {
 
 typedef struct {
     float *memory, *x, *phi_k, *phi_q, *other, *scale, *weight, *values, *scores, *mixed, *sums, *kv, *z;
-    long width; /* of a row of values, a whole number of vectors */
+    float *keep; /* [3 n, TILE] where a gradient is taken: see maps.h */
+    long width;  /* of a row of values, a whole number of vectors */
 } scratch_t;
 
 INLINE long padded(long n) { return (n + W - 1) / W * W; }
@@ -41,6 +42,7 @@ static int prepare(const call_t *c, scratch_t *s) {
     long all = 0;
     for (int i = 0; i < 12; i++) all += padded(need[i]) + W;
     s->width = width;
+    s->keep = 0;
     s->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
     if (!s->memory) return 0;
     float *next = s->memory;
@@ -66,7 +68,7 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
         return;
     }
     turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
-    map_tile(map, index, s->x, phi, s->other, s->scale, wide);
+    map_tile(map, index, s->x, phi, s->other, s->scale, wide, s->keep);
 }
 
 INLINE void query_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
@@ -120,15 +122,20 @@ INLINE void fade(const call_t *c, scratch_t *s, float factor) {
     for (long i = 0; i < c->features; i++) s->z[i] *= factor;
 }
 
+/* Sums of rows: features [F, wide] x z. */
+INLINE void row_sums(const call_t *c, const float *phi, const float *z, long wide, float *sums) {
+    for (long j = 0; j < wide; j += W) {
+        vf sum = {0};
+        for (long i = 0; i < c->features; i++) sum += load(phi + i * wide + j) * z[i];
+        store(sums + j, sum);
+    }
+}
+
 /* Rows = query features x state, and their sums. */
 INLINE void read_out(const call_t *c, scratch_t *s, long count) {
     long wide = padded(count);
     product(0, count, s->width, c->features, s->phi_q, 1, wide, s->kv, s->width, s->mixed, s->width);
-    for (long j = 0; j < wide; j += W) {
-        vf sum = {0};
-        for (long i = 0; i < c->features; i++) sum += load(s->phi_q + i * wide + j) * s->z[i];
-        store(s->sums + j, sum);
-    }
+    row_sums(c, s->phi_q, s->z, wide, s->sums);
 }
 
 /* Ask for the places of a tile's output before they are written. */

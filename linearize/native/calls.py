@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ KINDS = {
 """What maps.h has, by name."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+NO_MEMORY, STEEP = 1, 2
 
 _Steps = ctypes.c_int64 * 3
 
@@ -66,6 +68,36 @@ class _Call(ctypes.Structure):
     ]
 
 
+class _Back(ctypes.Structure):
+    """`back_t` of gradient.h."""
+
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        *((name, _Steps) for name in ("grad_step", "dq_step", "dk_step", "dv_step")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", "first", "second", "bias", "tau")),
+        *((name, ctypes.c_void_p) for name in ("kv", "log_scale")),
+    ]
+
+
+class Gradients(NamedTuple):
+    """What `Engine.gradients` returns.
+
+    Attributes:
+        q: as q; so k and v.
+        k: as k.
+        v: as v.
+        weights: of the map's `first`, `second`, `bias` and `tau`, each as the weight, or None where there is none.
+        log_scale: of given log-scales [B, K, T], or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: tuple[Tensor | None, ...]
+    log_scale: Tensor | None
+
+
 class Engine:
     """The compiled op.
 
@@ -81,9 +113,13 @@ class Engine:
         self.library.linearize_call_size.restype = ctypes.c_int64
         if self.library.linearize_call_size() != ctypes.sizeof(_Call):
             raise OSError(f"{path} was built from other code")
-        for name in ("bidirectional", "causal", "step"):
+        self.library.linearize_back_size.restype = ctypes.c_int64
+        if self.library.linearize_back_size() != ctypes.sizeof(_Back):
+            raise OSError(f"{path} was built from other code")
+        for name in ("bidirectional", "causal", "step", "bidirectional_gradient", "causal_gradient"):
             function = getattr(self.library, f"linearize_{name}")
-            function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
+            structures = [_Call, _Back] if name.endswith("gradient") else [_Call]
+            function.argtypes, function.restype = [ctypes.POINTER(s) for s in structures], ctypes.c_int
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Tell whether it reads such tensors: plain ones on the CPU, of a type it knows, last axis in one piece."""
@@ -142,9 +178,7 @@ class Engine:
         out = v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
         kv = torch.empty(batch, k.shape[1], features, v.shape[-1] + 1)
         top = torch.empty(batch, k.shape[1])
-        if log_scale is not None:
-            held.append(log_scale.float().expand(k.shape[:3]).contiguous())
-            call.given, call.keys.scaled = held[-1].data_ptr(), 1
+        _give(call, k, log_scale, held)
         if start is not None:
             held += [start[0].contiguous(), start[1].contiguous()]
             call.start, call.start_scale = held[-2].data_ptr(), held[-1].data_ptr()
@@ -153,6 +187,74 @@ class Engine:
         if (self.library.linearize_causal if causal else self.library.linearize_bidirectional)(call):
             raise MemoryError("native op: no memory for a tile")
         return out, kv, top
+
+    def gradients(
+        self,
+        maps: Sequence[NativeMap],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        grad: Tensor,
+        state: Sequence[Tensor],
+        *,
+        causal: bool,
+        scale: float,
+        eps: float,
+        mask: Tensor | None = None,
+        log_scale: Tensor | None = None,
+    ) -> Gradients | None:
+        """Return the gradients of `attend` without a state before: arguments as there, with its output and state.
+
+        Args:
+            maps: one map that keys and queries share, or none where q and k are features.
+            q: queries.
+            k: keys.
+            v: values.
+            out: what `attend` returned [B, H, T, V].
+            grad: the gradient to that.
+            state: kv and log-scale that `attend` returned.
+            causal: as of `attend`; so the rest.
+            scale: see there.
+            eps: see there.
+            mask: see there.
+            log_scale: see there.
+
+        Returns:
+            None where log-scales climb by more than 40 powers of two within 64 causal tokens: PyTorch's ops do that.
+
+        Raises:
+            MemoryError: if there is no memory for a thread's tiles.
+        """
+        call, held = self._call(maps, q, k, v, scale, eps, mask)
+        _give(call, k, log_scale, held)
+        call.features = q.shape[-1] if not maps else _features(maps[0])
+        grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
+        call.out_step = out.stride()[:3]
+        back = _Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
+        back.grad_step = grad.stride()[:3]
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        for name, x in zip("qkv", found, strict=True):
+            setattr(back, f"d{name}", x.data_ptr())
+            setattr(back, f"d{name}_step", x.stride()[:3])
+        given = None if log_scale is None else torch.empty(k.shape[:3])
+        back.given = None if given is None else given.data_ptr()
+        per_head: list[Tensor | None] = []
+        for name in ("first", "second", "bias", "tau") if maps else ():
+            weight = getattr(maps[0], name)
+            room = None if weight is None else torch.empty(*k.shape[:2], *weight.shape[1:])
+            setattr(back, name, None if room is None else room.data_ptr())
+            per_head.append(room)
+        function = self.library.linearize_causal_gradient if causal else self.library.linearize_bidirectional_gradient
+        result = function(call, back)
+        if result == NO_MEMORY:
+            raise MemoryError("native op: no memory for a tile's gradients")
+        if result == STEEP:
+            return None
+        weights = [None if room is None else room.sum(dim=0) for room in per_head]
+        if maps and maps[0].first.shape[0] == 1:
+            weights = [None if weight is None else weight.sum(dim=0, keepdim=True) for weight in weights]
+        return Gradients(found[0], found[1], found[2], tuple(weights), given)
 
     def step(
         self,
@@ -202,6 +304,13 @@ class Engine:
             call.queries = keys if len(maps) == 1 else _filled(maps[1], scale, held)
         call.eps, call.threads = eps, torch.get_num_threads() if self.parallel else 1
         return call, held
+
+
+def _give(call: _Call, k: Tensor, log_scale: Tensor | None, held: list[Any]) -> None:
+    """Put in the log-scales of given features."""
+    if log_scale is not None:
+        held.append(log_scale.float().expand(k.shape[:3]).contiguous())
+        call.given, call.keys.scaled = held[-1].data_ptr(), 1
 
 
 def _features(map: NativeMap) -> int:

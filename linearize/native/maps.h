@@ -71,32 +71,40 @@ INLINE void any_sincos(vf x, vf *sine, vf *cosine, int far) {
     }
 }
 
-INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, int far) {
+/* With `keep` [3 n, wide]: cos a, sin a and the envelope's derivative go there, for the gradient. */
+INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, int far,
+                        float *keep) {
     for (long i = 0; i < n; i++) {
         vf sine, cosine, envelope = splat(amplitude);
         if (kind == WAVE_PAIRS) {
-            if (far) any_sincos(load(other + i * wide), &sine, &cosine, far);
+            if (far || keep) any_sincos(load(other + i * wide), &sine, &cosine, far);
             else cosine = vcos(load(other + i * wide));
             envelope = cosine * amplitude;
+            if (keep) store(keep + (2 * n + i) * wide, sine * -amplitude);
         } else if (kind == DAMPED_WAVES) {
             envelope = load(other + i * wide);
         }
         any_sincos(load(phi + i * wide), &sine, &cosine, far);
         store(phi + i * wide, cosine * envelope);
         store(phi + (n + i) * wide, sine * envelope);
+        if (keep) {
+            store(keep + i * wide, cosine);
+            store(keep + (n + i) * wide, sine);
+        }
     }
 }
 
-INLINE void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide) {
+INLINE void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, float *keep) {
     int far = far_away(phi, n * wide) || (kind == WAVE_PAIRS && far_away(other, n * wide));
     for (long j = 0; j < wide; j += W) {
-        if (far) wave_column(kind, amplitude, phi + j, other + j, n, wide, 1);
-        else wave_column(kind, amplitude, phi + j, other + j, n, wide, 0);
+        if (keep) wave_column(kind, amplitude, phi + j, other + j, n, wide, far, keep + j);
+        else if (far) wave_column(kind, amplitude, phi + j, other + j, n, wide, 1, 0);
+        else wave_column(kind, amplitude, phi + j, other + j, n, wide, 0, 0);
     }
 }
 
 /* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide]. */
-INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide) {
+INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *keep) {
     long n = map->rows;
     if (map->bias)
         for (long i = 0; i < n; i++)
@@ -112,19 +120,19 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
         break;
     case DAMPED_WAVES:
         for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
-        waves(DAMPED_WAVES, 1.0f, phi, other, n, wide);
+        waves(DAMPED_WAVES, 1.0f, phi, other, n, wide, keep);
         break;
     case WAVE_PAIRS:
-        waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide);
+        waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide, keep);
         break;
     default:
-        waves(WAVES, map->amplitude, phi, other, n, wide);
+        waves(WAVES, map->amplitude, phi, other, n, wide, keep);
     }
 }
 
 /* Map tokens x [size, wide]. */
 INLINE void map_tile(const map_t *map, long head, const float *x, float *phi, float *other, float *log_scale,
-                     long wide) {
+                     long wide, float *keep) {
     long n = map->rows, size = map->size;
     head = map->heads == 1 ? 0 : head;
     product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, phi, wide);
@@ -135,7 +143,7 @@ INLINE void map_tile(const map_t *map, long head, const float *x, float *phi, fl
             for (long d = 0; d < size; d++) sum += load(x + d * wide + j) * load(x + d * wide + j);
             store(log_scale + j, sum * expf(-map->tau[head]));
         }
-    activate(map, head, phi, other, log_scale, wide);
+    activate(map, head, phi, other, log_scale, wide, keep);
 }
 
 /* Map few tokens (at most W), given as rows x [tokens, size]: rows of weights are read once, along themselves. */
@@ -164,7 +172,7 @@ INLINE void map_few(const map_t *map, long head, const float *x, long tokens, fl
             for (long d = 0; d < size; d++) sum += x[t * size + d] * x[t * size + d];
             log_scale[t] = sum * expf(-map->tau[head]);
         }
-    activate(map, head, phi, other, log_scale, W);
+    activate(map, head, phi, other, log_scale, W, 0);
 }
 
 #endif

@@ -257,4 +257,22 @@ INLINE void turned(const void *x, int type, long step, long tokens, long size, f
         }
 }
 
+/* The way back: [size, wide] with tokens side by side to rows of tokens. */
+INLINE void turned_back(const float *from, long wide, void *x, int type, long step, long tokens, long size,
+                        float scale) {
+    for (long t = 0; t < tokens; t += W)
+        for (long d = 0; d < size; d += W) {
+            if (t + W <= tokens && d + W <= size) {
+                vf row[W];
+                for (int i = 0; i < W; i++) row[i] = load(from + (d + i) * wide + t) * scale;
+                transpose(row);
+                for (int i = 0; i < W; i++) write_numbers(x, type, (t + i) * step + d, row[i]);
+                continue;
+            }
+            for (long j = t; j < t + W && j < tokens; j++)
+                for (long i = d; i < d + W && i < size; i++)
+                    write_number(x, type, j * step + i, from[i * wide + j] * scale);
+        }
+}
+
 #endif

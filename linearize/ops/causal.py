@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.native import engine
+from linearize.ops.causal_native import native_attention
 from linearize.ops.causal_traced import traced_attention
 from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, guarded, masked_log_scale
 
@@ -48,48 +48,56 @@ def causal_attention(
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]. Sums and states are fp32.
     Under `torch.compile` and `torch.export` the same chunks are written as plain tensor operations.
     """
-    state = (
-        initial_state
-        if initial_state is not None
-        else empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
-    )
+
+    def plain(
+        phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None, state: State | None = initial_state
+    ) -> tuple[Tensor, State]:
+        if state is None:
+            state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
+        return _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, state, normalize, eps)
+
     found = None
-    if normalize and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        found = _native(phi_q, phi_k, v, key_padding_mask, log_scale, initial_state, eps)
-    if found is not None:
-        return found if return_state else found[0]
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
-    mask = None if key_padding_mask is None else key_padding_mask[:, None, :].float()
-    if torch.compiler.is_compiling():
-        out, after = traced_attention(
-            phi_q, phi_k, v, mask=mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
+    if normalize and not torch.compiler.is_compiling():
+        found = native_attention(
+            phi_q,
+            phi_k,
+            v,
+            mask=key_padding_mask,
+            log_scale=log_scale,
+            state=initial_state,
+            return_state=return_state,
+            eps=eps,
+            plain=lambda *given: plain(*given)[0],
         )
-    elif scale is None:
-        plan = _Plan(_spans(v.shape[2]), normalize, eps)
-        out, kv = _Causal.apply(phi_q, phi_k, v, mask, state.kv, plan)
-        after = State(kv, state.log_scale)
-    else:
-        out, after = _scaled(phi_q, phi_k, v, mask, scale, state, normalize, eps)
-    return (out, after) if return_state else out
+    out, after = found or plain(phi_q, phi_k, v, log_scale)
+    if not return_state:
+        return out
+    assert after is not None
+    return out, after
 
 
-def _native(
+def _in_chunks(
     phi_q: Tensor,
     phi_k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
     log_scale: Tensor | None,
-    state: State | None,
+    state: State,
+    normalize: bool,
     eps: float,
-) -> tuple[Tensor, State] | None:
-    """Attend through the native op; None where it is not there or cannot read these."""
-    native = engine()
-    if native is None or not native.takes(phi_q, phi_k, v):
-        return None
-    found = native.attend(
-        [], phi_q, phi_k, v, causal=True, scale=1.0, eps=eps, mask=mask, log_scale=log_scale, start=state
-    )
-    return found[0], State(*found[1:])
+) -> tuple[Tensor, State]:
+    """Attend with PyTorch's operations."""
+    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+    mask = None if key_padding_mask is None else key_padding_mask[:, None, :].float()
+    if torch.compiler.is_compiling():
+        return traced_attention(
+            phi_q, phi_k, v, mask=mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
+        )
+    if scale is not None:
+        return _scaled(phi_q, phi_k, v, mask, scale, state, normalize, eps)
+    plan = _Plan(_spans(v.shape[2]), normalize, eps)
+    out, kv = _Causal.apply(phi_q, phi_k, v, mask, state.kv, plan)
+    return out, State(kv, state.log_scale)
 
 
 def _scaled(

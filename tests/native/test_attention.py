@@ -94,8 +94,6 @@ def test_really_runs_natively(switch, monkeypatch, name, args):
         mixer.decode(*tokens(1), scaling=D**-0.5, state=state)
     attend(learned(name, args), *tokens(30))
     assert calls == ["attend", "step", "attend"]
-    mixer(*tokens(30), scaling=D**-0.5)  # with a gradient
-    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("value", [V, 64, 3])

@@ -1,0 +1,77 @@
+/* Gradients of every query to every key: through the queries for the state's gradient, then through the keys with it. */
+
+#ifndef LINEARIZE_BIDIRECTIONAL_GRADIENT_H
+#define LINEARIZE_BIDIRECTIONAL_GRADIENT_H
+
+#include "gradient.h"
+
+static void query_gradients(const call_t *c, const back_t *g, long b, long kh, long h, work_t *w) {
+    scratch_t *s = &w->s;
+    for (long t = 0; t < c->tokens; t += TILE) {
+        long count = least(TILE, c->tokens - t), wide = padded(count);
+        float factor[TILE];
+        query_features(c, b, h, t, count, s);
+        row_sums(c, s->phi_q, s->z, wide, s->sums);
+        for (long j = 0; j < count; j++) factor[j] = 1.0f / guarded(s->sums[j], c->eps);
+        row_gradients(c, g, b, h, t, count, factor, w);
+        /* Where the sum's magnitude was held at its least, it is a constant. */
+        for (long j = 0; j < count; j++)
+            if (fabsf(s->sums[j]) <= c->eps) w->slope[j] = 0.0f;
+        through_state(c, 0, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
+        into_state(c, w, s->phi_q, count);
+        map_back(c, kh, w, s->phi_q, w->dphi, 0, count, token_at(c->q, c->type, c->q_step, b, h, t), c->q_step[2],
+                 (void *)token_at(g->dq, c->type, g->dq_step, b, h, t), g->dq_step[2]);
+    }
+}
+
+static void key_gradients(const call_t *c, const back_t *g, long b, long h, float top, work_t *w) {
+    scratch_t *s = &w->s;
+    for (long t = 0; t < c->tokens; t += TILE) {
+        long count = least(TILE, c->tokens - t), wide = padded(count);
+        key_features(c, b, h, t, count, s);
+        memcpy(w->raw, s->scale, wide * sizeof(float));
+        if (c->keys.scaled)
+            for (long j = 0; j < wide; j += W)
+                store(s->weight + j, load(s->weight + j) * vexp(load(s->scale + j) - top));
+        weighted_values(c, b, h, t, count, s);
+        turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
+        through_state(c, 0, w->dkv, w->dz, w->values, s->weight, w->dphi, s->width, wide);
+        product(0, count, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
+        row_sums(c, s->phi_k, w->dz, wide, s->sums);
+        value_gradients(c, g, b, h, t, count, w);
+        map_back(c, h, w, s->phi_k, w->dphi, c->keys.scaled ? w->lifts : 0, count,
+                 token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
+                 (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
+    }
+}
+
+/* Returns 0, or 1 where memory ran out. */
+int linearize_bidirectional_gradient(const call_t *c, const back_t *g) {
+    int failed = 0;
+#pragma omp parallel num_threads(c->threads)
+    {
+        work_t w;
+        int ready = prepare_work(c, &w);
+        if (!ready) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+        if (!failed) {
+            w.s.keep = w.keep;
+#pragma omp for schedule(dynamic)
+            for (long n = 0; n < c->batch * c->key_heads; n++) {
+                long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads;
+                clear_head(c, &w);
+                fetch(c, g->kv, n, 1.0f, &w.s);
+                for (long q = h * group; q < (h + 1) * group; q++) query_gradients(c, g, b, h, q, &w);
+                key_gradients(c, g, b, h, g->log_scale[n], &w);
+                write_weights(c, g, n, &w);
+            }
+        }
+        if (ready) free_work(&w);
+    }
+    return failed;
+}
+
+#endif

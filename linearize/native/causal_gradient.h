@@ -1,0 +1,189 @@
+/* Gradients of queries to the keys up to their own. Two walks over the tiles, as in linearize/ops/causal.py: forward,
+   with the state, for the queries; backward, with the state's gradient, for keys and values. */
+
+#ifndef LINEARIZE_CAUSAL_GRADIENT_H
+#define LINEARIZE_CAUSAL_GRADIENT_H
+
+#include "causal.h"
+#include "gradient.h"
+
+#define STEEP 2
+
+#define PANEL (NV * W) /* tokens of a column panel of a product */
+
+/* What the second walk needs of the first: per token of a group's heads the factor and the slope, the tiles' powers. */
+typedef struct {
+    float *factor, *slope, *end;
+} walked_t;
+
+/* A tile's keys and values, with weights of the tile's power. Returns whether it is steep. */
+static int tile_keys(const call_t *c, long b, long h, long first, long count, work_t *w, powers_t *p) {
+    scratch_t *s = &w->s;
+    key_features(c, b, h, first, count, s);
+    memcpy(w->raw, s->scale, padded(count) * sizeof(float));
+    if (c->keys.scaled) {
+        tile_powers(s, count, p->end, p);
+        if (p->steep) return 1;
+        lift(s, count, p);
+    }
+    weighted_values(c, b, h, first, count, s);
+    return 0;
+}
+
+/* One head's rows of a tile in the first walk: dq, and what the second walk needs. */
+static void first_rows(const call_t *c, const back_t *g, long b, long kh, long h, long first, long count, work_t *w,
+                       const powers_t *p, float *factor, float *slope) {
+    scratch_t *s = &w->s;
+    long wide = padded(count);
+    s->keep = w->keep;
+    query_features(c, b, h, first, count, s);
+    s->keep = 0;
+    row_sums(c, s->phi_q, s->z, wide, s->sums);
+    for (long i = 0; i < count; i += MR) {
+        long rows = least(MR, count - i), seen = least(wide, padded(i + rows));
+        float *scores = s->scores + i * wide;
+        product(0, rows, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, scores, wide);
+        for (long r = i; r < i + rows; r++) {
+            float *row = s->scores + r * wide;
+            vf sum = {0};
+            for (long j = r + 1; j < seen; j++) row[j] = 0.0f;
+            for (long j = 0; j < seen; j += W) sum += load(row + j) * load(s->weight + j);
+            s->sums[r] += total(sum);
+        }
+    }
+    int held[TILE];
+    for (long j = 0; j < count; j++) {
+        float smallest = c->keys.scaled ? c->eps * power(p->top[j] - p->end) : c->eps;
+        smallest = smallest > EPS ? smallest : EPS;
+        factor[j] = 1.0f / guarded(s->sums[j], smallest);
+        held[j] = fabsf(s->sums[j]) <= smallest;
+    }
+    row_gradients(c, g, b, h, first, count, factor, w);
+    for (long j = 0; j < count; j++) slope[j] = w->slope[j] = held[j] ? 0.0f : w->slope[j];
+    through_state(c, 0, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
+    /* Gradients to the scores, transposed: rows are keys, columns the queries from their own on. */
+    product(0, wide, wide, c->value_size, s->values, s->width, 1, w->turned, wide, w->pairs, wide);
+    for (long j = 0; j < wide; j++)
+        for (long i = 0; i < wide; i++)
+            w->pairs[j * wide + i] = i < j ? 0.0f : w->pairs[j * wide + i] + s->weight[j] * w->slope[i];
+    for (long i = 0; i < wide; i += PANEL)
+        product(1, c->features, least(PANEL, wide - i), least(wide, i + PANEL), s->phi_k, wide, 1, w->pairs + i, wide,
+                w->dphi + i, wide);
+    map_back(c, kh, w, s->phi_q, w->dphi, 0, count, token_at(c->q, c->type, c->q_step, b, h, first), c->q_step[2],
+             (void *)token_at(g->dq, c->type, g->dq_step, b, h, first), g->dq_step[2]);
+}
+
+/* One head's part in the gradients of a tile's keys and values, in the second walk. */
+static void second_rows(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w,
+                        const float *factor, const float *slope) {
+    scratch_t *s = &w->s;
+    long wide = padded(count);
+    query_features(c, b, h, first, count, s);
+    row_gradients(c, g, b, h, first, count, factor, w);
+    memcpy(w->slope, slope, count * sizeof(float));
+    for (long i = 0; i < wide; i += MR) {
+        long height = least(MR, wide - i), seen = least(wide, padded(i + height));
+        product(0, height, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, s->scores + i * wide, wide);
+        product(0, height, seen, c->value_size, w->rows + i * s->width, s->width, 1, w->values, wide, w->pairs + i * wide,
+                wide);
+        for (long r = i; r < i + height; r++) {
+            for (long j = 0; j <= r; j++) w->pairs[r * wide + j] += w->slope[r] * s->weight[j];
+            for (long j = r + 1; j < wide; j++) w->pairs[r * wide + j] = s->scores[r * wide + j] = 0.0f;
+        }
+    }
+    for (long j = 0; j < wide; j += PANEL)
+        product(1, c->features, least(PANEL, wide - j), wide - j, s->phi_q + j, wide, 1, w->pairs + j * wide + j, wide,
+                w->dphi_k + j, wide);
+    product(1, wide, s->width, wide, s->scores, 1, wide, w->rows, s->width, w->taken, s->width);
+    for (long i = 0; i < wide; i++)
+        for (long j = 0; j <= i; j++) s->sums[j] += s->scores[i * wide + j] * w->slope[i];
+}
+
+static int walk_forward(const call_t *c, const back_t *g, long b, long h, work_t *w, walked_t *k) {
+    scratch_t *s = &w->s;
+    long group = c->heads / c->key_heads;
+    powers_t p = {.end = c->keys.scaled ? floorf(FLOOR / 0.693147180559945309f) : 0.0f};
+    fetch(c, 0, 0, 1.0f, s);
+    for (long t = 0; t < c->tokens; t += TILE) {
+        long count = least(TILE, c->tokens - t);
+        k->end[t / TILE] = p.end;
+        if (tile_keys(c, b, h, t, count, w, &p)) return STEEP;
+        if (c->keys.scaled && p.end > p.before) fade(c, s, power(p.before - p.end));
+        for (long q = 0; q < group; q++)
+            first_rows(c, g, b, h, h * group + q, t, count, w, &p, k->factor + q * c->tokens + t,
+                       k->slope + q * c->tokens + t);
+        take_up(c, s, count);
+    }
+    return 0;
+}
+
+static void walk_backward(const call_t *c, const back_t *g, long b, long h, work_t *w, const walked_t *k) {
+    scratch_t *s = &w->s;
+    long group = c->heads / c->key_heads, tiles = (c->tokens + TILE - 1) / TILE;
+    for (long tile = tiles - 1; tile >= 0; tile--) {
+        long t = tile * TILE, count = least(TILE, c->tokens - t), wide = padded(count);
+        powers_t p = {.end = k->end[tile]};
+        tile_keys(c, b, h, t, count, w, &p);
+        turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
+        through_state(c, 0, w->dkv, w->dz, w->values, s->weight, w->dphi_k, s->width, wide);
+        product(0, wide, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
+        row_sums(c, s->phi_k, w->dz, wide, s->sums);
+        for (long q = 0; q < group; q++) {
+            second_rows(c, g, b, h * group + q, t, count, w, k->factor + q * c->tokens + t,
+                        k->slope + q * c->tokens + t);
+            into_state(c, w, s->phi_q, count);
+        }
+        if (c->keys.scaled && p.end > p.before) {
+            float factor = power(p.before - p.end);
+            for (long i = 0; i < c->features * s->width; i += W) store(w->dkv + i, load(w->dkv + i) * factor);
+            for (long i = 0; i < c->features; i++) w->dz[i] *= factor;
+        }
+        value_gradients(c, g, b, h, t, count, w);
+        if (c->keys.kind != GIVEN) {
+            /* The queries were mapped in between: once more, for what the map's gradient needs. */
+            s->keep = w->keep;
+            features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, s, s->phi_k);
+            s->keep = 0;
+        }
+        map_back(c, h, w, s->phi_k, w->dphi_k, c->keys.scaled ? w->lifts : 0, count,
+                 token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
+                 (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
+    }
+}
+
+/* Returns 0; 1 where memory ran out; 2 where log-scales climb too steeply for a tile's common power. */
+int linearize_causal_gradient(const call_t *c, const back_t *g) {
+    int failed = 0, steep = 0;
+    long group = c->heads / c->key_heads, tiles = (c->tokens + TILE - 1) / TILE;
+#pragma omp parallel num_threads(c->threads)
+    {
+        work_t w;
+        float *memory = malloc((2 * group * c->tokens + tiles) * sizeof(float));
+        walked_t k = {memory, memory + group * c->tokens, memory + 2 * group * c->tokens};
+        int prepared = prepare_work(c, &w), ready = memory && prepared;
+        if (!ready) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+        if (!failed) {
+#pragma omp for schedule(dynamic)
+            for (long n = 0; n < c->batch * c->key_heads; n++) {
+                long b = n / c->key_heads, h = n % c->key_heads;
+                clear_head(c, &w);
+                if (walk_forward(c, g, b, h, &w, &k)) {
+#pragma omp atomic write
+                    steep = STEEP;
+                    continue;
+                }
+                walk_backward(c, g, b, h, &w, &k);
+                write_weights(c, g, n, &w);
+            }
+        }
+        if (prepared) free_work(&w);
+        free(memory);
+    }
+    return failed ? 1 : steep;
+}
+
+#endif

@@ -1,0 +1,220 @@
+/* The way back through a feature map, and what both directions' gradients share. Everything is made again from q, k, v
+   and the output, tile by tile: no features are kept between the passes. */
+
+#ifndef LINEARIZE_GRADIENT_H
+#define LINEARIZE_GRADIENT_H
+
+#include "call.h"
+
+typedef struct {
+    const void *out, *grad;  /* the output and its gradient [B, H, T, V], with steps of their own */
+    int64_t grad_step[3], dq_step[3], dk_step[3], dv_step[3];
+    void *dq, *dk, *dv;
+    float *given;                        /* gradient of given log-scales [B, K, T], or null */
+    float *first, *second, *bias, *tau;  /* of the weights, per batch entry and key head; null where there are none */
+    const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
+} back_t;
+
+typedef struct {
+    scratch_t s;
+    float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *first, *second, *bias;
+    float *pairs, *slope, *taken, *lifts, *raw;
+    float tau;
+    long width; /* of a row of weights */
+} work_t;
+
+static int prepare_work(const call_t *c, work_t *w) {
+    const map_t *m = &c->keys;
+    long n = m->kind == GIVEN ? 0 : m->rows, size = m->kind == GIVEN ? 0 : m->size, f = c->features;
+    if (!prepare(c, &w->s)) return 0;
+    long v = w->s.width;
+    w->width = padded(size);
+    long need[] = {TILE * v,  TILE * v,        v * TILE,     f * TILE,     f * TILE, f * v,       f,    3 * n * TILE, size * TILE,
+                   TILE * w->width, n * w->width, n * w->width, n, TILE * TILE, TILE, TILE * v, TILE, TILE};
+    float **part[] = {&w->rows, &w->turned, &w->values, &w->dphi, &w->dphi_k, &w->dkv, &w->dz, &w->keep, &w->dx,
+                      &w->plain, &w->first, &w->second, &w->bias, &w->pairs, &w->slope, &w->taken, &w->lifts, &w->raw};
+    long all = 0, count = sizeof need / sizeof *need;
+    for (long i = 0; i < count; i++) all += padded(need[i]) + W;
+    w->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
+    if (!w->memory) {
+        free(w->s.memory);
+        return 0;
+    }
+    memset(w->memory, 0, all * sizeof(float));
+    float *next = w->memory;
+    for (long i = 0; i < count; i++) {
+        *part[i] = next;
+        next += padded(need[i]) + W;
+    }
+    return 1;
+}
+
+static void free_work(work_t *w) {
+    free(w->memory);
+    free(w->s.memory);
+}
+
+/* From the gradient to the features dphi [F, wide] to that of the projections, in place: the first in rows 0 to n, the
+   second behind it. One column of vectors. */
+INLINE void map_back_column(const map_t *m, const float *phi, const float *other, const float *keep, float *dphi,
+                            long wide) {
+    long n = m->rows;
+    vf one = {0}, two = {0};
+    for (long i = 0; i < n; i++) {
+        if (m->kind == SOFTMAX_BOTH) {
+            one += load(phi + i * wide) * load(dphi + i * wide);
+            two += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
+        } else if (m->kind == DAMPED_WAVES) {
+            one += load(phi + i * wide) * load(dphi + i * wide) + load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
+        }
+    }
+    for (long i = 0; i < n; i++) {
+        float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
+        vf p = load(phi + i * wide);
+        if (m->kind == RELU) {
+            store(d, (vf)((vi)load(d) & (p > 0.0f)));
+            continue;
+        }
+        vf r = load(phi + (n + i) * wide), dp = load(d), dr = load(e);
+        if (m->kind == SOFTMAX_BOTH) store(d, p * (dp - one) - r * (dr - two));
+        else if (m->kind == EXP_BOTH) store(d, p * dp - r * dr); /* the scale that was split off cancels */
+        else store(d, p * dr - r * dp);
+        if (m->kind == WAVE_PAIRS || m->kind == DAMPED_WAVES) {
+            vf envelope = load(keep + i * wide) * dp + load(keep + (n + i) * wide) * dr;
+            if (m->kind == WAVE_PAIRS) store(e, load(keep + (2 * n + i) * wide) * envelope);
+            else store(e, load(other + i * wide) * (envelope - one));
+        }
+    }
+}
+
+/* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of the weights (added up). */
+static void map_back(const call_t *c, long head, work_t *w, const float *phi, float *dphi, const float *dscale,
+                     long count, const void *x, long step, void *to, long to_step) {
+    const map_t *m = &c->keys;
+    scratch_t *s = &w->s;
+    long wide = padded(count), n = m->rows, size = m->size;
+    if (m->kind == GIVEN) {
+        turned_back(dphi, wide, to, c->type, to_step, count, c->features, 1.0f);
+        return;
+    }
+    head = m->heads == 1 ? 0 : head;
+    for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
+    for (long t = 0; t < count; t++) {
+        long d = 0;
+        for (; d + W <= size; d += W) store(w->plain + t * w->width + d, numbers(x, c->type, t * step + d) * m->scale);
+        for (; d < size; d++) w->plain[t * w->width + d] = number(x, c->type, t * step + d) * m->scale;
+    }
+    for (int which = 0; which < (m->second ? 2 : 1); which++) {
+        const float *weight = (which ? m->second : m->first) + head * n * size, *d = dphi + which * n * wide;
+        product(which, size, wide, n, weight, 1, size, d, wide, w->dx, wide);
+        product(1, n, w->width, count, d, wide, 1, w->plain, w->width, which ? w->second : w->first, w->width);
+    }
+    if (m->bias)
+        for (long i = 0; i < n; i++) {
+            vf sum = {0};
+            for (long j = 0; j < wide; j += W) sum += load(dphi + i * wide + j);
+            w->bias[i] += total(sum);
+        }
+    if (m->tau && dscale) {
+        float rate = expf(-m->tau[head]);
+        for (long j = 0; j < count; j++) w->tau -= dscale[j] == 0.0f ? 0.0f : w->raw[j] * dscale[j];
+        for (long d = 0; d < size; d++)
+            for (long j = 0; j < wide; j += W)
+                store(w->dx + d * wide + j,
+                      load(w->dx + d * wide + j) + load(s->x + d * wide + j) * load(dscale + j) * (2.0f * rate));
+    }
+    turned_back(w->dx, wide, to, c->type, to_step, count, size, m->scale);
+}
+
+/* Rows of the gradient to the sums [count, V], and to their denominators in `slope`: dO / den and -(dO . O) / den. */
+INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, const float *factor,
+                          work_t *w) {
+    memset(w->slope, 0, TILE * sizeof(float));
+    for (long t = 0; t < padded(count); t++) {
+        float *row = w->rows + t * w->s.width, sum = 0;
+        if (t >= count) {
+            memset(row, 0, w->s.width * sizeof(float));
+            continue;
+        }
+        long i = b * g->grad_step[0] + h * g->grad_step[1] + (first + t) * g->grad_step[2], j = 0;
+        long o = b * c->out_step[0] + h * c->out_step[1] + (first + t) * c->out_step[2];
+        vf sums = {0};
+        for (; j + W <= c->value_size; j += W) {
+            vf d = numbers(g->grad, c->value_type, i + j) * factor[t];
+            sums += d * numbers(g->out, c->value_type, o + j);
+            store(row + j, d);
+        }
+        for (; j < w->s.width; j++) {
+            row[j] = j < c->value_size ? number(g->grad, c->value_type, i + j) * factor[t] : 0.0f;
+            sum += j < c->value_size ? row[j] * number(g->out, c->value_type, o + j) : 0.0f;
+        }
+        w->slope[t] = -(sum + total(sums));
+    }
+    turned(w->rows, FLOAT32, w->s.width, padded(count), c->value_size, 1.0f, w->turned, padded(count));
+}
+
+/* dphi [F, wide] (+)= state x rows' gradients, the denominators' part included. */
+INLINE void through_state(const call_t *c, int add, const float *kv, const float *z, const float *turned_rows,
+                          const float *slope, float *dphi, long width, long wide) {
+    product(add, c->features, wide, c->value_size, kv, width, 1, turned_rows, wide, dphi, wide);
+    for (long i = 0; i < c->features; i++)
+        for (long j = 0; j < wide; j += W)
+            store(dphi + i * wide + j, load(dphi + i * wide + j) + z[i] * load(slope + j));
+}
+
+/* The state's gradient += features x rows' gradients. */
+INLINE void into_state(const call_t *c, work_t *w, const float *phi, long count) {
+    long wide = padded(count);
+    product(1, c->features, w->s.width, count, phi, wide, 1, w->rows, w->s.width, w->dkv, w->s.width);
+    for (long i = 0; i < c->features; i++) {
+        vf sum = {0};
+        for (long j = 0; j < wide; j += W) sum += load(phi + i * wide + j) * load(w->slope + j);
+        w->dz[i] += total(sum);
+    }
+}
+
+/* Write dv = weight x taken, and leave in `lifts` the gradient to the keys' log-scales, in `sums` being the taken ones. */
+INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
+    scratch_t *s = &w->s;
+    memset(w->lifts, 0, TILE * sizeof(float));
+    for (long t = 0; t < count; t++) {
+        float *row = w->taken + t * s->width, *value = s->values + t * s->width;
+        vf sum = {0};
+        long i = b * g->dv_step[0] + h * g->dv_step[1] + (first + t) * g->dv_step[2], j = 0;
+        for (; j < s->width; j += W) sum += load(row + j) * load(value + j);
+        for (j = 0; j + W <= c->value_size; j += W)
+            write_numbers(g->dv, c->value_type, i + j, load(row + j) * s->weight[t]);
+        for (; j < c->value_size; j++) write_number(g->dv, c->value_type, i + j, row[j] * s->weight[t]);
+        w->lifts[t] = total(sum) + s->sums[t] * s->weight[t];
+        if (g->given) g->given[(b * c->key_heads + h) * c->tokens + first + t] = w->lifts[t];
+    }
+}
+
+/* Clear what is added up over a head's tokens. */
+static void clear_head(const call_t *c, work_t *w) {
+    long n = c->keys.kind == GIVEN ? 0 : c->keys.rows;
+    memset(w->dkv, 0, c->features * w->s.width * sizeof(float));
+    memset(w->dz, 0, c->features * sizeof(float));
+    memset(w->first, 0, n * w->width * sizeof(float));
+    memset(w->second, 0, n * w->width * sizeof(float));
+    memset(w->bias, 0, n * sizeof(float));
+    w->tau = 0.0f;
+}
+
+/* Hand over the gradients of head `index`'s weights. */
+static void write_weights(const call_t *c, const back_t *g, long index, const work_t *w) {
+    long n = c->keys.kind == GIVEN ? 0 : c->keys.rows, size = c->keys.size;
+    for (long i = 0; i < n; i++)
+        for (long d = 0; d < size; d++) {
+            g->first[(index * n + i) * size + d] = w->first[i * w->width + d];
+            if (g->second) g->second[(index * n + i) * size + d] = w->second[i * w->width + d];
+        }
+    if (g->bias) memcpy(g->bias + index * n, w->bias, n * sizeof(float));
+    if (g->tau) g->tau[index] = w->tau;
+}
+
+INLINE const void *token_at(const void *x, int type, const int64_t *step, long b, long h, long t) {
+    return at(x, type, b * step[0] + h * step[1] + t * step[2]);
+}
+
+#endif

@@ -1,0 +1,136 @@
+"""The native op's gradients equal those of the ops in PyTorch: to q, k, v, the map's weights, given features."""
+
+import itertools
+
+import pytest
+import torch
+from test_attention import CASES, D, V, close, learned, padding, tokens
+
+from linearize.attention.compiled import _Compiled
+from linearize.native import engine
+from linearize.ops import causal_attention
+
+SHARED = [(name, args) for name, args in CASES if args.get("tied", True)]
+
+
+def gradients(mixer, count, mask, dtype=torch.float32):
+    """Output, then gradients to q, k, v and all parameters."""
+    inputs = [x.detach().requires_grad_() for x in tokens(count, dtype=dtype)]
+    out, _ = mixer(*inputs, scaling=D**-0.5, key_padding_mask=mask)
+    towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    return [out, *torch.autograd.grad(out, [*inputs, *mixer.parameters()], towards)]
+
+
+def equal(ours, theirs, tolerance=2e-5):
+    """Both are sums of some hundred fp32 numbers in another order."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "args"), SHARED)
+def test_equal_those_of_the_ops_in_pytorch(switch, monkeypatch, name, args, causal):
+    native, calls = type(engine()), []
+    real = native.gradients
+    monkeypatch.setattr(native, "gradients", lambda self, *a, **kw: calls.append(1) or real(self, *a, **kw))
+    mixer = learned(name, args, causal=causal)
+    for count, masked in itertools.product((2, 64, 150), (False, True)):
+        mask = padding(count) if masked else None
+        switch(True)
+        ours = gradients(mixer, count, mask)
+        switch(False)
+        theirs = gradients(mixer, count, mask)
+        assert calls == [1]
+        calls.clear()
+        # Signed weights: a sum near zero makes a row's rounding large.
+        equal(ours, theirs, 2e-5 if mixer.info.positive else 5e-4)
+
+
+def test_a_map_of_the_queries_own_goes_to_pytorch(switch):
+    mixer = learned("hedgehog", {"tied": False}, causal=True)
+    ours = gradients(mixer, 70, None)
+    switch(False)
+    equal(ours, gradients(mixer, 70, None))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bfloat16(switch, causal):
+    mixer = learned("hedgehog", {}, causal=causal)
+    ours = gradients(mixer, 130, None, torch.bfloat16)
+    switch(False)
+    equal(ours, gradients(mixer, 130, None, torch.bfloat16), 2**-6)
+
+
+def test_padding_gets_no_gradient(switch):
+    mixer = learned("flexformer_s", {})
+    q, k, v = (x.detach().requires_grad_() for x in tokens(90))
+    mask = torch.arange(90).expand(2, -1) < 60
+    out, _ = mixer(q, k, v, scaling=D**-0.5, key_padding_mask=mask)
+    out[:, :, :60].sum().backward()
+    for x in (q, k, v):
+        assert torch.equal(x.grad[:, :, 60:], torch.zeros_like(x.grad[:, :, 60:]))
+        assert x.grad[:, :, :60].abs().min() > 0
+
+
+@pytest.mark.parametrize("climb", [None, 3.0, 90.0])
+def test_given_features(switch, climb):
+    """With log-scales, and with such as climb too steeply: those are differentiated by the ops in PyTorch."""
+    generator = torch.Generator().manual_seed(5)
+    phi_q, phi_k = (torch.rand(2, n, 150, 33, generator=generator) for n in (4, 2))
+    scale = None if climb is None else torch.linspace(-climb, climb, 150).expand(2, 2, -1).clone()
+    mask = padding(150)
+    towards = torch.randn(2, 4, 150, V, generator=generator)
+    found = []
+    for on in (True, False):
+        switch(on)
+        leaves = [x.detach().requires_grad_() for x in (phi_q, phi_k, tokens(150)[2], scale) if x is not None]
+        out = causal_attention(*leaves[:3], key_padding_mask=mask, log_scale=None if climb is None else leaves[3])
+        found.append([out, *torch.autograd.grad(out, leaves, towards)])
+    equal(*found)
+
+
+def test_steep_log_scales_of_a_map(switch):
+    mixer = learned("hedgehog", {"activation": "exp"}, causal=True)
+    inputs = tokens(100)
+    inputs[1][:, :, 40] *= 60.0
+    found = []
+    for on in (True, False):
+        switch(on)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, _ = mixer(*leaves, scaling=D**-0.5)
+        found.append([out, *torch.autograd.grad(out.sum(), [*leaves, *mixer.parameters()])])
+    equal(*found)
+
+
+def test_weights_changed_in_place_are_noticed(switch):
+    mixer = learned("hedgehog", {})
+    q, k, v = (x.requires_grad_() for x in tokens(20))
+    out, _ = mixer(q, k, v, scaling=D**-0.5)
+    assert _Compiled.__name__ in type(out.grad_fn).__name__
+    with torch.no_grad():
+        mixer.keys.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_training_lowers_the_loss_as_in_pytorch(switch):
+    """Twenty steps of Adam through the native op end where those through PyTorch's ops end."""
+    ends = []
+    for on in (True, False):
+        switch(on)
+        mixer = learned("flexformer_n", {"form": "damped"})
+        q, k, v = tokens(60)
+        target = torch.randn(2, 4, 60, V, generator=torch.Generator().manual_seed(8))
+        optimizer = torch.optim.Adam(mixer.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(20):
+            out, _ = mixer(q, k, v, scaling=D**-0.5)
+            loss = (out - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        ends.append(torch.tensor(losses))
+    close(*ends, 1e-4)
