@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def finetune(
         for layer in linear_attentions(model).values():
             layer.requires_grad_(False)
     last = last_checkpoint(folder) if resume else None
+    if last is not None:
+        _check_names(model, last)
     trainer = make_trainer(model, data, config, folder, on_log)
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
@@ -121,7 +124,7 @@ def make_trainer(
     model: Any, data: TaskData, config: TuneConfig, folder: str | Path, on_log: Callable[[dict[str, Any]], None] | None
 ) -> Any:
     """Build transformers' trainer for a task."""
-    from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer
+    from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
     def compute(prediction: Any) -> dict[str, float]:
         figures = data.figures(prediction.predictions, prediction.label_ids)
@@ -130,7 +133,7 @@ def make_trainer(
     callbacks: list[Any] = [_watch(on_log)]
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
-    trainer = Trainer(
+    trainer = _trainer_class()(
         model=model,
         args=training_arguments(model, data, config, folder),
         train_dataset=data.train,
@@ -143,6 +146,55 @@ def make_trainer(
     for printing in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printing)
     return trainer
+
+
+def _trainer_class() -> Any:
+    from transformers import PreTrainedModel, Trainer
+
+    class OwnNames(Trainer):
+        """Writes weights into its checkpoints under the names that the model's modules have.
+
+        transformers saves some models (ViT) under older names, and its trainer looks for the modules' own when it
+        resumes or takes the best checkpoint, and passes over all others without a word.
+        """
+
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            model = self.accelerator.unwrap_model(self.model)
+            if not isinstance(model, PreTrainedModel):
+                super()._save(output_dir, state_dict)
+                return
+            model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # type: ignore[method-assign]
+            try:
+                super()._save(output_dir, state_dict)
+            finally:
+                del model.save_pretrained
+
+    return OwnNames
+
+
+def _check_names(model: Any, checkpoint: Path) -> None:
+    """Refuse a checkpoint whose weights are not this model's: the trainer would pass over them without a word.
+
+    Raises:
+        CheckpointError: naming a weight.
+    """
+    from safetensors import safe_open
+
+    file = checkpoint / "model.safetensors"
+    if not file.is_file():
+        return
+    with safe_open(file, "pt") as weights:
+        there = set(weights.keys())
+    state = model.state_dict()
+    # Of weights that are one and the same, one name is saved.
+    saved = {state[name].data_ptr() for name in there & set(state)}
+    missing = sorted(name for name, tensor in state.items() if name not in there and tensor.data_ptr() not in saved)
+    if missing or not there <= set(state):
+        strange = missing or sorted(there - set(state))
+        raise CheckpointError(
+            f"stage two: {str(checkpoint)!r} does not fit the model (weight {strange[0]!r}); "
+            "delete that folder and start anew"
+        )
 
 
 def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: str | Path) -> Any:

@@ -1,4 +1,5 @@
-/* Gradients of every query to every key: through the queries for the state's gradient, then through the keys with it. */
+/* Gradients of every query to every key: through the queries for the state's gradient, then with it through the
+   keys. */
 
 #ifndef LINEARIZE_BIDIRECTIONAL_GRADIENT_H
 #define LINEARIZE_BIDIRECTIONAL_GRADIENT_H

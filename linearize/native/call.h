@@ -35,20 +35,24 @@ INLINE long least(long a, long b) { return a < b ? a : b; }
 
 static int prepare(const call_t *c, scratch_t *s) {
     long size = c->keys.kind == GIVEN ? 0 : c->keys.size, f = c->features, width = padded(c->value_size);
-    long need[] = {size * TILE, f * TILE, f * TILE, f * TILE, TILE, TILE, TILE * width, TILE * TILE, TILE * width,
-                   TILE, f * width, f};
-    float **part[] = {&s->x, &s->phi_k, &s->phi_q, &s->other, &s->scale, &s->weight, &s->values, &s->scores, &s->mixed,
-                      &s->sums, &s->kv, &s->z};
-    long all = 0;
-    for (int i = 0; i < 12; i++) all += padded(need[i]) + W;
+    struct {
+        float **at;
+        long size;
+    } parts[] = {
+        {&s->x, size * TILE},     {&s->phi_k, f * TILE},    {&s->phi_q, f * TILE},    {&s->other, f * TILE},
+        {&s->scale, TILE},        {&s->weight, TILE},       {&s->values, TILE * width}, {&s->scores, TILE * TILE},
+        {&s->mixed, TILE * width}, {&s->sums, TILE},        {&s->kv, f * width},      {&s->z, f},
+    };
+    long all = 0, count = sizeof parts / sizeof *parts;
+    for (long i = 0; i < count; i++) all += padded(parts[i].size) + W;
     s->width = width;
     s->keep = 0;
     s->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
     if (!s->memory) return 0;
     float *next = s->memory;
-    for (int i = 0; i < 12; i++) {
-        *part[i] = next;
-        next += padded(need[i]) + W;
+    for (long i = 0; i < count; i++) {
+        *parts[i].at = next;
+        next += padded(parts[i].size) + W;
     }
     return 1;
 }
@@ -62,7 +66,9 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
                      long first, long count, scratch_t *s, float *phi) {
     long wide = padded(count), next = least(TILE, c->tokens - first - count);
     const void *from = at(x, c->type, b * step[0] + h * step[1] + first * step[2]);
-    if (next > 0) ahead(at(from, c->type, count * step[2]), c->type, step[2], next, map->kind == GIVEN ? c->features : map->size);
+    if (next > 0)
+        ahead(at(from, c->type, count * step[2]), c->type, step[2], next,
+              map->kind == GIVEN ? c->features : map->size);
     if (map->kind == GIVEN) {
         turned(from, c->type, step[2], count, c->features, 1.0f, phi, wide);
         return;
@@ -146,7 +152,10 @@ INLINE void open_rows(const call_t *c, long b, long h, long first, long count) {
         for (long i = 0; i < c->value_size * bytes; i += 64) __builtin_prefetch(to + t * c->out_step[2] * bytes + i, 1);
 }
 
-INLINE float guarded(float sum, float smallest) { return copysignf(fabsf(sum) < smallest ? smallest : fabsf(sum), sum); }
+/* A row's sum with its magnitude held at `smallest` or more. */
+INLINE float guarded(float sum, float smallest) {
+    return copysignf(fabsf(sum) < smallest ? smallest : fabsf(sum), sum);
+}
 
 INLINE void write_row(const call_t *c, const float *row, float sum, float smallest, long b, long h, long token) {
     float factor = 1.0f / guarded(sum, smallest);

@@ -84,8 +84,8 @@ static void second_rows(const call_t *c, const back_t *g, long b, long h, long f
     for (long i = 0; i < wide; i += MR) {
         long height = least(MR, wide - i), seen = least(wide, padded(i + height));
         product(0, height, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, s->scores + i * wide, wide);
-        product(0, height, seen, c->value_size, w->rows + i * s->width, s->width, 1, w->values, wide, w->pairs + i * wide,
-                wide);
+        product(0, height, seen, c->value_size, w->rows + i * s->width, s->width, 1, w->values, wide,
+                w->pairs + i * wide, wide);
         for (long r = i; r < i + height; r++) {
             for (long j = 0; j <= r; j++) w->pairs[r * wide + j] += w->slope[r] * s->weight[j];
             for (long j = r + 1; j < wide; j++) w->pairs[r * wide + j] = s->scores[r * wide + j] = 0.0f;

@@ -15,6 +15,10 @@ typedef struct {
     const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
 } back_t;
 
+/* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `turned`, the rows
+   turned; `values`, the weighted values turned; dphi; pairs, the gradients to scores; taken and lifts, those to weighted
+   values and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and dz, of the
+   state; first, second, bias and tau, of the weights. */
 typedef struct {
     scratch_t s;
     float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *first, *second, *bias;
@@ -29,12 +33,18 @@ static int prepare_work(const call_t *c, work_t *w) {
     if (!prepare(c, &w->s)) return 0;
     long v = w->s.width;
     w->width = padded(size);
-    long need[] = {TILE * v,  TILE * v,        v * TILE,     f * TILE,     f * TILE, f * v,       f,    3 * n * TILE, size * TILE,
-                   TILE * w->width, n * w->width, n * w->width, n, TILE * TILE, TILE, TILE * v, TILE, TILE};
-    float **part[] = {&w->rows, &w->turned, &w->values, &w->dphi, &w->dphi_k, &w->dkv, &w->dz, &w->keep, &w->dx,
-                      &w->plain, &w->first, &w->second, &w->bias, &w->pairs, &w->slope, &w->taken, &w->lifts, &w->raw};
-    long all = 0, count = sizeof need / sizeof *need;
-    for (long i = 0; i < count; i++) all += padded(need[i]) + W;
+    struct {
+        float **at;
+        long size;
+    } parts[] = {
+        {&w->rows, TILE * v},      {&w->turned, v * TILE},     {&w->values, v * TILE},    {&w->dphi, f * TILE},
+        {&w->dphi_k, f * TILE},    {&w->dkv, f * v},           {&w->dz, f},               {&w->keep, 3 * n * TILE},
+        {&w->dx, size * TILE},     {&w->plain, TILE * w->width}, {&w->first, n * w->width}, {&w->second, n * w->width},
+        {&w->bias, n},             {&w->pairs, TILE * TILE},   {&w->slope, TILE},         {&w->taken, TILE * v},
+        {&w->lifts, TILE},         {&w->raw, TILE},
+    };
+    long all = 0, count = sizeof parts / sizeof *parts;
+    for (long i = 0; i < count; i++) all += padded(parts[i].size) + W;
     w->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
     if (!w->memory) {
         free(w->s.memory);
@@ -43,8 +53,8 @@ static int prepare_work(const call_t *c, work_t *w) {
     memset(w->memory, 0, all * sizeof(float));
     float *next = w->memory;
     for (long i = 0; i < count; i++) {
-        *part[i] = next;
-        next += padded(need[i]) + W;
+        *parts[i].at = next;
+        next += padded(parts[i].size) + W;
     }
     return 1;
 }
@@ -65,7 +75,8 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
             one += load(phi + i * wide) * load(dphi + i * wide);
             two += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
         } else if (m->kind == DAMPED_WAVES) {
-            one += load(phi + i * wide) * load(dphi + i * wide) + load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
+            one += load(phi + i * wide) * load(dphi + i * wide);
+            one += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
         }
     }
     for (long i = 0; i < n; i++) {
@@ -87,7 +98,8 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
     }
 }
 
-/* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of the weights (added up). */
+/* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of the weights (added
+   up). */
 static void map_back(const call_t *c, long head, work_t *w, const float *phi, float *dphi, const float *dscale,
                      long count, const void *x, long step, void *to, long to_step) {
     const map_t *m = &c->keys;
@@ -173,7 +185,8 @@ INLINE void into_state(const call_t *c, work_t *w, const float *phi, long count)
     }
 }
 
-/* Write dv = weight x taken, and leave in `lifts` the gradient to the keys' log-scales, in `sums` being the taken ones. */
+/* Write dv = weight x taken, and leave the gradient to the keys' log-scales in `lifts`; `sums` are what was taken of the
+   denominators. */
 INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
     scratch_t *s = &w->s;
     memset(w->lifts, 0, TILE * sizeof(float));

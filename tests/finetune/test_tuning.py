@@ -10,8 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_tasks import WORDS, write
 
+import linearize
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
 from linearize.finetune.config import LoraConfig, TuneConfig, parse_lora
@@ -127,7 +129,7 @@ def test_windows_predict_every_place_once(count, length, stride):
     assert all(s < f for s, f in zip(starts, fresh, strict=True))
 
 
-def test_images(vit, tmp_path):
+def photos(tmp_path):
     from PIL import Image
 
     for split in ("train", "test"):
@@ -136,6 +138,11 @@ def test_images(vit, tmp_path):
             folder.mkdir(parents=True)
             for number in range(12):
                 Image.new("RGB", (8, 8), tuple(max(0, c - number) for c in colour)).save(folder / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def test_images(vit, tmp_path):
+    photos(tmp_path)
     options = DataOptions(augment=True)
     config = TuneConfig(learning_rate=1e-2, epochs=4, batch_size=8)
     model, data, result = tune("image-classification", vit, tmp_path / "photos", tmp_path, config, options)
@@ -210,6 +217,45 @@ def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group
     assert result.steps == expected.steps and result.best_step == expected.best_step
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+def test_weights_that_are_saved_under_other_names_come_back(vit, tmp_path, kernel):
+    """transformers saves ViT under older names than its modules have; a resume and the best step must find them."""
+    folder = photos(tmp_path)
+
+    def run(work, epochs, rate, resume=False, on_log=None):
+        data = data_for("image-classification", vit, folder)
+        model = load_for_task(vit, data, seed=3)
+        model = model if kernel is None else linearize.convert(model, kernel)
+        config = TuneConfig(learning_rate=rate, schedule="constant", batch_size=8, epochs=epochs, log_every=1)
+        return model, finetune(model, data, config, folder=tmp_path / work, resume=resume, on_log=on_log)
+
+    def stop(entry):
+        if entry["step"] == 4:
+            raise KeyboardInterrupt
+
+    whole, expected = run("whole", 3, 1e-3)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", 3, 1e-3, on_log=stop)
+    resumed, result = run("cut", 3, 1e-3, resume=True)
+    assert result.steps == expected.steps
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+    # The second epoch is as good as any later one, so its weights are the ones to keep.
+    model, result = run("best", 4, 1e-2)
+    shorter, _ = run("shorter", 2, 1e-2)
+    assert result.best_step == 6 < result.steps
+    assert all(map(torch.equal, model.state_dict().values(), shorter.state_dict().values()))
+
+    weights = tmp_path / "best" / f"checkpoint-{result.steps}" / "model.safetensors"
+    if not weights.is_file():
+        weights = next((tmp_path / "best").glob("checkpoint-*/model.safetensors"))
+    state = load_file(weights)
+    save_file({f"old.{name}": tensor for name, tensor in state.items()}, weights, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        run("best", 6, 1e-2, resume=True)
 
 
 def test_early_stopping_keeps_the_best(bert, glue, tmp_path):
