@@ -13,3 +13,12 @@
 /* So that the caller can tell whether both sides mean the same structure. */
 int64_t linearize_call_size(void) { return sizeof(call_t); }
 int64_t linearize_back_size(void) { return sizeof(back_t); }
+
+/* Whether it was compiled to run in several threads. */
+int linearize_parallel(void) {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import os
 import platform
 import shutil
@@ -75,8 +76,8 @@ def build() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        # With OpenMP's pragmas where the compiler has them; the functions come from torch's own library at load.
-        errors = [_compile(program, made, extra) for extra in (("-fopenmp",), ())]
+        # With OpenMP's pragmas where they come to something; their functions are those of torch's own library.
+        errors = [error for extra in (("-fopenmp",), ()) if (error := _compile(program, made, extra))]
         if not made.exists():
             raise ConfigError(f"native op: {program} failed; everything works without it. It said: {errors[0][-500:]}")
         made.replace(target)
@@ -87,7 +88,7 @@ def build() -> Path:
 
 
 def _compile(program: str, made: Path, extra: tuple[str, ...]) -> str:
-    """Compile and link unless that is done; return what went wrong."""
+    """Compile, link and load unless that is done; return what went wrong."""
     if made.exists():
         return ""
     source, unit = Path(__file__).parent / SOURCES[0], made.with_suffix(".o")
@@ -96,14 +97,15 @@ def _compile(program: str, made: Path, extra: tuple[str, ...]) -> str:
         # Without -fopenmp, so that no second OpenMP library with threads of its own comes in.
         [program, FLAGS[-1], str(unit), "-lm", "-o", str(made)],
     )
-    for command in steps:
-        try:
+    try:
+        for command in steps:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-        if done.returncode:
-            made.unlink(missing_ok=True)
-            return done.stderr.strip()
+            if done.returncode:
+                raise OSError(done.stderr.strip())
+        importlib.import_module("linearize.native.calls").Engine(made)
+    except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
+        made.unlink(missing_ok=True)
+        return str(error) or f"{program} ended without a word"
     return ""
 
 

@@ -108,8 +108,9 @@ class Engine:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.parallel = _share_threads()
+        shared = _share_threads()
         self.library = ctypes.CDLL(str(path))
+        self.parallel = bool(shared and self.library.linearize_parallel())
         self.library.linearize_call_size.restype = ctypes.c_int64
         if self.library.linearize_call_size() != ctypes.sizeof(_Call):
             raise OSError(f"{path} was built from other code")

@@ -16,9 +16,9 @@ typedef struct {
 } back_t;
 
 /* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `turned`, the rows
-   turned; `values`, the weighted values turned; dphi; pairs, the gradients to scores; taken and lifts, those to weighted
-   values and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and dz, of the
-   state; first, second, bias and tau, of the weights. */
+   turned; `values`, the weighted values turned; dphi; pairs, the gradients to scores; taken and lifts, those to
+   weighted values and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and
+   dz, of the state; first, second, bias and tau, of the weights. */
 typedef struct {
     scratch_t s;
     float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *first, *second, *bias;
@@ -185,8 +185,8 @@ INLINE void into_state(const call_t *c, work_t *w, const float *phi, long count)
     }
 }
 
-/* Write dv = weight x taken, and leave the gradient to the keys' log-scales in `lifts`; `sums` are what was taken of the
-   denominators. */
+/* Write dv = weight x taken, and leave the gradient to the keys' log-scales in `lifts`; `sums` are what was taken of
+   the denominators. */
 INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
     scratch_t *s = &w->s;
     memset(w->lifts, 0, TILE * sizeof(float));

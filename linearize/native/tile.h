@@ -1,6 +1,6 @@
 /* Vectors of floats, their elementary functions, and products of small matrices that lie in a core's cache.
 
-   Written with GCC's vector extension (Clang has it too): one source for every processor the compiler knows. */
+   Written with the vector extension of GCC and Clang: one source for every processor that they know. */
 
 #ifndef LINEARIZE_TILE_H
 #define LINEARIZE_TILE_H
@@ -33,12 +33,18 @@ typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Lanes i of the two vectors as a list f(0), f(1) ... of constants says. */
 #if W == 16
-#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#define LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #elif W == 8
-#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#define LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #else
-#define LANES(f) {f(0), f(1), f(2), f(3)}
+#define LANES(f) f(0), f(1), f(2), f(3)
+#endif
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, f) __builtin_shufflevector(a, b, LANES(f))
+#else
+#define SHUFFLE(a, b, f) __builtin_shuffle(a, b, (vi){LANES(f)})
 #endif
 #define ACROSS8(j) ((j) ^ 8)
 #define ACROSS4(j) ((j) ^ 4)
@@ -62,12 +68,12 @@ INLINE vf larger(vf a, vf b) {
 
 INLINE float total(vf x) {
 #if W > 8
-    x += __builtin_shuffle(x, (vi)LANES(ACROSS8));
+    x += SHUFFLE(x, x, ACROSS8);
 #endif
 #if W > 4
-    x += __builtin_shuffle(x, (vi)LANES(ACROSS4));
+    x += SHUFFLE(x, x, ACROSS4);
 #endif
-    x += __builtin_shuffle(x, (vi)LANES(ACROSS2));
+    x += SHUFFLE(x, x, ACROSS2);
     return x[0] + x[1];
 }
 
@@ -205,13 +211,12 @@ INLINE void write_numbers(void *p, int type, long i, vf x) {
 /* Transpose W rows of W floats in registers: swap ever larger off-diagonal squares. */
 #define UPPER(j, s) ((j) & (s) ? (j) - (s) + W : (j))
 #define LOWER(j, s) ((j) & (s) ? (j) + W : (j) + (s))
-#define STAGE(s, up, low)                                      \
-    for (int i = 0; i < W; i++)                                \
-        if (!(i & s)) {                                        \
-            const vi upper = LANES(up), lower = LANES(low);    \
-            vf one = row[i], two = row[i + s];                 \
-            row[i] = __builtin_shuffle(one, two, upper);       \
-            row[i + s] = __builtin_shuffle(one, two, lower);   \
+#define STAGE(s, up, low)                        \
+    for (int i = 0; i < W; i++)                  \
+        if (!(i & s)) {                          \
+            vf one = row[i], two = row[i + s];   \
+            row[i] = SHUFFLE(one, two, up);      \
+            row[i + s] = SHUFFLE(one, two, low); \
         }
 #define U1(j) UPPER(j, 1)
 #define L1(j) LOWER(j, 1)
