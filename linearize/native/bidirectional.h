@@ -57,6 +57,7 @@ int linearize_bidirectional(const call_t *c) {
     float *parts = malloc((pieces > 1 ? pieces * keys * size : 1) * sizeof(float));
     float *tops = malloc(pieces * keys * sizeof(float));
     if (!parts || !tops) failed = 1;
+    ease(c);
 #pragma omp parallel num_threads(c->threads)
     {
         scratch_t s;

@@ -18,7 +18,7 @@ SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
     *("gradient.h", "call.h", "maps.h", "tile.h"),
 )
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300
 """After so long a compiler is not waited for."""
@@ -93,9 +93,9 @@ def _compile(program: str, made: Path, extra: tuple[str, ...]) -> str:
         return ""
     source, unit = Path(__file__).parent / SOURCES[0], made.with_suffix(".o")
     steps = (
-        [program, *FLAGS[:-1], *extra, "-c", str(source), "-o", str(unit)],
+        [program, *FLAGS, *extra, "-c", str(source), "-o", str(unit)],
         # Without -fopenmp, so that no second OpenMP library with threads of its own comes in.
-        [program, FLAGS[-1], str(unit), "-lm", "-o", str(made)],
+        [program, "-shared", str(unit), "-lm", "-o", str(made)],
     )
     try:
         for command in steps:

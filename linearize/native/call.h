@@ -5,6 +5,11 @@
 
 #include "maps.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#define LARGE_PAGE ((uintptr_t)1 << 21)
 #define TILE 64      /* tokens per tile */
 #define FLOOR -1e30f /* log-scale of "no key yet" */
 #define EPS 1e-30f
@@ -55,6 +60,18 @@ static int prepare(const call_t *c, scratch_t *s) {
         next += padded(parts[i].size) + W;
     }
     return 1;
+}
+
+/* Ask for large pages behind a large output, where the system gives them to those who ask: tens of MiB of new memory
+   otherwise come in pages of 4 KiB, which takes a tenth of the op's time. */
+static void ease(const call_t *c) {
+#if defined(__linux__)
+    uintptr_t start = (uintptr_t)c->out, size = c->batch * c->heads * c->tokens * c->value_size;
+    uintptr_t end = start + size * (c->value_type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
+    start = (start + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    end = end / LARGE_PAGE * LARGE_PAGE;
+    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+#endif
 }
 
 INLINE const void *at(const void *p, int type, long i) {

@@ -118,6 +118,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
 /* Causal attention behind a state. Returns 0, or 1 where memory ran out. */
 int linearize_causal(const call_t *c) {
     int failed = 0;
+    ease(c);
 #pragma omp parallel num_threads(c->threads)
     {
         scratch_t s;
