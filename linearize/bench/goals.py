@@ -11,6 +11,7 @@ from linearize.bench.decode import DecodeSuite
 from linearize.bench.job import BenchOptions, Tell, checked, run_tasks
 from linearize.bench.machine import Machine, Noise, check_dtype
 from linearize.bench.models import BenchModel
+from linearize.bench.public_op import PublicOpSuite, there
 from linearize.bench.rows import Crossover, Row, quotient
 from linearize.bench.suites import Suite, threads
 from linearize.bench.whole_model import ModelSuite
@@ -93,6 +94,7 @@ def goals(device: str = "cpu") -> list[Goal]:
     hedgehog = AttentionSuite(replace(sizes, kernel="hedgehog"))
     causal, given = AttentionSuite(sizes, causal=True), AttentionSuite(sizes, causal=True, features=128)
     bert = ModelSuite(BenchModel(kernel=KERNEL, longest=LONG, device=device))
+    public = device == "cpu" and there()
     bfloat16 = AttentionSuite(replace(sizes, dtype="bfloat16"))
     return [
         *_speedups("bidirectional forward, flexformer_n", both, {512: 1.4, 4096: 10.0, LONG: 42.0}),
@@ -100,7 +102,12 @@ def goals(device: str = "cpu") -> list[Goal]:
         *_speedups("bidirectional forward in bf16, flexformer_n", bfloat16, {4096: 20.0}),
         *_speedups("bidirectional forward and backward, flexformer_n", replace(both, backward=True), {4096: 12.0}),
         *_speedups("causal forward, features given", given, {4096: 6.5}),
-        Goal("causal forward, features given, 4,096 tokens: against the public C++ op", 1.0),
+        Goal(
+            "causal forward, features given, 4,096 tokens: against the public C++ op",
+            1.0,
+            figure=_speedup if public else None,
+            tasks=((PublicOpSuite(sizes), 4096),) if public else (),
+        ),
         *_speedups("causal forward, flexformer_n", causal, {4096: 4.0, LONG: 14.0}),
         *_native("causal forward, flexformer_n", causal, {4096: 8.5, LONG: 28.0}),
         *_speedups("causal forward and backward, features given", replace(given, backward=True), {4096: 7.4}),

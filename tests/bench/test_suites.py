@@ -1,6 +1,7 @@
 """Every suite on tiny sizes: that it runs and that its numbers belong together. Nothing here is timed."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from linearize.bench.machine import Noise
 from linearize.bench.memory import NoRoomError, in_fresh_process, is_out_of_memory
 from linearize.bench.models import BenchModel
 from linearize.bench.plot import check_picture, short_names, write_plot
+from linearize.bench.public_op import PublicOpSuite
 from linearize.bench.stage_one import StageOneSuite, naive_loss
 from linearize.bench.suites import measure
 from linearize.bench.whole_model import ModelSuite
@@ -34,6 +36,32 @@ def folders(tmp_path_factory):
     original("vit").save_pretrained(root / "vit")
     converted("bert").save_pretrained(root / "linear")
     return root
+
+
+class _Public:
+    """Stands in for the package: the product by its definition."""
+
+    @staticmethod
+    def causal_dot_product(q, k, v):
+        return (q @ k.transpose(-1, -2)).tril() @ v
+
+
+def test_public_op(monkeypatch):
+    suite = PublicOpSuite(SIZES, features=16)
+    monkeypatch.setattr("linearize.bench.public_op.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install pytorch-fast-transformers"):
+        suite.check()
+    assert [g.figure for g in goals() if "public" in g.what] == [None]
+    monkeypatch.setattr("linearize.bench.public_op.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "fast_transformers", _Public)
+    monkeypatch.setitem(sys.modules, "fast_transformers.causal_product", _Public)
+    suite.check()
+    wanted = PublicOpSuite(AttentionSizes("flexformer_n"))
+    assert [g.tasks for g in goals() if "public" in g.what] == [((wanted, 4096),)]
+    ours, theirs = (suite.prepare(side, 20)() for side in ("linear", "fast-transformers"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
+    assert row.speedup == row.seconds("fast-transformers") / row.seconds("linear")
 
 
 def consistent(row):

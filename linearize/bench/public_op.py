@@ -1,0 +1,78 @@
+"""Our causal op beside the public C++ one, on given features: fast-transformers' `CausalLinearAttention`.
+
+Paper: Katharopoulos et al. 2020, "Transformers are RNNs", https://arxiv.org/abs/2006.16236. The package
+`pytorch-fast-transformers` compiles it at its installation; it is measured where it is installed and never needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from linearize.bench.attention import SizedSuite
+from linearize.bench.timing import Call
+from linearize.errors import ConfigError
+from linearize.ops import causal_attention
+
+PACKAGE = "fast_transformers"
+
+LEAST = 1e-6
+"""What the public op adds to a row's sum."""
+
+
+def there() -> bool:
+    """Tell whether the public op is installed."""
+    return find_spec(PACKAGE) is not None
+
+
+@dataclass(frozen=True)
+class PublicOpSuite(SizedSuite):
+    """Causal attention on given features, forward.
+
+    Attributes:
+        features: their size F.
+    """
+
+    name: ClassVar[str] = "public-op"
+    sides: ClassVar[tuple[str, ...]] = ("fast-transformers", "linear")
+    pair: ClassVar[tuple[str, str]] = ("fast-transformers", "linear")
+    remembered: ClassVar[tuple[str, ...]] = ("fast-transformers", "linear")
+
+    features: int = 128
+
+    @property
+    def what(self) -> str:
+        """See `Suite`."""
+        return f"given features of size {self.features}, causal, beside fast-transformers, {self.sizes.dtype}"
+
+    def check(self) -> None:
+        """See `Suite`."""
+        self.sizes.check_sizes()
+        if not there():
+            raise ConfigError(f"bench: got no package {PACKAGE}; pip install pytorch-fast-transformers")
+
+    @torch.no_grad()
+    def prepare(self, side: str, tokens: int) -> Call:
+        """See `Suite`."""
+        v = self.sizes.inputs(tokens)[2]
+        phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
+        attend: Any = causal_attention if side == "linear" else public_attention
+        if side != "linear":
+            # The public op copies what does not lie in one piece; that is not what is compared.
+            v = v.contiguous()
+        return torch.no_grad()(lambda: attend(phi_q, phi_k, v))
+
+
+def public_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    """Do what `CausalLinearAttention` does: phi_q, phi_k [B, H, T, F], v [B, H, T, V] -> [B, H, T, V]."""
+    from fast_transformers.causal_product import causal_dot_product
+
+    total = torch.einsum("bhtf,bhtf->bht", phi_q, phi_k.cumsum(dim=2)) + LEAST
+    return causal_dot_product(phi_q, phi_k, v) / total[..., None]
+
+
+__all__ = ["PublicOpSuite", "public_attention", "there"]
