@@ -61,8 +61,9 @@ EXAMPLES = {
 }
 TINY_TUNING = "batch_size: 8, epochs: 1, eval_every: 2"
 RECIPES = {
-    "minilm-glue": ["model={name: MINILM}", "rows.max_length=16", "device=cpu", f"teacher={{{TINY_TUNING}}}",
-                    f"finetune={{{TINY_TUNING}}}", "distil={steps: 2, batch_size: 4, holdout: 8}"],
+    "minilm-glue": ["tasks=[cola]", "model={name: MINILM}", "rows.max_length=16", "device=cpu",
+                    f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                    "distil={steps: 2, batch_size: 4, holdout: 8}"],
     "associative-recall": ["tasks.recall.options={train: 32, validation: 8, vocabulary: 6, length: 16}",
                            "rows.max_length=16", "model.config.n_embd=16", "device=cpu",
                            "finetune={batch_size: 8, steps: 2, eval_every: 2}"],
