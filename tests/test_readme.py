@@ -12,6 +12,7 @@ fails:
 
 import gzip
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from report_models import WORDS as VOCABULARY
 from report_models import make_original
 
@@ -64,6 +66,10 @@ RECIPES = {
     "minilm-glue": ["tasks=[cola]", "model={name: MINILM}", "rows.max_length=16", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
                     "distil={steps: 2, batch_size: 4, holdout: 8}"],
+    "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
+                    "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
+                    f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                    "distil={steps: 1, batch_size: 4, holdout: 4}"],
     "associative-recall": ["tasks.recall.options={train: 32, validation: 8, vocabulary: 6, length: 16}",
                            "rows.max_length=16", "model.config.n_embd=16", "device=cpu",
                            "finetune={batch_size: 8, steps: 2, eval_every: 2}"],
@@ -107,6 +113,10 @@ def place(tmp_path, monkeypatch):
     for split, count in (("train", 24), ("validation", 8)):
         text = "".join(json.dumps({"sentence": row["text"], "label": row["label"]}) + "\n" for row in rows[:count])
         (tmp_path / "glue" / "cola" / f"{split}.jsonl").write_text(text)
+    for split, name, number in itertools.product(("train", "test"), ("cat", "ship"), range(8)):
+        folder = tmp_path / "data" / "cifar10" / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (30 * number, 99, 7)).save(folder / f"{number}.png")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("linearize.demo.minilm_folder", lambda: tmp_path / "MINILM")
