@@ -15,12 +15,11 @@ static float gather(const call_t *c, long b, long h, long first, long last, scra
         if (c->keys.scaled) {
             float before = top;
             for (long j = 0; j < count; j++) top = s->scale[j] > top ? s->scale[j] : top;
-            if (top > before) fade(c, s, expf(before - top));
-            for (long j = 0; j < padded(count); j += W) /* weights are 0 or 1 so far */
-                store(s->weight + j, load(s->weight + j) * vexp(load(s->scale + j) - top));
+            if (top > before) fade(c, s->width, s->kv, s->z, expf(before - top));
+            scale_weights(s, count, top);
         }
         weighted_values(c, b, h, t, count, s);
-        take_up(c, s, count);
+        take_up_keys(c, s, count);
     }
     return top;
 }
@@ -62,12 +61,7 @@ int linearize_bidirectional(const call_t *c) {
     {
         scratch_t s;
         int ready = prepare(c, &s);
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-        if (!failed) {
+        if (all_ready(ready, &failed)) {
 #pragma omp for schedule(dynamic)
             for (long i = 0; i < pieces * keys; i++) {
                 long piece = i / keys, n = i % keys;

@@ -18,7 +18,7 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long kh, l
         /* Where the sum's magnitude was held at its least, it is a constant. */
         for (long j = 0; j < count; j++)
             if (fabsf(s->sums[j]) <= c->eps) w->slope[j] = 0.0f;
-        through_state(c, 0, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
+        through_state(c, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
         into_state(c, w, s->phi_q, count);
         map_back(c, kh, w, s->phi_q, w->dphi, 0, count, token_at(c->q, c->type, c->q_step, b, h, t), c->q_step[2],
                  (void *)token_at(g->dq, c->type, g->dq_step, b, h, t), g->dq_step[2]);
@@ -28,17 +28,12 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long kh, l
 static void key_gradients(const call_t *c, const back_t *g, long b, long h, float top, work_t *w) {
     scratch_t *s = &w->s;
     for (long t = 0; t < c->tokens; t += TILE) {
-        long count = least(TILE, c->tokens - t), wide = padded(count);
+        long count = least(TILE, c->tokens - t);
         key_features(c, b, h, t, count, s);
-        memcpy(w->raw, s->scale, wide * sizeof(float));
-        if (c->keys.scaled)
-            for (long j = 0; j < wide; j += W)
-                store(s->weight + j, load(s->weight + j) * vexp(load(s->scale + j) - top));
+        memcpy(w->raw, s->scale, padded(count) * sizeof(float));
+        if (c->keys.scaled) scale_weights(s, count, top);
         weighted_values(c, b, h, t, count, s);
-        turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
-        through_state(c, 0, w->dkv, w->dz, w->values, s->weight, w->dphi, s->width, wide);
-        product(0, count, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
-        row_sums(c, s->phi_k, w->dz, wide, s->sums);
+        keys_through_state(c, w, w->dphi, count);
         value_gradients(c, g, b, h, t, count, w);
         map_back(c, h, w, s->phi_k, w->dphi, c->keys.scaled ? w->lifts : 0, count,
                  token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
@@ -53,12 +48,7 @@ int linearize_bidirectional_gradient(const call_t *c, const back_t *g) {
     {
         work_t w;
         int ready = prepare_work(c, &w);
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-        if (!failed) {
+        if (all_ready(ready, &failed)) {
             w.s.keep = w.keep;
 #pragma omp for schedule(dynamic)
             for (long n = 0; n < c->batch * c->key_heads; n++) {

@@ -38,28 +38,47 @@ typedef struct {
 INLINE long padded(long n) { return (n + W - 1) / W * W; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
-static int prepare(const call_t *c, scratch_t *s) {
-    long size = c->keys.kind == GIVEN ? 0 : c->keys.size, f = c->features, width = padded(c->value_size);
-    struct {
-        float **at;
-        long size;
-    } parts[] = {
-        {&s->x, size * TILE},     {&s->phi_k, f * TILE},    {&s->phi_q, f * TILE},    {&s->other, f * TILE},
-        {&s->scale, TILE},        {&s->weight, TILE},       {&s->values, TILE * width}, {&s->scores, TILE * TILE},
-        {&s->mixed, TILE * width}, {&s->sums, TILE},        {&s->kv, f * width},      {&s->z, f},
-    };
-    long all = 0, count = sizeof parts / sizeof *parts;
+/* One of a thread's arrays. */
+typedef struct {
+    float **at;
+    long size;
+} part_t;
+
+/* Make room for arrays one behind the other, zeroed and aligned; null where memory ran out. */
+static float *carve(const part_t *parts, long count) {
+    long all = 0;
     for (long i = 0; i < count; i++) all += padded(parts[i].size) + W;
-    s->width = width;
-    s->keep = 0;
-    s->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
-    if (!s->memory) return 0;
-    float *next = s->memory;
+    float *memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64), *next = memory;
+    if (!memory) return 0;
+    memset(memory, 0, all * sizeof(float));
     for (long i = 0; i < count; i++) {
         *parts[i].at = next;
         next += padded(parts[i].size) + W;
     }
-    return 1;
+    return memory;
+}
+
+static int prepare(const call_t *c, scratch_t *s) {
+    long size = c->keys.kind == GIVEN ? 0 : c->keys.size, f = c->features, width = padded(c->value_size);
+    const part_t parts[] = {
+        {&s->x, size * TILE},      {&s->phi_k, f * TILE}, {&s->phi_q, f * TILE},    {&s->other, f * TILE},
+        {&s->scale, TILE},         {&s->weight, TILE},    {&s->values, TILE * width}, {&s->scores, TILE * TILE},
+        {&s->mixed, TILE * width}, {&s->sums, TILE},      {&s->kv, f * width},      {&s->z, f},
+    };
+    s->width = width;
+    s->keep = 0;
+    s->memory = carve(parts, sizeof parts / sizeof *parts);
+    return s->memory != 0;
+}
+
+/* Asked by every thread of a parallel region: whether all of them have their memory. */
+static int all_ready(int ready, int *failed) {
+    if (!ready) {
+#pragma omp atomic write
+        *failed = 1;
+    }
+#pragma omp barrier
+    return !*failed;
 }
 
 /* Ask for large pages behind a large output, where the system gives them to those who ask: tens of MiB of new memory
@@ -78,11 +97,22 @@ INLINE const void *at(const void *p, int type, long i) {
     return (const char *)p + i * (type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
 }
 
+INLINE const void *token_at(const void *x, int type, const int64_t *step, long b, long h, long t) {
+    return at(x, type, b * step[0] + h * step[1] + t * step[2]);
+}
+
+/* Read a row of `size` numbers, times a factor, and fill it with zeros to whole vectors. */
+INLINE void read_row(const void *x, int type, long size, float factor, float *row) {
+    long j = 0;
+    for (; j + W <= size; j += W) store(row + j, numbers(x, type, j) * factor);
+    for (; j < padded(size); j++) row[j] = j < size ? number(x, type, j) * factor : 0.0f;
+}
+
 /* Make a tile of features [F, wide] of one head's tokens from `first` on. */
 static void features(const call_t *c, const map_t *map, const void *x, const int64_t *step, long b, long h, long index,
                      long first, long count, scratch_t *s, float *phi) {
     long wide = padded(count), next = least(TILE, c->tokens - first - count);
-    const void *from = at(x, c->type, b * step[0] + h * step[1] + first * step[2]);
+    const void *from = token_at(x, c->type, step, b, h, first);
     if (next > 0)
         ahead(at(from, c->type, count * step[2]), c->type, step[2], next,
               map->kind == GIVEN ? c->features : map->size);
@@ -112,37 +142,42 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
 
 /* Values of a tile, times their keys' weights, in rows of whole vectors. */
 INLINE void weighted_values(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
-    long next = least(TILE, c->tokens - first - count), then = (first + count) * c->v_step[2];
+    long next = least(TILE, c->tokens - first - count);
+    const void *from = token_at(c->v, c->value_type, c->v_step, b, h, first);
     if (next > 0)
-        ahead(at(c->v, c->value_type, b * c->v_step[0] + h * c->v_step[1] + then), c->value_type, c->v_step[2], next,
-              c->value_size);
+        ahead(at(from, c->value_type, count * c->v_step[2]), c->value_type, c->v_step[2], next, c->value_size);
     for (long t = 0; t < padded(count); t++) {
         float *row = s->values + t * s->width;
-        if (t >= count || s->weight[t] == 0.0f) {
-            memset(row, 0, s->width * sizeof(float));
-            continue;
-        }
-        long i = b * c->v_step[0] + h * c->v_step[1] + (first + t) * c->v_step[2], j = 0;
-        for (; j + W <= c->value_size; j += W) store(row + j, numbers(c->v, c->value_type, i + j) * s->weight[t]);
-        for (; j < s->width; j++)
-            row[j] = j < c->value_size ? number(c->v, c->value_type, i + j) * s->weight[t] : 0.0f;
+        if (t >= count || s->weight[t] == 0.0f) memset(row, 0, s->width * sizeof(float));
+        else read_row(at(from, c->value_type, t * c->v_step[2]), c->value_type, c->value_size, s->weight[t], row);
     }
 }
 
-/* State += features x values; the denominator's sums apart. */
-INLINE void take_up(const call_t *c, scratch_t *s, long count) {
+/* A state kv [F, width], z [F] += features [F, wide] x rows [count, width], and x the rows' weights. */
+INLINE void take_up(const call_t *c, const float *phi, const float *rows, const float *weight, long width, long count,
+                    float *kv, float *z) {
     long wide = padded(count);
-    product(1, c->features, s->width, count, s->phi_k, wide, 1, s->values, s->width, s->kv, s->width);
+    product(1, c->features, width, count, phi, wide, 1, rows, width, kv, width);
     for (long i = 0; i < c->features; i++) {
         vf sum = {0};
-        for (long j = 0; j < wide; j += W) sum += load(s->phi_k + i * wide + j) * load(s->weight + j);
-        s->z[i] += total(sum);
+        for (long j = 0; j < wide; j += W) sum += load(phi + i * wide + j) * load(weight + j);
+        z[i] += total(sum);
     }
 }
 
-INLINE void fade(const call_t *c, scratch_t *s, float factor) {
-    for (long i = 0; i < c->features * s->width; i += W) store(s->kv + i, load(s->kv + i) * factor);
-    for (long i = 0; i < c->features; i++) s->z[i] *= factor;
+INLINE void take_up_keys(const call_t *c, scratch_t *s, long count) {
+    take_up(c, s->phi_k, s->values, s->weight, s->width, count, s->kv, s->z);
+}
+
+INLINE void fade(const call_t *c, long width, float *kv, float *z, float factor) {
+    for (long i = 0; i < c->features * width; i += W) store(kv + i, load(kv + i) * factor);
+    for (long i = 0; i < c->features; i++) z[i] *= factor;
+}
+
+/* The weights of a tile's keys, 0 or 1 so far, times exp(log-scale - top). */
+INLINE void scale_weights(scratch_t *s, long count, float top) {
+    for (long j = 0; j < padded(count); j += W)
+        store(s->weight + j, load(s->weight + j) * vexp(load(s->scale + j) - top));
 }
 
 /* Sums of rows: features [F, wide] x z. */

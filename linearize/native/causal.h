@@ -15,14 +15,18 @@ typedef struct {
     int steep;                  /* whether rows need powers of their own */
 } powers_t;
 
+/* Take a log-scale apart: exp(scale) = 2^n exp(rest), n a whole number. Returns the rest, between 0 and log 2. */
+INLINE float take_apart(float scale, float *n) {
+    *n = floorf(scale / 0.693147180559945309f);
+    return scale > FLOOR / 2 ? (scale - *n * 0.693359375f) - *n * -2.12194440e-4f : 0.0f;
+}
+
 /* Take a tile's log-scales apart: the weights keep what is left, between 1 and 2. */
 static void tile_powers(scratch_t *s, long count, float before, powers_t *p) {
     float running = before, rest[TILE] = {0};
     for (long j = 0; j < count; j++) {
-        float n = floorf(s->scale[j] / 0.693147180559945309f);
-        running = n > running ? n : running;
-        rest[j] = s->scale[j] > FLOOR / 2 ? (s->scale[j] - n * 0.693359375f) - n * -2.12194440e-4f : 0.0f;
-        p->own[j] = n;
+        rest[j] = take_apart(s->scale[j], p->own + j);
+        running = p->own[j] > running ? p->own[j] : running;
         p->top[j] = running;
     }
     for (long j = 0; j < padded(count); j += W) store(s->weight + j, load(s->weight + j) * vexp(load(rest + j)));
@@ -30,6 +34,12 @@ static void tile_powers(scratch_t *s, long count, float before, powers_t *p) {
     p->end = running;
     p->steep = 0;
     for (long j = 0; j < count; j++) p->steep |= running - p->top[j] > CLIMB && p->top[j] > FLOOR / 2;
+}
+
+/* The smallest magnitude of a row's sum, in the row's unit. */
+INLINE float row_least(const call_t *c, const powers_t *p, long j) {
+    float smallest = c->keys.scaled && !p->steep ? c->eps * power(p->top[j] - p->end) : c->eps;
+    return smallest > EPS ? smallest : EPS;
 }
 
 /* Bring the keys' weights to the tile's power. */
@@ -46,23 +56,29 @@ INLINE void reach(scratch_t *s, long count, const powers_t *p) {
     }
 }
 
-/* Add the part that stays inside a tile: rows of scores up to the diagonal, times the values, and their sums. */
+/* Make `rows` rows of a tile's scores from the i-th on, zero behind the diagonal, and add up their sums. */
+INLINE void score_rows(const call_t *c, scratch_t *s, long i, long rows, long wide, const powers_t *p) {
+    long seen = least(wide, padded(i + rows));
+    product(0, rows, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, s->scores + i * wide, wide);
+    for (long r = i; r < i + rows; r++) {
+        float *row = s->scores + r * wide;
+        vf sum = {0};
+        if (p->steep)
+            for (long j = 0; j <= r; j++) row[j] *= power(p->own[j] - p->top[r]);
+        for (long j = r + 1; j < seen; j++) row[j] = 0.0f;
+        for (long j = 0; j < seen; j += W) sum += load(row + j) * load(s->weight + j);
+        s->sums[r] += total(sum);
+    }
+}
+
+/* Add the part that stays inside a tile: scores up to the diagonal, times the values, and their sums. */
 static void inside(const call_t *c, scratch_t *s, long count, const powers_t *p) {
     long wide = padded(count);
     for (long i = 0; i < count; i += MR) {
-        long rows = least(MR, count - i), seen = least(wide, padded(i + rows));
-        float *scores = s->scores + i * wide;
-        product(0, rows, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, scores, wide);
-        for (long r = 0; r < rows; r++) {
-            float *row = scores + r * wide;
-            vf sum = {0};
-            if (p->steep)
-                for (long j = 0; j <= i + r; j++) row[j] *= power(p->own[j] - p->top[i + r]);
-            for (long j = i + r + 1; j < seen; j++) row[j] = 0.0f;
-            for (long j = 0; j < seen; j += W) sum += load(row + j) * load(s->weight + j);
-            s->sums[i + r] += total(sum);
-        }
-        product(1, rows, s->width, i + rows, scores, wide, 1, s->values, s->width, s->mixed + i * s->width, s->width);
+        long rows = least(MR, count - i);
+        score_rows(c, s, i, rows, wide, p);
+        product(1, rows, s->width, i + rows, s->scores + i * wide, wide, 1, s->values, s->width,
+                s->mixed + i * s->width, s->width);
     }
 }
 
@@ -73,10 +89,8 @@ static void causal_rows(const call_t *c, long b, long h, long first, long count,
     read_out(c, s, count);
     if (p->steep) reach(s, count, p);
     inside(c, s, count, p);
-    for (long j = 0; j < count; j++) {
-        float smallest = c->keys.scaled && !p->steep ? c->eps * power(p->top[j] - p->end) : c->eps;
-        write_row(c, s->mixed + j * s->width, s->sums[j], smallest > EPS ? smallest : EPS, b, h, first + j);
-    }
+    for (long j = 0; j < count; j++)
+        write_row(c, s->mixed + j * s->width, s->sums[j], row_least(c, p, j), b, h, first + j);
 }
 
 /* One key head and its group of query heads, tile after tile. */
@@ -85,10 +99,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
     float top = c->keys.scaled ? FLOOR : 0.0f, rest = 0.0f;
     powers_t p = {.end = 0.0f};
     if (c->start) top = c->start_scale[n];
-    if (c->keys.scaled) {
-        p.end = floorf(top / 0.693147180559945309f);
-        rest = top > FLOOR / 2 ? (top - p.end * 0.693359375f) - p.end * -2.12194440e-4f : 0.0f;
-    }
+    if (c->keys.scaled) rest = take_apart(top, &p.end);
     fetch(c, c->start, n, expf(rest), s);
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
@@ -98,7 +109,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
             tile_powers(s, count, p.end, &p);
             if (!p.steep) {
                 lift(s, count, &p);
-                if (p.end > p.before) fade(c, s, power(p.before - p.end));
+                if (p.end > p.before) fade(c, s->width, s->kv, s->z, power(p.before - p.end));
             }
         }
         weighted_values(c, b, h, t, count, s);
@@ -106,11 +117,11 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
         if (p.steep) {
             lift(s, count, &p);
             weighted_values(c, b, h, t, count, s);
-            fade(c, s, power(p.before - p.end));
+            fade(c, s->width, s->kv, s->z, power(p.before - p.end));
         }
-        take_up(c, s, count);
+        take_up_keys(c, s, count);
     }
-    rest = c->keys.scaled && top > FLOOR / 2 ? (top - p.end * 0.693359375f) - p.end * -2.12194440e-4f : 0.0f;
+    if (c->keys.scaled) rest = take_apart(top, &p.end);
     keep(c, s, n, expf(-rest), c->kv);
     c->log_scale[n] = top;
 }
@@ -123,12 +134,7 @@ int linearize_causal(const call_t *c) {
     {
         scratch_t s;
         int ready = prepare(c, &s);
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-        if (!failed) {
+        if (all_ready(ready, &failed)) {
 #pragma omp for schedule(dynamic)
             for (long n = 0; n < c->batch * c->key_heads; n++) causal_head(c, n, &s);
         }

@@ -39,28 +39,16 @@ static void first_rows(const call_t *c, const back_t *g, long b, long kh, long h
     query_features(c, b, h, first, count, s);
     s->keep = 0;
     row_sums(c, s->phi_q, s->z, wide, s->sums);
-    for (long i = 0; i < count; i += MR) {
-        long rows = least(MR, count - i), seen = least(wide, padded(i + rows));
-        float *scores = s->scores + i * wide;
-        product(0, rows, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, scores, wide);
-        for (long r = i; r < i + rows; r++) {
-            float *row = s->scores + r * wide;
-            vf sum = {0};
-            for (long j = r + 1; j < seen; j++) row[j] = 0.0f;
-            for (long j = 0; j < seen; j += W) sum += load(row + j) * load(s->weight + j);
-            s->sums[r] += total(sum);
-        }
-    }
+    for (long i = 0; i < count; i += MR) score_rows(c, s, i, least(MR, count - i), wide, p);
     int held[TILE];
     for (long j = 0; j < count; j++) {
-        float smallest = c->keys.scaled ? c->eps * power(p->top[j] - p->end) : c->eps;
-        smallest = smallest > EPS ? smallest : EPS;
+        float smallest = row_least(c, p, j);
         factor[j] = 1.0f / guarded(s->sums[j], smallest);
         held[j] = fabsf(s->sums[j]) <= smallest;
     }
     row_gradients(c, g, b, h, first, count, factor, w);
     for (long j = 0; j < count; j++) slope[j] = w->slope[j] = held[j] ? 0.0f : w->slope[j];
-    through_state(c, 0, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
+    through_state(c, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
     /* Gradients to the scores, transposed: rows are keys, columns the queries from their own on. */
     product(0, wide, wide, c->value_size, s->values, s->width, 1, w->turned, wide, w->pairs, wide);
     for (long j = 0; j < wide; j++)
@@ -102,17 +90,18 @@ static void second_rows(const call_t *c, const back_t *g, long b, long h, long f
 static int walk_forward(const call_t *c, const back_t *g, long b, long h, work_t *w, walked_t *k) {
     scratch_t *s = &w->s;
     long group = c->heads / c->key_heads;
-    powers_t p = {.end = c->keys.scaled ? floorf(FLOOR / 0.693147180559945309f) : 0.0f};
+    powers_t p = {.end = 0.0f};
+    if (c->keys.scaled) take_apart(FLOOR, &p.end);
     fetch(c, 0, 0, 1.0f, s);
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
         k->end[t / TILE] = p.end;
         if (tile_keys(c, b, h, t, count, w, &p)) return STEEP;
-        if (c->keys.scaled && p.end > p.before) fade(c, s, power(p.before - p.end));
+        if (c->keys.scaled && p.end > p.before) fade(c, s->width, s->kv, s->z, power(p.before - p.end));
         for (long q = 0; q < group; q++)
             first_rows(c, g, b, h, h * group + q, t, count, w, &p, k->factor + q * c->tokens + t,
                        k->slope + q * c->tokens + t);
-        take_up(c, s, count);
+        take_up_keys(c, s, count);
     }
     return 0;
 }
@@ -121,23 +110,16 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
     scratch_t *s = &w->s;
     long group = c->heads / c->key_heads, tiles = (c->tokens + TILE - 1) / TILE;
     for (long tile = tiles - 1; tile >= 0; tile--) {
-        long t = tile * TILE, count = least(TILE, c->tokens - t), wide = padded(count);
+        long t = tile * TILE, count = least(TILE, c->tokens - t);
         powers_t p = {.end = k->end[tile]};
         tile_keys(c, b, h, t, count, w, &p);
-        turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
-        through_state(c, 0, w->dkv, w->dz, w->values, s->weight, w->dphi_k, s->width, wide);
-        product(0, wide, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
-        row_sums(c, s->phi_k, w->dz, wide, s->sums);
+        keys_through_state(c, w, w->dphi_k, count);
         for (long q = 0; q < group; q++) {
             second_rows(c, g, b, h * group + q, t, count, w, k->factor + q * c->tokens + t,
                         k->slope + q * c->tokens + t);
             into_state(c, w, s->phi_q, count);
         }
-        if (c->keys.scaled && p.end > p.before) {
-            float factor = power(p.before - p.end);
-            for (long i = 0; i < c->features * s->width; i += W) store(w->dkv + i, load(w->dkv + i) * factor);
-            for (long i = 0; i < c->features; i++) w->dz[i] *= factor;
-        }
+        if (c->keys.scaled && p.end > p.before) fade(c, s->width, w->dkv, w->dz, power(p.before - p.end));
         value_gradients(c, g, b, h, t, count, w);
         if (c->keys.kind != GIVEN) {
             /* The queries were mapped in between: once more, for what the map's gradient needs. */
@@ -161,12 +143,7 @@ int linearize_causal_gradient(const call_t *c, const back_t *g) {
         float *memory = malloc((2 * group * c->tokens + tiles) * sizeof(float));
         walked_t k = {memory, memory + group * c->tokens, memory + 2 * group * c->tokens};
         int prepared = prepare_work(c, &w), ready = memory && prepared;
-        if (!ready) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-        if (!failed) {
+        if (all_ready(ready, &failed)) {
 #pragma omp for schedule(dynamic)
             for (long n = 0; n < c->batch * c->key_heads; n++) {
                 long b = n / c->key_heads, h = n % c->key_heads;

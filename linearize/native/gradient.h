@@ -33,30 +33,16 @@ static int prepare_work(const call_t *c, work_t *w) {
     if (!prepare(c, &w->s)) return 0;
     long v = w->s.width;
     w->width = padded(size);
-    struct {
-        float **at;
-        long size;
-    } parts[] = {
-        {&w->rows, TILE * v},      {&w->turned, v * TILE},     {&w->values, v * TILE},    {&w->dphi, f * TILE},
-        {&w->dphi_k, f * TILE},    {&w->dkv, f * v},           {&w->dz, f},               {&w->keep, 3 * n * TILE},
-        {&w->dx, size * TILE},     {&w->plain, TILE * w->width}, {&w->first, n * w->width}, {&w->second, n * w->width},
-        {&w->bias, n},             {&w->pairs, TILE * TILE},   {&w->slope, TILE},         {&w->taken, TILE * v},
-        {&w->lifts, TILE},         {&w->raw, TILE},
+    const part_t parts[] = {
+        {&w->rows, TILE * v},   {&w->turned, v * TILE},       {&w->values, v * TILE},    {&w->dphi, f * TILE},
+        {&w->dphi_k, f * TILE}, {&w->dkv, f * v},             {&w->dz, f},               {&w->keep, 3 * n * TILE},
+        {&w->dx, size * TILE},  {&w->plain, TILE * w->width}, {&w->first, n * w->width}, {&w->second, n * w->width},
+        {&w->bias, n},          {&w->pairs, TILE * TILE},     {&w->slope, TILE},         {&w->taken, TILE * v},
+        {&w->lifts, TILE},      {&w->raw, TILE},
     };
-    long all = 0, count = sizeof parts / sizeof *parts;
-    for (long i = 0; i < count; i++) all += padded(parts[i].size) + W;
-    w->memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64);
-    if (!w->memory) {
-        free(w->s.memory);
-        return 0;
-    }
-    memset(w->memory, 0, all * sizeof(float));
-    float *next = w->memory;
-    for (long i = 0; i < count; i++) {
-        *parts[i].at = next;
-        next += padded(parts[i].size) + W;
-    }
-    return 1;
+    w->memory = carve(parts, sizeof parts / sizeof *parts);
+    if (!w->memory) free(w->s.memory);
+    return w->memory != 0;
 }
 
 static void free_work(work_t *w) {
@@ -111,11 +97,8 @@ static void map_back(const call_t *c, long head, work_t *w, const float *phi, fl
     }
     head = m->heads == 1 ? 0 : head;
     for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
-    for (long t = 0; t < count; t++) {
-        long d = 0;
-        for (; d + W <= size; d += W) store(w->plain + t * w->width + d, numbers(x, c->type, t * step + d) * m->scale);
-        for (; d < size; d++) w->plain[t * w->width + d] = number(x, c->type, t * step + d) * m->scale;
-    }
+    for (long t = 0; t < count; t++)
+        read_row(at(x, c->type, t * step), c->type, size, m->scale, w->plain + t * w->width);
     for (int which = 0; which < (m->second ? 2 : 1); which++) {
         const float *weight = (which ? m->second : m->first) + head * n * size, *d = dphi + which * n * wide;
         product(which, size, wide, n, weight, 1, size, d, wide, w->dx, wide);
@@ -165,24 +148,28 @@ INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long
     turned(w->rows, FLOAT32, w->s.width, padded(count), c->value_size, 1.0f, w->turned, padded(count));
 }
 
-/* dphi [F, wide] (+)= state x rows' gradients, the denominators' part included. */
-INLINE void through_state(const call_t *c, int add, const float *kv, const float *z, const float *turned_rows,
+/* dphi [F, wide] = state x rows' gradients, the denominators' part included. */
+INLINE void through_state(const call_t *c, const float *kv, const float *z, const float *turned_rows,
                           const float *slope, float *dphi, long width, long wide) {
-    product(add, c->features, wide, c->value_size, kv, width, 1, turned_rows, wide, dphi, wide);
+    product(0, c->features, wide, c->value_size, kv, width, 1, turned_rows, wide, dphi, wide);
     for (long i = 0; i < c->features; i++)
         for (long j = 0; j < wide; j += W)
             store(dphi + i * wide + j, load(dphi + i * wide + j) + z[i] * load(slope + j));
 }
 
+/* What a tile's keys and values get through the state: dphi, and in `taken` and `sums` the weighted values' part. */
+static void keys_through_state(const call_t *c, work_t *w, float *dphi, long count) {
+    scratch_t *s = &w->s;
+    long wide = padded(count);
+    turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
+    through_state(c, w->dkv, w->dz, w->values, s->weight, dphi, s->width, wide);
+    product(0, wide, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
+    row_sums(c, s->phi_k, w->dz, wide, s->sums);
+}
+
 /* The state's gradient += features x rows' gradients. */
 INLINE void into_state(const call_t *c, work_t *w, const float *phi, long count) {
-    long wide = padded(count);
-    product(1, c->features, w->s.width, count, phi, wide, 1, w->rows, w->s.width, w->dkv, w->s.width);
-    for (long i = 0; i < c->features; i++) {
-        vf sum = {0};
-        for (long j = 0; j < wide; j += W) sum += load(phi + i * wide + j) * load(w->slope + j);
-        w->dz[i] += total(sum);
-    }
+    take_up(c, phi, w->rows, w->slope, w->s.width, count, w->dkv, w->dz);
 }
 
 /* Write dv = weight x taken, and leave the gradient to the keys' log-scales in `lifts`; `sums` are what was taken of
@@ -224,10 +211,6 @@ static void write_weights(const call_t *c, const back_t *g, long index, const wo
         }
     if (g->bias) memcpy(g->bias + index * n, w->bias, n * sizeof(float));
     if (g->tau) g->tau[index] = w->tau;
-}
-
-INLINE const void *token_at(const void *x, int type, const int64_t *step, long b, long h, long t) {
-    return at(x, type, b * step[0] + h * step[1] + t * step[2]);
 }
 
 #endif

@@ -16,7 +16,7 @@ typedef struct {
     int32_t scaled;          /* whether keys have a log-scale */
 } map_t;
 
-/* Replace scores y [n, wide], one column of vectors of it, by their softmax over n, times an amplitude. */
+/* Replace scores y [n, wide], one column of vectors of it, by their softmax over n; with sign -1 by that of -y. */
 INLINE void softmax_column(float *y, long n, long wide, float sign) {
     vf top = splat(-INFINITY), sum = {0};
     for (long i = 0; i < n; i++) top = larger(top, sign * load(y + i * wide));

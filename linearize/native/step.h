@@ -10,8 +10,8 @@ INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi
                       const float *value, float *mixed) {
     long wide = c->value_size + 1, whole = vectors * W;
     vf sum[8];
-    float rest[W] = {0};
     for (long j = 0; j < vectors; j++) sum[j] = (vf){0};
+    for (long j = whole; j < wide; j++) mixed[j] = 0.0f;
     for (long i = 0; i < c->features; i++, kv += wide) {
         float in = phi_k[i * W], out = phi_q[i * W];
         for (long j = 0; j < vectors; j++) {
@@ -21,22 +21,10 @@ INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi
         }
         for (long j = whole; j < wide; j++) {
             kv[j] = kv[j] * decay + in * value[j];
-            rest[j - whole] += out * kv[j];
+            mixed[j] += out * kv[j];
         }
     }
     for (long j = 0; j < vectors; j++) store(mixed + j * W, sum[j]);
-    for (long j = whole; j < wide; j++) mixed[j] = rest[j - whole];
-}
-
-static void step_any(const call_t *c, float *kv, const float *phi_k, const float *phi_q, float decay,
-                     const float *value, float *mixed) {
-    long wide = c->value_size + 1;
-    memset(mixed, 0, wide * sizeof(float));
-    for (long i = 0; i < c->features; i++, kv += wide)
-        for (long j = 0; j < wide; j++) {
-            kv[j] = kv[j] * decay + phi_k[i * W] * value[j];
-            mixed[j] += phi_q[i * W] * kv[j];
-        }
 }
 
 INLINE void token(const void *x, int type, const int64_t *step, long b, long h, long size, float scale, float *to) {
@@ -72,7 +60,7 @@ static void step_head(const call_t *c, long n, float *x, float *phi, float *othe
         if (whole == 4) step_rows(4, c, kv, phi_k, phi_q, decay, value, mixed);
         else if (whole == 2) step_rows(2, c, kv, phi_k, phi_q, decay, value, mixed);
         else if (whole == 8) step_rows(8, c, kv, phi_k, phi_q, decay, value, mixed);
-        else step_any(c, kv, phi_k, phi_q, decay, value, mixed);
+        else step_rows(0, c, kv, phi_k, phi_q, decay, value, mixed);
         write_row(c, mixed, mixed[v], c->eps, b, h * group + g, 0);
         /* The key is in the state now. */
         decay = 1.0f;
