@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.attention.compiled import attend_with_gradient
 from linearize.attention.mixer import HeadShape, Mixer, MixerState
 from linearize.attention.streamed import Call, stream, stream_with_gradient
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.native import NativeMap, engine
+from linearize.native.gradient import attend_with_gradient
 from linearize.ops import (
     State,
     WindowState,
@@ -97,6 +97,10 @@ class FeatureMapMixer(Mixer):
         q = self._scaled(q, scaling)
         return self._tied(q, positions) if self.queries is None else self.queries(q, keys=False, positions=positions)
 
+    def _factor(self, scaling: float) -> float:
+        """What the map wants queries and keys multiplied with."""
+        return scaling**0.5 if self.keys.scale_inputs else 1.0
+
     def _scaled(self, x: Tensor, scaling: float) -> Tensor:
         """Give queries and keys the scale that the map wants, in fp32."""
         return x.float() * scaling**0.5 if self.keys.scale_inputs else x.float()
@@ -160,11 +164,10 @@ class FeatureMapMixer(Mixer):
             if torch.is_grad_enabled():
                 out = stream_with_gradient(self, q, k, v, call)
             else:
-                before = None if state is None else State(state["kv"], state["log_scale"])
-                out, found = stream(self, q, k, v, call, before)
+                out, found = stream(self, q, k, v, call, _linear_state(state))
                 after = found._asdict()
         else:
-            out, after = self.at_once(q, k, v, call, state, return_state)
+            out, after = self._at_once(q, k, v, call, state, return_state)
         if after is None or not return_state:
             return out, None
         return out, after if seen is None else after | {"seen": seen}
@@ -189,15 +192,17 @@ class FeatureMapMixer(Mixer):
         maps = self._native_maps()
         if not maps:
             return None
-        scale = call.scaling**0.5 if self.keys.scale_inputs else 1.0
+        options = {"causal": self.shape.causal, "scale": self._factor(call.scaling), "eps": self.eps, "mask": call.mask}
         if torch.is_grad_enabled():
             # Through states and maps of the queries' own, the ops in PyTorch know the gradient.
             if state is not None or return_state or len(maps) > 1:
                 return None
-            return attend_with_gradient(self, maps[0], q, k, v, call, scale), None
-        before = None if state is None else State(state["kv"], state["log_scale"])
-        options = {"causal": self.shape.causal, "scale": scale, "eps": self.eps, "mask": call.mask, "start": before}
-        out, kv, log_scale = native.attend(maps, q, k, v, **options)
+
+            def again(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
+                return self._at_once(q, k, v, call, None, False)[0]
+
+            return attend_with_gradient(maps[0], q, k, v, None, again, options), None
+        out, kv, log_scale = native.attend(maps, q, k, v, start=_linear_state(state), **options)
         return out, {"kv": kv, "log_scale": log_scale}
 
     def _native_maps(self) -> list[NativeMap]:
@@ -223,7 +228,7 @@ class FeatureMapMixer(Mixer):
         held = State(state["kv"], state["log_scale"])
         native = None if self.inputs is not None else engine()
         if native is not None and native.steps(q, k, v, *held) and (maps := self._native_maps()):
-            scale = scaling**0.5 if self.keys.scale_inputs else 1.0
+            scale = self._factor(scaling)
             return native.step(maps, q, k, v, held, scale=scale, eps=self.eps, mask=key_padding_mask), state
         positions, seen = self._positions(k, key_padding_mask, state)
         if self.keys.alike and self.queries is None and self.inputs is None and q.shape[1] == k.shape[1]:
@@ -256,7 +261,7 @@ class FeatureMapMixer(Mixer):
             out = out.clamp(-limit, limit)
         return out.to(dtype)
 
-    def at_once(
+    def _at_once(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: MixerState | None, return_state: bool
     ) -> tuple[Tensor, MixerState | None]:
         """Map all tokens, then mix them."""
@@ -287,8 +292,7 @@ class FeatureMapMixer(Mixer):
         op = bidirectional_attention
         if self.shape.causal:
             op = recurrent_attention if phi_k.shape[2] == 1 else causal_attention
-        before = None if state is None else State(state["kv"], state["log_scale"])
-        out: Any = op(phi_q, phi_k, v, initial_state=before, normalize=self.keys.normalize, **common)
+        out: Any = op(phi_q, phi_k, v, initial_state=_linear_state(state), normalize=self.keys.normalize, **common)
         return (out[0], out[1]._asdict()) if common["return_state"] else (out, None)
 
     def _windowed(
@@ -352,3 +356,7 @@ class FeatureMapMixer(Mixer):
             query_log_scale=queries.log_scale,
             **common,
         )
+
+
+def _linear_state(state: MixerState | None) -> State | None:
+    return None if state is None else State(state["kv"], state["log_scale"])

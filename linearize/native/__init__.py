@@ -1,7 +1,7 @@
 """The native op: linear attention on the CPU in C, map included. Optional; `linearize native --build` compiles it.
 
-Only this module travels with a checkpoint: there, and wherever nothing was built, `engine` says None and the ops in
-PyTorch do the work.
+Of this room only what needs no compiled code travels with a checkpoint: there, and wherever nothing was built, `engine`
+says None and the ops in PyTorch do the work.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import Tensor
 
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: 0 leaves the native op alone though it is built."""
+
+WEIGHTS = ("first", "second", "bias", "tau")
+"""The tensors of a `NativeMap`."""
 
 
 class NativeMap(NamedTuple):

@@ -1,4 +1,4 @@
-"""Call the compiled op: PyTorch's tensors in, PyTorch's tensors out, without a gradient."""
+"""Call the compiled op: PyTorch's tensors in, PyTorch's tensors out; what autograd needs is in `gradient`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.native import NativeMap
+from linearize.native import WEIGHTS, NativeMap
 from linearize.native.build import library
 
 KINDS = {
@@ -111,12 +111,10 @@ class Engine:
         shared = _share_threads()
         self.library = ctypes.CDLL(str(path))
         self.parallel = bool(shared and self.library.linearize_parallel())
-        self.library.linearize_call_size.restype = ctypes.c_int64
-        if self.library.linearize_call_size() != ctypes.sizeof(_Call):
-            raise OSError(f"{path} was built from other code")
-        self.library.linearize_back_size.restype = ctypes.c_int64
-        if self.library.linearize_back_size() != ctypes.sizeof(_Back):
-            raise OSError(f"{path} was built from other code")
+        for structure, size in ((_Call, self.library.linearize_call_size), (_Back, self.library.linearize_back_size)):
+            size.restype = ctypes.c_int64
+            if size() != ctypes.sizeof(structure):
+                raise OSError(f"{path} was built from other code")
         for name in ("bidirectional", "causal", "step", "bidirectional_gradient", "causal_gradient"):
             function = getattr(self.library, f"linearize_{name}")
             structures = [_Call, _Back] if name.endswith("gradient") else [_Call]
@@ -172,19 +170,17 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tile.
         """
-        call, held = self._call(maps, q, k, v, scale, eps, mask)
+        call, held = self._call(maps, q, k, v, scale, eps, mask, log_scale)
         batch, heads, tokens, _ = q.shape
-        features = q.shape[-1] if not maps else _features(maps[0])
         # Tokens first in memory: that is how the host goes on with it.
         out = v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
-        kv = torch.empty(batch, k.shape[1], features, v.shape[-1] + 1)
+        kv = torch.empty(batch, k.shape[1], call.features, v.shape[-1] + 1)
         top = torch.empty(batch, k.shape[1])
-        _give(call, k, log_scale, held)
         if start is not None:
             held += [start[0].contiguous(), start[1].contiguous()]
             call.start, call.start_scale = held[-2].data_ptr(), held[-1].data_ptr()
         call.out, call.out_step = out.data_ptr(), out.stride()[:3]
-        call.features, call.kv, call.log_scale = features, kv.data_ptr(), top.data_ptr()
+        call.kv, call.log_scale = kv.data_ptr(), top.data_ptr()
         if (self.library.linearize_causal if causal else self.library.linearize_bidirectional)(call):
             raise MemoryError("native op: no memory for a tile")
         return out, kv, top
@@ -227,9 +223,7 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
         """
-        call, held = self._call(maps, q, k, v, scale, eps, mask)
-        _give(call, k, log_scale, held)
-        call.features = q.shape[-1] if not maps else _features(maps[0])
+        call, _held = self._call(maps, q, k, v, scale, eps, mask, log_scale)
         grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
         call.out_step = out.stride()[:3]
         back = _Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
@@ -241,7 +235,7 @@ class Engine:
         given = None if log_scale is None else torch.empty(k.shape[:3])
         back.given = None if given is None else given.data_ptr()
         per_head: list[Tensor | None] = []
-        for name in ("first", "second", "bias", "tau") if maps else ():
+        for name in WEIGHTS if maps else ():
             weight = getattr(maps[0], name)
             room = None if weight is None else torch.empty(*k.shape[:2], *weight.shape[1:])
             setattr(back, name, None if room is None else room.data_ptr())
@@ -276,7 +270,7 @@ class Engine:
         call, _held = self._call(maps, q, k, v, scale, eps, mask)
         out = v.new_empty(q.shape[0], 1, q.shape[1], v.shape[-1]).transpose(1, 2)
         call.out, call.out_step = out.data_ptr(), out.stride()[:3]
-        call.features, call.kv, call.log_scale = _features(maps[0]), state[0].data_ptr(), state[1].data_ptr()
+        call.kv, call.log_scale = state[0].data_ptr(), state[1].data_ptr()
         if self.library.linearize_step(call):
             raise MemoryError("native op: no memory for a step")
         return out
@@ -290,10 +284,12 @@ class Engine:
         scale: float,
         eps: float,
         mask: Tensor | None,
+        log_scale: Tensor | None = None,
     ) -> tuple[_Call, list[Any]]:
         """Fill in what all ops need; the list holds what has to live until the call is over."""
         held: list[Any] = [q, k, v]
-        call = _Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], 0, v.shape[-1])
+        features = _features(maps[0]) if maps else q.shape[-1]
+        call = _Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], features, v.shape[-1])
         call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.q_step, call.k_step, call.v_step = q.stride()[:3], k.stride()[:3], v.stride()[:3]
         call.type, call.value_type = TYPES[q.dtype], TYPES[v.dtype]
@@ -303,15 +299,11 @@ class Engine:
         if maps:
             call.keys = keys = _filled(maps[0], scale, held)
             call.queries = keys if len(maps) == 1 else _filled(maps[1], scale, held)
+        if log_scale is not None:
+            held.append(log_scale.float().expand(k.shape[:3]).contiguous())
+            call.given, call.keys.scaled = held[-1].data_ptr(), 1
         call.eps, call.threads = eps, torch.get_num_threads() if self.parallel else 1
         return call, held
-
-
-def _give(call: _Call, k: Tensor, log_scale: Tensor | None, held: list[Any]) -> None:
-    """Put in the log-scales of given features."""
-    if log_scale is not None:
-        held.append(log_scale.float().expand(k.shape[:3]).contiguous())
-        call.given, call.keys.scaled = held[-1].data_ptr(), 1
 
 
 def _features(map: NativeMap) -> int:
@@ -320,7 +312,7 @@ def _features(map: NativeMap) -> int:
 
 def _filled(map: NativeMap, scale: float, held: list[Any]) -> _Map:
     pointers: list[int | None] = []
-    for tensor in (map.first, map.second, map.bias, map.tau):
+    for tensor in (getattr(map, name) for name in WEIGHTS):
         if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
             tensor = tensor.float().contiguous()
             held.append(tensor)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.ops.causal_native import native_attention
+from linearize.native import engine
+from linearize.native.gradient import attend_with_gradient
 from linearize.ops.causal_traced import traced_attention
 from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, guarded, masked_log_scale
 
@@ -49,31 +50,22 @@ def causal_attention(
     Under `torch.compile` and `torch.export` the same chunks are written as plain tensor operations.
     """
 
-    def plain(
-        phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None, state: State | None = initial_state
-    ) -> tuple[Tensor, State]:
-        if state is None:
-            state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
-        return _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, state, normalize, eps)
+    native = None if torch.compiler.is_compiling() or not normalize else engine()
+    if native is not None and native.takes(phi_q, phi_k, v):
+        given = [x for x in (phi_q, phi_k, v, log_scale) if x is not None]
+        options = {"causal": True, "scale": 1.0, "eps": eps, "mask": key_padding_mask}
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
+            out, kv, top = native.attend([], phi_q, phi_k, v, log_scale=log_scale, start=initial_state, **options)
+            return (out, State(kv, top)) if return_state else out
+        # With a gradient through states, too, the ops in PyTorch are the ones that know how.
+        if initial_state is None and not return_state:
 
-    found = None
-    if normalize and not torch.compiler.is_compiling():
-        found = native_attention(
-            phi_q,
-            phi_k,
-            v,
-            mask=key_padding_mask,
-            log_scale=log_scale,
-            state=initial_state,
-            return_state=return_state,
-            eps=eps,
-            plain=lambda *given: plain(*given)[0],
-        )
-    out, after = found or plain(phi_q, phi_k, v, log_scale)
-    if not return_state:
-        return out
-    assert after is not None
-    return out, after
+            def again(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+                return _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, None, normalize, eps)[0]
+
+            return attend_with_gradient(None, phi_q, phi_k, v, log_scale, again, options)
+    found = _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, initial_state, normalize, eps)
+    return found if return_state else found[0]
 
 
 def _in_chunks(
@@ -82,11 +74,13 @@ def _in_chunks(
     v: Tensor,
     key_padding_mask: Tensor | None,
     log_scale: Tensor | None,
-    state: State,
+    state: State | None,
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, State]:
     """Attend with PyTorch's operations."""
+    if state is None:
+        state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :].float()
     if torch.compiler.is_compiling():

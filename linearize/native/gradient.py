@@ -1,0 +1,81 @@
+"""Attention through the native op with a gradient: for maps and for given features alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize.native import WEIGHTS, NativeMap, engine
+
+Again = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The same attention in PyTorch's operations: q, k, v, log-scales -> output, its gradient reaching the weights too."""
+
+
+def attend_with_gradient(
+    map: NativeMap | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_scale: Tensor | None,
+    again: Again,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
+
+    Args:
+        map: that keys and queries share, or None where q and k are features.
+        q: queries.
+        k: keys.
+        v: values.
+        log_scale: [B, K, T] of given features, or None.
+        again: asked for the gradient where log-scales are too steep for the native one.
+        options: `causal`, `scale`, `eps` and `mask` of `Engine.attend`.
+    """
+    weights = () if map is None else tuple(getattr(map, name) for name in WEIGHTS)
+    return _Native.apply(map, again, options, q, k, v, log_scale, *weights)
+
+
+class _Native(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        map: NativeMap | None,
+        again: Again,
+        options: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_scale: Tensor | None,
+        *weights: Tensor | None,
+    ) -> Tensor:
+        ctx.map, ctx.again, ctx.options = map, again, options
+        out, kv, top = engine().attend([] if map is None else [map], q, k, v, log_scale=log_scale, **options)
+        # The weights too, so that a change in place before the backward is noticed.
+        ctx.save_for_backward(out, kv, top, q, k, v, log_scale, *weights)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
+        maps = [] if ctx.map is None else [ctx.map._replace(**dict(zip(WEIGHTS, weights, strict=True)))]
+        found = engine().gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
+        if found is None:
+            return None, None, None, *_in_pytorch(ctx.again, (q, k, v, log_scale), weights, grad)
+        scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
+        return None, None, None, found.q, found.k, found.v, scale, *found.weights
+
+
+def _in_pytorch(
+    again: Again, inputs: tuple[Tensor | None, ...], weights: list[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """Differentiate the ops in PyTorch, which have an answer to steep log-scales."""
+    leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    asked = [*leaves, *(w if w is not None and w.requires_grad else None for w in weights)]
+    wanted = [x for x in asked if x is not None]
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(again(*leaves), wanted, grad, allow_unused=True))
+    return [None if x is None else next(found) for x in asked]
