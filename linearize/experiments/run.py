@@ -23,8 +23,8 @@ from linearize.finetune.tasks import recovered
 
 Listener = Callable[[str, Any], None]
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
-FREE = ("device", "data", "keep_models")
-"""What may differ between a run and its continuation: where it runs and where the data lies."""
+FREE = ("device", "data", "keep_models", "summary", "needs", "paper", "differs", "figures")
+"""What may differ between a run and its continuation: where it runs, where the data lies, what is said about it."""
 GROWING = ("kernels", "tasks", "sources", "seeds")
 """What a continuation may have more of: that only adds cells."""
 

@@ -130,7 +130,7 @@ def test_cells_may_be_added_and_run_apart(finished, tiny, tmp_path):
     tiny |= {"kernels": ["softmax"], "figures": {}}
     first = run_recipe(check(tiny, "tiny"), folder, only=["*-mrpc-*"])
     assert [row["cell"] for row in first] == ["softmax-mrpc-s0"]
-    tiny |= {"kernels": ["softmax", "hedgehog"]}
+    tiny |= {"kernels": ["softmax", "hedgehog"], "needs": "other words"}
     recipe = check(tiny, "tiny")
     with pytest.raises(ConfigError, match=r"which no cell is called.*softmax-"):
         run_recipe(recipe, folder, resume=True, only=["mrpc"])

@@ -1,0 +1,95 @@
+"""What a causal call in chunks knows before it multiplies: its chunks, and powers of two in place of log-scales.
+
+A key's log-scale is taken apart into a power of two and a factor between 1 and 2. Powers of two multiply without
+rounding, so a whole chunk can share one, the largest so far at its end, and yet no later token changes a bit of an
+earlier output. Where the running maximum climbs by more than `CLIMB` inside a chunk, its rows get a power each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linearize.ops.state import EPS, FLOOR
+
+CHUNK = 64
+"""Tokens per chunk: the cost of the part inside a chunk grows with it, that of the state's products falls."""
+
+CLIMB = 40.0
+"""By how many powers of two a row's own maximum may lie below its chunk's: 2^-40 is far from fp32's end."""
+
+LN2_HIGH, LN2_LOW = 0.693359375, math.log(2.0) - 0.693359375
+"""The logarithm of 2 in two parts: the first has 9 bits, so its multiples by whole numbers are exact in fp32."""
+
+
+def powers(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Take log-scales apart: exp(scale) = 2^n exp(r), n a whole number, 0 <= r < log 2 but for rounding."""
+    n = torch.floor(scale.detach() / math.log(2.0))
+    rest = (scale - n * LN2_HIGH) - n * LN2_LOW
+    return n, torch.where(scale > FLOOR / 2, rest, 0.0)
+
+
+def cut(tokens: int) -> list[tuple[int, int]]:
+    """Cut tokens into chunks."""
+    return [(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
+
+
+class Plan(NamedTuple):
+    """Everything about a call that has no gradient. All powers are of two.
+
+    Attributes:
+        spans: the chunks.
+        normalize: whether rows are divided by their sums.
+        eps: smallest magnitude of a sum, relative to the row's own maximum.
+        power: [B, K, T] the keys' powers, or None where nothing is scaled; so all that follow.
+        top: [B, K, T] running maximum of the powers.
+        unit: [B, K, T] the power under which a row is summed: its chunk's, or its own where the chunk is steep.
+        lift: [B, K, T] factor that brings a key to its chunk's power.
+        before: [B, K, N] the state's power before chunk n.
+        fade: [B, K, N] factor that brings the state to the power of chunk n.
+        steep: whether the rows of chunk n have powers of their own.
+    """
+
+    spans: list[tuple[int, int]]
+    normalize: bool
+    eps: float
+    power: Tensor | None = None
+    top: Tensor | None = None
+    unit: Tensor | None = None
+    lift: Tensor | None = None
+    before: Tensor | None = None
+    fade: Tensor | None = None
+    steep: list[bool] | None = None
+
+    def least(self, part: slice) -> Any:
+        """Return the smallest magnitude of a row's sum, in the row's unit: a number or [B, K, 1, C]."""
+        if self.top is None or self.unit is None:
+            return self.eps
+        return (torch.exp2(self.top[..., part] - self.unit[..., part]) * self.eps).clamp(min=EPS)[:, :, None]
+
+    def own(self, part: slice) -> Tensor:
+        """Return what brings rows from their unit to their own maximum [B, K, 1, C, 1]."""
+        assert self.top is not None and self.unit is not None
+        # A row that has seen nothing is zero, and has no maximum.
+        gap = (self.unit[..., part] - self.top[..., part]).clamp(max=CLIMB)
+        return torch.exp2(gap)[:, :, None, :, None]
+
+
+@torch.no_grad()
+def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float) -> Plan:
+    """Choose the powers of two: `power` [B, K, T] of the keys, `start` [B, K] of the state before."""
+    spans = cut(power.shape[-1])
+    top = torch.maximum(power.cummax(dim=-1).values, start[..., None])
+    lengths = torch.tensor([stop - first for first, stop in spans], device=top.device)
+    ends = top[..., lengths.cumsum(0) - 1]
+    before = torch.cat([start[..., None], ends[..., :-1]], dim=-1)
+    chunk = ends.repeat_interleave(lengths, dim=-1)
+    # A row that has seen nothing has no maximum to lose.
+    far = ((chunk - top > CLIMB) & (top > FLOOR / 2)).flatten(0, 1).any(dim=0)
+    steep = torch.nn.functional.pad(far, (0, len(spans) * CHUNK - len(far))).view(-1, CHUNK).any(dim=1)
+    unit = torch.where(steep.repeat_interleave(lengths), top, chunk)
+    lift, fade = torch.exp2(power - chunk), torch.exp2(before - ends)
+    return Plan(spans, normalize, eps, power, top, unit, lift, before, fade, steep.tolist())
