@@ -200,6 +200,9 @@ def show(out: Any, result: Any) -> None:
     if machine.device == "cpu":
         said = "used (LINEARIZE_NATIVE=0 leaves it alone)" if machine.native else "not there (linearize native --build)"
         out.print(f"Native op: {said}.", markup=False)
+    else:
+        said = "used (LINEARIZE_FLA=0 leaves it alone)" if machine.fla else "not there (extra: gpu)"
+        out.print(f"flash-linear-attention: {said}.", markup=False)
     out.print(f"Noise: {result.noise.text}.", markup=False)
 
 

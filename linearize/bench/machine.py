@@ -14,6 +14,7 @@ import torch
 from linearize.bench.timing import seconds_of, spread
 from linearize.errors import ConfigError, unknown_name
 from linearize.native import engine
+from linearize.ops.causal_fla import chunk_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -121,6 +122,7 @@ class Machine:
         peak: floating-point operations per second of the fastest square matrix product in that type.
         torch: its version.
         native: whether the native op was compiled and is used.
+        fla: whether causal attention may go through flash-linear-attention's kernels.
     """
 
     device: str
@@ -131,6 +133,7 @@ class Machine:
     peak: float
     torch: str
     native: bool = False
+    fla: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -143,7 +146,8 @@ def describe(device: str, dtype: str) -> Machine:
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
     fastest = peak_rate(device, dtype)
     native = device == "cpu" and engine() is not None
-    return Machine(device, name, torch.get_num_threads(), cores, dtype, fastest, torch.__version__, native)
+    fla = chunk_kernel(torch.device(device)) is not None
+    return Machine(device, name, torch.get_num_threads(), cores, dtype, fastest, torch.__version__, native, fla)
 
 
 def peak_rate(device: str, dtype: str, sizes: tuple[int, ...] = PEAKS, repeats: int = 5) -> float:

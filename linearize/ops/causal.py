@@ -14,6 +14,7 @@ from torch import Tensor
 
 from linearize.native import engine
 from linearize.native.gradient import attend_with_gradient
+from linearize.ops.causal_fla import chunk_kernel, exact_enough, fla_attention
 from linearize.ops.causal_plan import CHUNK, Plan, cut, make_plan, powers
 from linearize.ops.causal_traced import traced_attention
 from linearize.ops.state import EPS, State, empty_state, group_queries, guarded, masked_log_scale
@@ -73,6 +74,18 @@ def _in_chunks(
     if torch.compiler.is_compiling():
         return traced_attention(
             phi_q, phi_k, v, mask=mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
+        )
+    if (kernel := chunk_kernel(v.device)) is not None and exact_enough(v):
+        return fla_attention(
+            kernel,
+            phi_q,
+            phi_k,
+            v,
+            key_padding_mask=key_padding_mask,
+            scale=scale,
+            state=state,
+            normalize=normalize,
+            eps=eps,
         )
     if scale is not None:
         return _scaled(phi_q, phi_k, v, mask, scale, state, normalize, eps)

@@ -1,0 +1,103 @@
+"""The causal op on a GPU through the chunk kernels of flash-linear-attention, where that is installed (extra `gpu`).
+
+Every row is kept relative to its own running maximum of log-scales. When that climbs, the state fades by
+exp(before - after): a forget gate, which those kernels have. They multiply in TF32 and add in fp32, so fp32 values go
+through them only where PyTorch's own products may be TF32 too; values in half precision always do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize.ops.state import FLOOR, State, divide, key_weight, with_ones
+
+SWITCH = "LINEARIZE_FLA"
+"""Environment variable: 0 leaves flash-linear-attention alone though it is installed."""
+
+FADED = -60.0
+"""Log of the least that a state fades to in one step: e^-60 of it is nothing in fp32, and gates are summed in fp32."""
+
+
+def chunk_kernel(device: torch.device) -> Any:
+    """Return flash-linear-attention's `chunk_simple_gla` for tensors on `device`, or None."""
+    return None if device.type != "cuda" or os.environ.get(SWITCH) == "0" else _kernel()
+
+
+@functools.lru_cache(maxsize=1)
+def _kernel() -> Any:
+    try:
+        return importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    except ImportError:
+        return None
+
+
+def exact_enough(v: Tensor) -> bool:
+    """Tell whether products in TF32 are what values of this dtype would get from PyTorch, or better."""
+    return v.dtype in (torch.bfloat16, torch.float16) or (
+        v.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    )
+
+
+def fla_attention(
+    kernel: Any,
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None,
+    scale: Tensor | None,
+    state: State,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, State]:
+    """Attend as `causal_attention` does.
+
+    Args:
+        kernel: `fla.ops.simple_gla.chunk_simple_gla`.
+        phi_q: [B, H, T, F].
+        phi_k: [B, K, T, F].
+        v: [B, K, T, V].
+        key_padding_mask: [B, T], 0 where there is no token, or None.
+        scale: [B, K, T] log-scales, `FLOOR` where there is no token, or None.
+        state: the state before.
+        normalize: whether to divide by the sum of the weights.
+        eps: smallest magnitude of that sum.
+
+    Returns:
+        Output [B, H, T, V] in `v`'s dtype and the state after.
+    """
+    groups = phi_q.shape[1] // phi_k.shape[1]
+
+    def laid_out(x: Tensor, repeat: int = groups) -> Tensor:
+        """Bring x [B, heads, T, ...] to the kernel's [B, T, H, ...], key heads once for each of their queries."""
+        return x.float().repeat_interleave(repeat, dim=1).transpose(1, 2).contiguous()
+
+    values, gate, top = with_ones(v, normalize), None, state.log_scale.detach()[..., None]
+    if scale is not None:
+        start = top
+        top = torch.maximum(scale.detach().cummax(dim=-1).values, start)
+        before = torch.cat([start, top[..., :-1]], dim=-1)
+        # A state that holds nothing has nothing to lose.
+        gate = laid_out(torch.where(before > FLOOR / 2, before - top, 0.0).clamp(min=FADED))
+    weight = key_weight(key_padding_mask, scale, top)
+    mixed, kv = kernel(
+        laid_out(phi_q, 1),
+        laid_out(phi_k),
+        laid_out(values if weight is None else values * weight[..., None]),
+        g=gate,
+        scale=1.0,
+        initial_state=state.kv.repeat_interleave(groups, dim=1).contiguous(),
+        output_final_state=True,
+    )
+    mixed = mixed.transpose(1, 2)
+    out = divide(mixed, eps) if normalize else mixed
+    return out.to(v.dtype), State(kv[:, ::groups], top[..., -1])
+
+
+__all__ = ["SWITCH", "chunk_kernel", "exact_enough", "fla_attention"]
