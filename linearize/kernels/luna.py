@@ -12,7 +12,7 @@ in [0, 1] per channel. With `shared_heads` all heads of a layer share one set of
 values are the listing's, except that c starts at 0.5, so that no channel begins dead.
 
 psi is piecewise linear in u with one knot per hidden unit, so it is evaluated by looking up the segment: the same
-function as the written-out MLP, without its 64 times larger intermediate.
+function as the written-out MLP, without its 64 times larger intermediate. The native op writes it out: in registers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import FeatureMap, Features, draw_normal, draw_uniform, project
+from linearize.native import NativeMap
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -80,6 +81,15 @@ class Luna(FeatureMap):
         if self.gate is not None and self.gate_bias is not None:
             psi = psi * (project(x, self.gate) + self.gate_bias.float()[:, None]).sigmoid()[..., None, :]
         return Features(psi.flatten(-2))
+
+    def native(self) -> NativeMap | None:
+        """See `FeatureMap.native`."""
+        if self.gate is not None:
+            return None
+        shape = (self.heads, self.config.channels, self.config.hidden)
+        parts = (self.slope.expand(shape), self.offset.expand(shape), self.out_weight, self.out_bias[..., None])
+        amplitude = self.config.projections**-0.5
+        return NativeMap("bank", self.weight, bias=self.bias, bank=torch.cat(parts, dim=-1), amplitude=amplitude)
 
     def _psi(self, u: Tensor) -> Tensor:
         """Apply the scalar functions: [B, H, T, M] -> [B, H, T, M, L]."""

@@ -16,7 +16,7 @@ from torch import Tensor
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: 0 leaves the native op alone though it is built."""
 
-WEIGHTS = ("first", "second", "bias", "tau")
+WEIGHTS = ("first", "second", "bias", "tau", "bank")
 """The tensors of a `NativeMap`."""
 
 
@@ -29,6 +29,8 @@ class NativeMap(NamedTuple):
         second: [H, n, D] another, or None.
         bias: [H, n] or None.
         tau: [H], where the log-scale is exp(-tau) |x|^2, or None.
+        bank: [H, L, 3 hidden + 1] scalar functions relu(c + sum_j v_j relu(s_j u + t_j)), as [s, t, v, c], or None.
+            It may be made of the kernel's parameters; then keys must not have a log-scale.
         amplitude: factor of the features, where the map has one.
         scaled: whether keys have a log-scale.
     """
@@ -38,6 +40,7 @@ class NativeMap(NamedTuple):
     second: Tensor | None = None
     bias: Tensor | None = None
     tau: Tensor | None = None
+    bank: Tensor | None = None
     amplitude: float = 1.0
     scaled: bool = False
 

@@ -21,6 +21,7 @@ KINDS = {
     "waves": 4,
     "wave_pairs": 5,
     "damped_waves": 6,
+    "bank": 7,
 }
 """What maps.h has, by name."""
 
@@ -39,10 +40,13 @@ class _Map(ctypes.Structure):
         ("heads", ctypes.c_int32),
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
         ("first", ctypes.c_void_p),
         ("second", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("tau", ctypes.c_void_p),
+        ("bank", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("amplitude", ctypes.c_float),
         ("scaled", ctypes.c_int32),
@@ -75,7 +79,7 @@ class _Back(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
         *((name, _Steps) for name in ("grad_step", "dq_step", "dk_step", "dv_step")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", "first", "second", "bias", "tau")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", *WEIGHTS)),
         *((name, ctypes.c_void_p) for name in ("kv", "log_scale")),
     ]
 
@@ -87,7 +91,7 @@ class Gradients(NamedTuple):
         q: as q; so k and v.
         k: as k.
         v: as v.
-        weights: of the map's `first`, `second`, `bias` and `tau`, each as the weight, or None where there is none.
+        weights: of the map's `WEIGHTS`, each as the weight, or None where there is none.
         log_scale: of given log-scales [B, K, T], or None.
     """
 
@@ -307,6 +311,8 @@ class Engine:
 
 
 def _features(map: NativeMap) -> int:
+    if map.bank is not None:
+        return map.first.shape[1] * map.bank.shape[1]
     return map.first.shape[1] * (1 if map.kind == "relu" else 2)
 
 
@@ -318,7 +324,9 @@ def _filled(map: NativeMap, scale: float, held: list[Any]) -> _Map:
             held.append(tensor)
         pointers.append(None if tensor is None else tensor.data_ptr())
     heads, rows, size = map.first.shape
-    return _Map(KINDS[map.kind], heads, rows, size, *pointers, scale, map.amplitude, map.scaled)
+    channels, hidden = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
+    options = (scale, map.amplitude, map.scaled)
+    return _Map(KINDS[map.kind], heads, rows, size, channels, hidden, *pointers, *options)
 
 
 def _share_threads() -> bool:

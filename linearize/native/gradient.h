@@ -11,21 +11,25 @@ typedef struct {
     int64_t grad_step[3], dq_step[3], dk_step[3], dv_step[3];
     void *dq, *dk, *dv;
     float *given;                        /* gradient of given log-scales [B, K, T], or null */
-    float *first, *second, *bias, *tau;  /* of the weights, per batch entry and key head; null where there are none */
+    /* Of the weights, per batch entry and key head; null where there are none. */
+    float *first, *second, *bias, *tau, *bank;
     const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
 } back_t;
 
 /* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `turned`, the rows
    turned; `values`, the weighted values turned; dphi; pairs, the gradients to scores; taken and lifts, those to
    weighted values and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and
-   dz, of the state; first, second, bias and tau, of the weights. */
+   dz, of the state; first, second, bias and tau, of the weights; bank, see bank_back. */
 typedef struct {
     scratch_t s;
     float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *first, *second, *bias;
-    float *pairs, *slope, *taken, *lifts, *raw;
+    float *bank, *pairs, *slope, *taken, *lifts, *raw;
     float tau;
     long width; /* of a row of weights */
 } work_t;
+
+/* Numbers that are added up for a bank's gradient: W of each, see bank_back. */
+INLINE long bank_sums(const map_t *m) { return m->kind == BANK ? m->channels * (2 * m->hidden + 1) * W : 0; }
 
 static int prepare_work(const call_t *c, work_t *w) {
     const map_t *m = &c->keys;
@@ -38,7 +42,7 @@ static int prepare_work(const call_t *c, work_t *w) {
         {&w->dphi_k, f * TILE}, {&w->dkv, f * v},             {&w->dz, f},               {&w->keep, 3 * n * TILE},
         {&w->dx, size * TILE},  {&w->plain, TILE * w->width}, {&w->first, n * w->width}, {&w->second, n * w->width},
         {&w->bias, n},          {&w->pairs, TILE * TILE},     {&w->slope, TILE},         {&w->taken, TILE * v},
-        {&w->lifts, TILE},      {&w->raw, TILE},
+        {&w->lifts, TILE},      {&w->raw, TILE},              {&w->bank, bank_sums(m)},
     };
     w->memory = carve(parts, sizeof parts / sizeof *parts);
     if (!w->memory) free(w->s.memory);
@@ -84,6 +88,64 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
     }
 }
 
+/* One function's way back for `count` vectors: g are the gradients to its values before the last ReLU. Adds to du, and to
+   `sums`, for every hidden unit, g and g u where the unit is on, and last g: [2 hidden + 1, W]. */
+INLINE void scalar_back(int count, const float *b, long hidden, const float *u, const vf *g, float *du, float *sums) {
+    const float *s = b, *t = b + hidden, *v = b + 2 * hidden;
+    vf all = load(sums + 2 * hidden * W), down[GROUP];
+    for (int i = 0; i < count; i++) {
+        all += g[i];
+        down[i] = load(du + i * W);
+    }
+    store(sums + 2 * hidden * W, all);
+    for (long j = 0; j < hidden; j++, sums += 2 * W) {
+        vf plain = load(sums), times = load(sums + W);
+        for (int i = 0; i < count; i++) {
+            vf at = load(u + i * W), on = (vf)((vi)g[i] & (s[j] * at + t[j] > 0.0f));
+            plain += on;
+            times += on * at;
+            down[i] += (v[j] * s[j]) * on;
+        }
+        store(sums, plain);
+        store(sums + W, times);
+    }
+    for (int i = 0; i < count; i++) store(du + i * W, down[i]);
+}
+
+/* From dphi [rows, channels, wide] to the gradient du [rows, wide] of the projections u. */
+static void bank_back(const map_t *m, long head, const float *phi, const float *dphi, const float *u, float *du,
+                      float *sums, long wide) {
+    memset(du, 0, m->rows * wide * sizeof(float));
+    for (long l = 0; l < m->channels; l++, sums += (2 * m->hidden + 1) * W) {
+        const float *b = m->bank + (head * m->channels + l) * bank_width(m);
+        for (long p = 0, count; p < m->rows * wide; p += count * W) {
+            vf g[GROUP];
+            count = m->rows * wide - p >= GROUP * W ? GROUP : 1;
+            for (long i = 0; i < count; i++) {
+                long at = p + i * W, from = (at / wide * m->channels + l) * wide + at % wide;
+                g[i] = (vf)((vi)(load(dphi + from) * m->amplitude) & (load(phi + from) > 0.0f));
+            }
+            if (count == GROUP) scalar_back(GROUP, b, m->hidden, u + p, g, du + p, sums);
+            else scalar_back(1, b, m->hidden, u + p, g, du + p, sums);
+        }
+    }
+}
+
+/* The gradients of a bank's numbers from what bank_back added up. */
+static void write_bank(const map_t *m, long head, const float *sums, float *to) {
+    long n = m->hidden;
+    for (long l = 0; l < m->channels; l++, to += bank_width(m), sums += W) {
+        const float *b = m->bank + (head * m->channels + l) * bank_width(m);
+        for (long j = 0; j < n; j++, sums += 2 * W) {
+            float plain = total(load(sums)), times = total(load(sums + W));
+            to[j] = b[2 * n + j] * times;
+            to[n + j] = b[2 * n + j] * plain;
+            to[2 * n + j] = b[j] * times + b[n + j] * plain;
+        }
+        to[3 * n] = total(load(sums));
+    }
+}
+
 /* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of the weights (added
    up). */
 static void map_back(const call_t *c, long head, work_t *w, const float *phi, float *dphi, const float *dscale,
@@ -96,7 +158,12 @@ static void map_back(const call_t *c, long head, work_t *w, const float *phi, fl
         return;
     }
     head = m->heads == 1 ? 0 : head;
-    for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
+    if (m->kind == BANK) {
+        bank_back(m, head, phi, dphi, s->other, w->keep, w->bank, wide);
+        dphi = w->keep;
+    } else {
+        for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
+    }
     for (long t = 0; t < count; t++)
         read_row(at(x, c->type, t * step), c->type, size, m->scale, w->plain + t * w->width);
     for (int which = 0; which < (m->second ? 2 : 1); which++) {
@@ -198,6 +265,7 @@ static void clear_head(const call_t *c, work_t *w) {
     memset(w->first, 0, n * w->width * sizeof(float));
     memset(w->second, 0, n * w->width * sizeof(float));
     memset(w->bias, 0, n * sizeof(float));
+    memset(w->bank, 0, bank_sums(&c->keys) * sizeof(float));
     w->tau = 0.0f;
 }
 
@@ -211,6 +279,10 @@ static void write_weights(const call_t *c, const back_t *g, long index, const wo
         }
     if (g->bias) memcpy(g->bias + index * n, w->bias, n * sizeof(float));
     if (g->tau) g->tau[index] = w->tau;
+    if (g->bank) {
+        long head = c->keys.heads == 1 ? 0 : index % c->key_heads;
+        write_bank(&c->keys, head, w->bank, g->bank + index * c->keys.channels * bank_width(&c->keys));
+    }
 }
 
 #endif

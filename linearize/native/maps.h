@@ -5,13 +5,15 @@
 
 #include "tile.h"
 
-enum { GIVEN = 0, RELU = 1, SOFTMAX_BOTH = 2, EXP_BOTH = 3, WAVES = 4, WAVE_PAIRS = 5, DAMPED_WAVES = 6 };
+enum { GIVEN = 0, RELU = 1, SOFTMAX_BOTH = 2, EXP_BOTH = 3, WAVES = 4, WAVE_PAIRS = 5, DAMPED_WAVES = 6, BANK = 7 };
 
 typedef struct {
     int32_t kind, heads;     /* heads that have weights of their own */
     int64_t rows, size;      /* weights are [heads, rows, size] */
+    int64_t channels, hidden; /* of a bank of scalar functions */
     const float *first, *second, *bias; /* bias [heads, rows] or null */
     const float *tau;        /* [heads]: the log-scale is exp(-tau) |x|^2; null: no such */
+    const float *bank;       /* [heads, channels, 3 hidden + 1]: slopes, offsets, weights, a bias; or null */
     float scale, amplitude;  /* of the inputs; of a wave */
     int32_t scaled;          /* whether keys have a log-scale */
 } map_t;
@@ -103,13 +105,62 @@ INLINE void waves(int32_t kind, float amplitude, float *phi, const float *other,
     }
 }
 
+#define GROUP 8 /* vectors that a scalar function is asked for at once */
+
+INLINE long bank_width(const map_t *map) { return 3 * map->hidden + 1; }
+
+/* One of a bank's functions, relu(c + sum_j v_j relu(s_j u + t_j)), of `count` vectors u. */
+INLINE void scalar_function(int count, const float *b, long hidden, const float *u, vf *y) {
+    const float *s = b, *t = b + hidden, *v = b + 2 * hidden;
+    for (int i = 0; i < count; i++) y[i] = splat(b[3 * hidden]);
+    for (long j = 0; j < hidden; j++)
+        for (int i = 0; i < count; i++) y[i] += v[j] * larger(s[j] * load(u + i * W) + t[j], (vf){0});
+    for (int i = 0; i < count; i++) y[i] = larger(y[i], (vf){0});
+}
+
+/* All functions of all projections u [rows, wide] -> phi [rows, channels, wide]. */
+INLINE void bank_tile(const map_t *map, long head, const float *u, float *phi, long wide) {
+    for (long l = 0; l < map->channels; l++) {
+        const float *b = map->bank + (head * map->channels + l) * bank_width(map);
+        for (long p = 0, count; p < map->rows * wide; p += count * W) {
+            vf y[GROUP];
+            count = map->rows * wide - p >= GROUP * W ? GROUP : 1;
+            if (count == GROUP) scalar_function(GROUP, b, map->hidden, u + p, y);
+            else scalar_function(1, b, map->hidden, u + p, y);
+            for (long i = 0; i < count; i++) {
+                long at = p + i * W;
+                store(phi + (at / wide * map->channels + l) * wide + at % wide, y[i] * map->amplitude);
+            }
+        }
+    }
+}
+
+/* The same of few tokens: u [rows, W] is packed first, so that vectors are full. */
+INLINE void bank_few(const map_t *map, long head, float *u, float *phi, long tokens) {
+    long all = map->rows * tokens;
+    for (long n = 0; n < all; n++) u[n] = u[n / tokens * W + n % tokens];
+    for (long n = all; n % W; n++) u[n] = 0.0f;
+    memset(phi, 0, map->rows * map->channels * W * sizeof(float));
+    for (long l = 0; l < map->channels; l++)
+        for (long p = 0; p < all; p += W) {
+            vf y;
+            scalar_function(1, map->bank + (head * map->channels + l) * bank_width(map), map->hidden, u + p, &y);
+            for (long n = p; n < p + W && n < all; n++)
+                phi[(n / tokens * map->channels + l) * W + n % tokens] = y[n - p] * map->amplitude;
+        }
+}
+
+INLINE void add_bias(const map_t *map, long head, float *projected, long wide) {
+    if (!map->bias) return;
+    for (long i = 0; i < map->rows; i++)
+        for (long j = 0; j < wide; j += W)
+            store(projected + i * wide + j, load(projected + i * wide + j) + map->bias[head * map->rows + i]);
+}
+
 /* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide]. */
 INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *keep) {
     long n = map->rows;
-    if (map->bias)
-        for (long i = 0; i < n; i++)
-            for (long j = 0; j < wide; j += W)
-                store(phi + i * wide + j, load(phi + i * wide + j) + map->bias[head * n + i]);
+    add_bias(map, head, phi, wide);
     switch (map->kind) {
     case RELU:
         for (long i = 0; i < n * wide; i += W) store(phi + i, larger(load(phi + i), (vf){0}));
@@ -135,6 +186,12 @@ INLINE void map_tile(const map_t *map, long head, const float *x, float *phi, fl
                      long wide, float *keep) {
     long n = map->rows, size = map->size;
     head = map->heads == 1 ? 0 : head;
+    if (map->kind == BANK) {
+        product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, other, wide);
+        add_bias(map, head, other, wide);
+        bank_tile(map, head, other, phi, wide);
+        return;
+    }
     product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, phi, wide);
     if (map->second) product(0, n, wide, size, map->second + head * n * size, size, 1, x, wide, other, wide);
     if (map->tau)
@@ -153,7 +210,7 @@ INLINE void map_few(const map_t *map, long head, const float *x, long tokens, fl
     head = map->heads == 1 ? 0 : head;
     for (int which = 0; which < (map->second ? 2 : 1); which++) {
         const float *weight = (which ? map->second : map->first) + head * n * size;
-        float *to = which ? other : phi;
+        float *to = which || map->kind == BANK ? other : phi;
         for (long i = 0; i < n; i++, weight += size) {
             store(to + i * W, (vf){0});
             for (long t = 0; t < tokens; t++) {
@@ -172,6 +229,11 @@ INLINE void map_few(const map_t *map, long head, const float *x, long tokens, fl
             for (long d = 0; d < size; d++) sum += x[t * size + d] * x[t * size + d];
             log_scale[t] = sum * expf(-map->tau[head]);
         }
+    if (map->kind == BANK) {
+        add_bias(map, head, other, W);
+        bank_few(map, head, other, phi, tokens);
+        return;
+    }
     activate(map, head, phi, other, log_scale, W, 0);
 }
 

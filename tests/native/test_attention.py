@@ -15,6 +15,7 @@ OPTIONS = {
     "flexformer_n": ({}, {"form": "damped"}, {"frequencies": 5}, {"tied": False}),
     "flexformer_s": ({}, {"frequencies": 21}),
     "hedgehog": ({}, {"activation": "exp"}, {"bias": False}, {"tied": False}),
+    "luna": ({}, {"shared_heads": True, "hidden": 5}, {"shared_mlp": True, "projections": 3, "channels": 1}),
     "t2r": ({}, {"features": 70}),
 }
 LENGTHS = (1, 15, 64, 65, 200)
