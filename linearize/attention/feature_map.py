@@ -11,7 +11,7 @@ from linearize.attention.mixer import HeadShape, Mixer, MixerState
 from linearize.attention.streamed import Call, stream, stream_with_gradient
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.native import NativeMap, engine
-from linearize.native.gradient import attend_with_gradient
+from linearize.native.gradient import attend_with_gradient, map_with_gradient
 from linearize.ops import (
     State,
     WindowState,
@@ -90,30 +90,35 @@ class FeatureMapMixer(Mixer):
 
     def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map keys [B, K, T, D], behind what precedes the map."""
-        return self.keys(self._scaled(k, scaling), keys=True, positions=positions)
+        return self._map(self.keys, k, scaling, keys=True, positions=positions)
 
     def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map queries [B, H, T, D], behind what precedes the map."""
-        q = self._scaled(q, scaling)
-        return self._tied(q, positions) if self.queries is None else self.queries(q, keys=False, positions=positions)
+        if self.queries is None:
+            return self._tied(q, scaling, positions)
+        return self._map(self.queries, q, scaling, keys=False, positions=positions)
 
     def _factor(self, scaling: float) -> float:
         """What the map wants queries and keys multiplied with."""
         return scaling**0.5 if self.keys.scale_inputs else 1.0
 
-    def _scaled(self, x: Tensor, scaling: float) -> Tensor:
-        """Give queries and keys the scale that the map wants, in fp32."""
-        return x.float() * scaling**0.5 if self.keys.scale_inputs else x.float()
+    def _map(self, map: FeatureMap, x: Tensor, scaling: float, *, keys: bool, positions: Tensor | None) -> Features:
+        """Map x [B, H, T, D] in the scale that the map wants, in fp32."""
+        native = None if torch.compiler.is_compiling() else engine()
+        if native is not None and native.takes(x, x, x) and (known := map.native()) is not None:
+            return Features(*map_with_gradient(known, x, self._factor(scaling)))
+        x = x.float()
+        return map(x * self._factor(scaling) if map.scale_inputs else x, keys=keys, positions=positions)
 
-    def _tied(self, q: Tensor, positions: Tensor | None) -> Features:
+    def _tied(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map queries with the keys' map: the query heads of a group go along as further batch entries."""
         groups = self.shape.heads // self.shape.key_heads
         if groups == 1:
-            return self.keys(q, keys=False, positions=positions)
+            return self._map(self.keys, q, scaling, keys=False, positions=positions)
         batch, _, tokens, size = q.shape
         folded = q.reshape(batch, -1, groups, tokens, size).transpose(1, 2).reshape(batch * groups, -1, tokens, size)
         repeated = None if positions is None else positions.repeat_interleave(groups, dim=0)
-        found: Features = self.keys(folded, keys=False, positions=repeated)
+        found = self._map(self.keys, folded, scaling, keys=False, positions=repeated)
 
         def unfold(x: Tensor) -> Tensor:
             return x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)

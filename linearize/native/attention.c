@@ -8,6 +8,7 @@
 #include "bidirectional_gradient.h"
 #include "causal.h"
 #include "causal_gradient.h"
+#include "features.h"
 #include "step.h"
 
 /* So that the caller can tell whether both sides mean the same structure. */

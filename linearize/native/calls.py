@@ -12,76 +12,19 @@ from torch import Tensor
 
 from linearize.native import WEIGHTS, NativeMap
 from linearize.native.build import library
+from linearize.native.structures import TYPES, Back, Call, feature_dim, filled_map
 
-KINDS = {
-    "given": 0,
-    "relu": 1,
-    "softmax_both": 2,
-    "exp_both": 3,
-    "waves": 4,
-    "wave_pairs": 5,
-    "damped_waves": 6,
-    "bank": 7,
-}
-"""What maps.h has, by name."""
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+FUNCTIONS = (
+    "bidirectional",
+    "causal",
+    "step",
+    "features",
+    "bidirectional_gradient",
+    "causal_gradient",
+    "features_gradient",
+)
 
 NO_MEMORY, STEEP = 1, 2
-
-_Steps = ctypes.c_int64 * 3
-
-
-class _Map(ctypes.Structure):
-    """`map_t` of maps.h."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("tau", ctypes.c_void_p),
-        ("bank", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("amplitude", ctypes.c_float),
-        ("scaled", ctypes.c_int32),
-    ]
-
-
-class _Call(ctypes.Structure):
-    """`call_t` of call.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens", "features", "value_size")),
-        *((name, _Steps) for name in ("q_step", "k_step", "v_step", "out_step")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        ("type", ctypes.c_int32),
-        ("value_type", ctypes.c_int32),
-        ("mask", ctypes.c_void_p),
-        ("given", ctypes.c_void_p),
-        ("keys", _Map),
-        ("queries", _Map),
-        *((name, ctypes.c_void_p) for name in ("start", "start_scale", "kv", "log_scale")),
-        ("eps", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-    ]
-
-
-class _Back(ctypes.Structure):
-    """`back_t` of gradient.h."""
-
-    _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        *((name, _Steps) for name in ("grad_step", "dq_step", "dk_step", "dv_step")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", *WEIGHTS)),
-        *((name, ctypes.c_void_p) for name in ("kv", "log_scale")),
-    ]
 
 
 class Gradients(NamedTuple):
@@ -115,13 +58,13 @@ class Engine:
         shared = _share_threads()
         self.library = ctypes.CDLL(str(path))
         self.parallel = bool(shared and self.library.linearize_parallel())
-        for structure, size in ((_Call, self.library.linearize_call_size), (_Back, self.library.linearize_back_size)):
+        for structure, size in ((Call, self.library.linearize_call_size), (Back, self.library.linearize_back_size)):
             size.restype = ctypes.c_int64
             if size() != ctypes.sizeof(structure):
                 raise OSError(f"{path} was built from other code")
-        for name in ("bidirectional", "causal", "step", "bidirectional_gradient", "causal_gradient"):
+        for name in FUNCTIONS:
             function = getattr(self.library, f"linearize_{name}")
-            structures = [_Call, _Back] if name.endswith("gradient") else [_Call]
+            structures = [Call, Back] if name.endswith("gradient") else [Call]
             function.argtypes, function.restype = [ctypes.POINTER(s) for s in structures], ctypes.c_int
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -230,7 +173,7 @@ class Engine:
         call, _held = self._call(maps, q, k, v, scale, eps, mask, log_scale)
         grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
         call.out_step = out.stride()[:3]
-        back = _Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
+        back = Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
         back.grad_step = grad.stride()[:3]
         found = [torch.empty_like(x) for x in (q, k, v)]
         for name, x in zip("qkv", found, strict=True):
@@ -238,22 +181,15 @@ class Engine:
             setattr(back, f"d{name}_step", x.stride()[:3])
         given = None if log_scale is None else torch.empty(k.shape[:3])
         back.given = None if given is None else given.data_ptr()
-        per_head: list[Tensor | None] = []
-        for name in WEIGHTS if maps else ():
-            weight = getattr(maps[0], name)
-            room = None if weight is None else torch.empty(*k.shape[:2], *weight.shape[1:])
-            setattr(back, name, None if room is None else room.data_ptr())
-            per_head.append(room)
+        rooms = _rooms(maps[0], k, back) if maps else []
         function = self.library.linearize_causal_gradient if causal else self.library.linearize_bidirectional_gradient
         result = function(call, back)
         if result == NO_MEMORY:
             raise MemoryError("native op: no memory for a tile's gradients")
         if result == STEEP:
             return None
-        weights = [None if room is None else room.sum(dim=0) for room in per_head]
-        if maps and maps[0].first.shape[0] == 1:
-            weights = [None if weight is None else weight.sum(dim=0, keepdim=True) for weight in weights]
-        return Gradients(found[0], found[1], found[2], tuple(weights), given)
+        weights = _gathered(maps[0], rooms) if maps else ()
+        return Gradients(found[0], found[1], found[2], weights, given)
 
     def step(
         self,
@@ -279,6 +215,41 @@ class Engine:
             raise MemoryError("native op: no memory for a step")
         return out
 
+    def features(self, map: NativeMap, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Map x [B, K, T, D] -> features [B, K, T, F] and log-scales [B, K, T], None where the map has none; fp32.
+
+        Raises:
+            MemoryError: if there is no memory for a thread's tile.
+        """
+        call, _held = self._call([map], x, x, x, scale, 0.0, None)
+        phi = torch.empty(*x.shape[:3], call.features)
+        top = torch.empty(x.shape[:3]) if map.scaled else None
+        call.out, call.out_step = phi.data_ptr(), phi.stride()[:3]
+        call.log_scale = None if top is None else top.data_ptr()
+        if self.library.linearize_features(call):
+            raise MemoryError("native op: no memory for a tile")
+        return phi, top
+
+    def features_gradient(
+        self, map: NativeMap, x: Tensor, grad: Tensor, grad_scale: Tensor | None, *, scale: float
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the gradients of `features` to x and to the map's `WEIGHTS` from those to what it returned.
+
+        Raises:
+            MemoryError: if there is no memory for a thread's tiles.
+        """
+        call, _held = self._call([map], x, x, x, scale, 0.0, None)
+        grad, found = grad.float().contiguous(), torch.empty_like(x)
+        back = Back(grad=grad.data_ptr(), dk=found.data_ptr())
+        back.grad_step, back.dk_step = grad.stride()[:3], found.stride()[:3]
+        if grad_scale is not None:
+            grad_scale = grad_scale.float().contiguous()
+            back.given = grad_scale.data_ptr()
+        rooms = _rooms(map, x, back)
+        if self.library.linearize_features_gradient(call, back):
+            raise MemoryError("native op: no memory for a tile's gradients")
+        return found, _gathered(map, rooms)
+
     def _call(
         self,
         maps: Sequence[NativeMap],
@@ -289,11 +260,11 @@ class Engine:
         eps: float,
         mask: Tensor | None,
         log_scale: Tensor | None = None,
-    ) -> tuple[_Call, list[Any]]:
+    ) -> tuple[Call, list[Any]]:
         """Fill in what all ops need; the list holds what has to live until the call is over."""
         held: list[Any] = [q, k, v]
-        features = _features(maps[0]) if maps else q.shape[-1]
-        call = _Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], features, v.shape[-1])
+        features = feature_dim(maps[0]) if maps else q.shape[-1]
+        call = Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], features, v.shape[-1])
         call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         call.q_step, call.k_step, call.v_step = q.stride()[:3], k.stride()[:3], v.stride()[:3]
         call.type, call.value_type = TYPES[q.dtype], TYPES[v.dtype]
@@ -301,8 +272,8 @@ class Engine:
             held.append(mask.to(torch.bool).contiguous())
             call.mask = held[-1].data_ptr()
         if maps:
-            call.keys = keys = _filled(maps[0], scale, held)
-            call.queries = keys if len(maps) == 1 else _filled(maps[1], scale, held)
+            call.keys = keys = filled_map(maps[0], scale, held)
+            call.queries = keys if len(maps) == 1 else filled_map(maps[1], scale, held)
         if log_scale is not None:
             held.append(log_scale.float().expand(k.shape[:3]).contiguous())
             call.given, call.keys.scaled = held[-1].data_ptr(), 1
@@ -310,23 +281,22 @@ class Engine:
         return call, held
 
 
-def _features(map: NativeMap) -> int:
-    if map.bank is not None:
-        return map.first.shape[1] * map.bank.shape[1]
-    return map.first.shape[1] * (1 if map.kind == "relu" else 2)
+def _rooms(map: NativeMap, k: Tensor, back: Back) -> list[Tensor | None]:
+    """Make room for the gradients of the map's weights, one for each batch entry and head of k [B, K, T, D]."""
+    rooms: list[Tensor | None] = []
+    for name in WEIGHTS:
+        weight = getattr(map, name)
+        room = None if weight is None else torch.empty(*k.shape[:2], *weight.shape[1:])
+        setattr(back, name, None if room is None else room.data_ptr())
+        rooms.append(room)
+    return rooms
 
 
-def _filled(map: NativeMap, scale: float, held: list[Any]) -> _Map:
-    pointers: list[int | None] = []
-    for tensor in (getattr(map, name) for name in WEIGHTS):
-        if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
-            tensor = tensor.float().contiguous()
-            held.append(tensor)
-        pointers.append(None if tensor is None else tensor.data_ptr())
-    heads, rows, size = map.first.shape
-    channels, hidden = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
-    options = (scale, map.amplitude, map.scaled)
-    return _Map(KINDS[map.kind], heads, rows, size, channels, hidden, *pointers, *options)
+def _gathered(map: NativeMap, rooms: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Add up what the op left in its rooms: over the batch, and over heads that share weights."""
+    shared = map.first.shape[0] == 1
+    found = [None if room is None else room.sum(dim=0) for room in rooms]
+    return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in found)
 
 
 def _share_threads() -> bool:

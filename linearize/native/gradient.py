@@ -1,4 +1,4 @@
-"""Attention through the native op with a gradient: for maps and for given features alike."""
+"""The native op with a gradient: attention for maps and for given features alike, and maps by themselves."""
 
 from __future__ import annotations
 
@@ -67,6 +67,36 @@ class _Native(torch.autograd.Function):
             return None, None, None, *_in_pytorch(ctx.again, (q, k, v, log_scale), weights, grad)
         scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
         return None, None, None, found.q, found.k, found.v, scale, *found.weights
+
+
+def map_with_gradient(map: NativeMap, x: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Map x [B, K, T, D] times `scale` -> features [B, K, T, F] and log-scales [B, K, T] or None, both fp32.
+
+    The gradient takes for granted what holds for every use of features: of a key only exp(log-scale) phi counts, of a
+    query that or the direction of phi.
+    """
+    weights = tuple(getattr(map, name) for name in WEIGHTS)
+    found: tuple[Tensor, Tensor | None] = _Mapped.apply(map, scale, x, *weights)
+    return found
+
+
+class _Mapped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, map: NativeMap, scale: float, x: Tensor, *weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.map, ctx.scale = map, scale
+        ctx.save_for_backward(x, *weights)
+        found: tuple[Tensor, Tensor | None] = engine().features(map, x, scale=scale)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        map = ctx.map._replace(**dict(zip(WEIGHTS, weights, strict=True)))
+        found, grads = engine().features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
+        return None, None, found, *grads
 
 
 def _in_pytorch(

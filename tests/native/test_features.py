@@ -1,0 +1,70 @@
+"""Maps by themselves through the native op equal the maps in PyTorch: features, log-scales, gradients, stage one."""
+
+import pytest
+import torch
+from test_attention import CASES, D, close, learned, tokens
+
+from linearize.native import engine
+
+
+def weights(mixer, count, *, dtype=torch.float32, **shape):
+    """What stage one makes of features, the unscaled weights exp(log-scale) phi(q) phi(k), and its gradients."""
+    q, k, _ = (x.requires_grad_() for x in tokens(count, dtype=dtype, **shape))
+    phi_q, phi_k, scale = mixer.mapped(q, k, scaling=D**-0.5)
+    phi_k = phi_k.repeat_interleave(phi_q.shape[1] // phi_k.shape[1], dim=1)
+    scores = phi_q @ phi_k.transpose(-1, -2)
+    if scale is not None:
+        shift = scale.amax(dim=-1, keepdim=True).detach()
+        scores = scores * (scale - shift).exp().repeat_interleave(scores.shape[1] // scale.shape[1], 1)[:, :, None]
+    # A query's length is free: the direction counts.
+    scores = scores / scores.norm(dim=-1, keepdim=True)
+    towards = torch.randn(scores.shape, generator=torch.Generator().manual_seed(8))
+    grads = torch.autograd.grad((scores * towards).sum(), [q, k, *mixer.parameters()], materialize_grads=True)
+    return phi_q, phi_k, scale, scores, grads
+
+
+@pytest.mark.parametrize("count", [1, 15, 64, 130])
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_equal_the_maps_in_pytorch(switch, monkeypatch, name, args, count):
+    native, calls = type(engine()), []
+    for method in ("features", "features_gradient"):
+        real = getattr(native, method)
+        spy = lambda self, *a, real=real, method=method, **kw: calls.append(method) or real(self, *a, **kw)  # noqa: E731
+        monkeypatch.setattr(native, method, spy)
+    mixer = learned(name, args)
+    switch(True)
+    *ours, grads = weights(mixer, count)
+    assert calls == ["features"] * 2 + ["features_gradient"] * 2
+    switch(False)
+    *theirs, wanted = weights(mixer, count)
+    assert len(calls) == 4
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            close(one, other)
+    for one, other in zip(grads, wanted, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        # Both are sums of some thousand fp32 numbers in another order; nearly nothing where one key is all there is.
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6
+
+
+def test_bfloat16_goes_in_and_fp32_comes_out(switch):
+    mixer = learned("hedgehog", {})
+    *ours, grads = weights(mixer, 70, dtype=torch.bfloat16)
+    switch(False)
+    *theirs, wanted = weights(mixer, 70, dtype=torch.bfloat16)
+    assert ours[0].dtype == torch.float32 and grads[0].dtype == torch.bfloat16
+    # PyTorch rounds nothing between q and the features either; their gradient to q is rounded once.
+    close(ours[0], theirs[0])
+    for one, other in zip(grads, wanted, strict=True):
+        assert (one.float() - other.float()).norm() <= 2**-8 * other.float().norm()
+
+
+def test_weights_changed_in_place_are_noticed(switch):
+    mixer = learned("luna", {})
+    q, k, _ = tokens(20)
+    phi, _, _ = mixer.mapped(q, k, scaling=D**-0.5)
+    with torch.no_grad():
+        mixer.keys.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        phi.sum().backward()
