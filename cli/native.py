@@ -9,9 +9,9 @@ EPILOG = """examples:
   linearize native --build
   linearize native --remove
 
-The native op is optional: it makes converted models faster on the CPU where no gradient is taken, and everything works
-without it. --build needs a C compiler (gcc or clang) and takes some seconds; the library goes into the user's cache
-folder and is used from then on. LINEARIZE_NATIVE=0 leaves it alone."""
+The native op is optional: it makes converted models and stage one faster on the CPU, and everything works without it.
+--build needs a C compiler (gcc or clang) and takes some seconds; the library goes into the user's cache folder and is
+used from then on. LINEARIZE_NATIVE=0 leaves it alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
