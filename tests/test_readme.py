@@ -70,6 +70,10 @@ RECIPES = {
                     "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
                     "distil={steps: 1, batch_size: 4, holdout: 4}"],
+    "gpt2-small-wikitext2": ["kernels=[softmax,hedgehog]", "model.config={model_type: gpt2, n_embd: 16, n_layer: 1, "
+                             "n_head: 2}", "model.tokenizer.size=300", "rows={max_length: 16}", "device=cpu",
+                             f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                             "distil={steps: 1, batch_size: 4, holdout: 4}"],
     "associative-recall": ["tasks.recall.options={train: 32, validation: 8, vocabulary: 6, length: 16}",
                            "rows.max_length=16", "model.config.n_embd=16", "device=cpu",
                            "finetune={batch_size: 8, steps: 2, eval_every: 2}"],
@@ -113,6 +117,10 @@ def place(tmp_path, monkeypatch):
     for split, count in (("train", 24), ("validation", 8)):
         text = "".join(json.dumps({"sentence": row["text"], "label": row["label"]}) + "\n" for row in rows[:count])
         (tmp_path / "glue" / "cola" / f"{split}.jsonl").write_text(text)
+    (tmp_path / "data" / "wikitext2").mkdir(parents=True)
+    for split in ("train", "validation"):
+        own = "".join(f"{split} {row['text']}\n" for row in rows)
+        (tmp_path / "data" / "wikitext2" / f"{split}.txt.gz").write_bytes(gzip.compress(own.encode()))
     for split, name, number in itertools.product(("train", "test"), ("cat", "ship"), range(8)):
         folder = tmp_path / "data" / "cifar10" / split / name
         folder.mkdir(parents=True, exist_ok=True)
