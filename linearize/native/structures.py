@@ -79,12 +79,14 @@ class Back(ctypes.Structure):
 
 
 def feature_dim(map: NativeMap) -> int:
+    """Return how many features F a map gives."""
     if map.bank is not None:
         return map.first.shape[1] * map.bank.shape[1]
     return map.first.shape[1] * (1 if map.kind == "relu" else 2)
 
 
 def filled_map(map: NativeMap, scale: float, held: list[Any]) -> Map:
+    """Describe a map; what was copied for that goes into `held`, and has to live until the call is over."""
     pointers: list[int | None] = []
     for tensor in (getattr(map, name) for name in WEIGHTS):
         if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
