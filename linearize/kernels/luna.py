@@ -18,6 +18,7 @@ function as the written-out MLP, without its 64 times larger intermediate. The n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ class LunaConfig:
         return self.projections * (head_dim + 1) + mlp + self.channels + gate
 
 
+class Segments(NamedTuple):
+    """Piecewise linear functions: knots [sets, L, hidden], slopes and intercepts [sets, L, hidden + 1]."""
+
+    knots: Tensor
+    slopes: Tensor
+    intercepts: Tensor
+
+
 class Luna(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, M L], non-negative."""
 
@@ -60,6 +69,7 @@ class Luna(FeatureMap):
         self.out_weight, self.out_bias = self.learned(config.channels, config.hidden), self.learned(config.channels)
         self.gate = self.learned(config.channels, head_dim) if config.envelope else None
         self.gate_bias = self.learned(config.channels) if config.envelope else None
+        self._folded: tuple[tuple[Tensor, ...], Segments] | None = None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw as listing 1 does: Gaussian projections, PyTorch's defaults for the MLPs."""
@@ -102,8 +112,18 @@ class Luna(FeatureMap):
         y = (slopes.gather(-1, segment) * rows + intercepts.gather(-1, segment)).relu()
         return y.reshape(sets, -1, heads // sets, batch, tokens, count).permute(3, 0, 2, 4, 5, 1).flatten(1, 2)
 
-    def _segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each psi before its ReLU in pieces: knots [sets, L, hidden], slopes, intercepts [.., hidden + 1]."""
+    def _segments(self) -> Segments:
+        """Return the segments; without a gradient on the CPU those of the last call, if the weights are the same."""
+        numbers = (self.slope, self.offset, self.out_weight, self.out_bias)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.slope.device.type != "cpu":
+            return self._fold()
+        # By value: versions do not tell of what was written through `.data`.
+        if self._folded is None or not all(map(torch.equal, self._folded[0], numbers)):
+            self._folded = tuple(x.detach().clone() for x in numbers), self._fold()
+        return self._folded[1]
+
+    def _fold(self) -> Segments:
+        """Cut each psi before its ReLU into pieces."""
         shape = (self.heads, self.config.channels, self.config.hidden)
         s, t = self.slope.float().expand(shape), self.offset.float().expand(shape)
         v = self.out_weight.float()
@@ -120,7 +140,7 @@ class Luna(FeatureMap):
             off = torch.nn.functional.pad(off.flip(-1).cumsum(dim=-1).flip(-1), (0, 1))
             return on + off
 
-        return knots, table(v * s), table(v * t) + self.out_bias.float()[..., None]
+        return Segments(knots, table(v * s), table(v * t) + self.out_bias.float()[..., None])
 
 
 register_kernel(

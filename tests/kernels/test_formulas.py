@@ -117,6 +117,24 @@ def test_luna_is_its_mlps_written_out(shared_heads, shared_mlp, envelope):
         torch.testing.assert_close(one[keep], two[keep], rtol=1e-3, atol=1e-4)
 
 
+def test_luna_folds_once_and_again_when_weights_change(monkeypatch):
+    kernel, x = make("luna")
+    folds, real = [], kernel._fold
+    monkeypatch.setattr(kernel, "_fold", lambda: folds.append(1) or real())
+    with torch.no_grad():
+        first = kernel(x, keys=True).phi
+        assert torch.equal(kernel(x, keys=True).phi, first) and len(folds) == 1
+        # As averages of weights are put in place: past autograd's version counters.
+        kernel.out_weight.data.mul_(2.0)
+        second = kernel(x, keys=True).phi
+        assert len(folds) == 2 and not torch.equal(second, first)
+    with_gradient = kernel(x, keys=True).phi
+    assert len(folds) == 3 and torch.equal(with_gradient, second)
+    kernel.bfloat16()
+    with torch.no_grad():
+        assert torch.isfinite(kernel(x, keys=True).phi).all() and len(folds) == 4
+
+
 def test_polaformer_mixes_same_and_opposite_signs():
     kernel, x = make("polaformer")
     y = x.flip(2)
