@@ -19,6 +19,10 @@ OUT_OF_MEMORY = "out of memory"
 SHARE = 0.8
 """Of the memory that is free, what a measured process may take: it shall fail by itself, not take others with it."""
 
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""What makes glibc's figure that of the tensors: no arenas of threads, and what was freed goes back to the system at
+once. By itself it keeps freed blocks of up to 32 MiB, and a tensor that takes one of them adds nothing to the peak."""
+
 _STATUS, _RESET, _FREE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
 
@@ -35,8 +39,7 @@ def in_fresh_process(function: Callable[[dict[str, Any]], Any], request: Mapping
     """
     module, name = function.__module__, function.__name__
     code = f"from linearize.bench.memory import serve; from {module} import {name}; serve({name})"
-    # Threads keep arenas of their own; one malloc arena makes the figure that of the tensors.
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = os.environ | MALLOC | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(request),

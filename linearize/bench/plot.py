@@ -48,7 +48,7 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
     ):
         _panel(axes, rows, value)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        plain_decades(axes)
         lengths = sorted({row.tokens for row in rows})
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axes.minorticks_off()
@@ -58,6 +58,17 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
         else:
             axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
     return figure
+
+
+def plain_decades(axes: Any) -> None:
+    """Make the y axis logarithmic with numbers as people write them, at 1, 2 and 5 where decades alone are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    drawn = [y for line in axes.get_lines() for y in line.get_ydata()]
+    few = bool(drawn) and max(drawn) < 300 * min(drawn)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
 def _panel(axes: Any, rows: Sequence[Row], value: Any) -> None:
