@@ -249,7 +249,7 @@ def test_the_count_of_kernels():
 
 def test_pictures_are_small_and_described():
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", README)
-    assert len(pictures) == 2
+    assert len(pictures) == 3
     for words, path in pictures:
         assert len(words) > 40 and (CHECKOUT / path).stat().st_size < 150_000
     for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)]+)\)", README):
