@@ -104,11 +104,11 @@ class FeatureMapMixer(Mixer):
 
     def _map(self, map: FeatureMap, x: Tensor, scaling: float, *, keys: bool, positions: Tensor | None) -> Features:
         """Map x [B, H, T, D] in the scale that the map wants, in fp32."""
-        native = None if torch.compiler.is_compiling() else engine()
+        native, factor = None if torch.compiler.is_compiling() else engine(), self._factor(scaling)
         if native is not None and native.takes(x, x, x) and (known := map.native()) is not None:
-            return Features(*map_with_gradient(known, x, self._factor(scaling)))
+            return Features(*map_with_gradient(known, x, factor))
         x = x.float()
-        return map(x * self._factor(scaling) if map.scale_inputs else x, keys=keys, positions=positions)
+        return map(x if factor == 1.0 else x * factor, keys=keys, positions=positions)
 
     def _tied(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map queries with the keys' map: the query heads of a group go along as further batch entries."""

@@ -41,28 +41,14 @@ static void key_gradients(const call_t *c, const back_t *g, long b, long h, floa
     }
 }
 
-/* Returns 0, or 1 where memory ran out. */
-int linearize_bidirectional_gradient(const call_t *c, const back_t *g) {
-    int failed = 0;
-#pragma omp parallel num_threads(c->threads)
-    {
-        work_t w;
-        int ready = prepare_work(c, &w);
-        if (all_ready(ready, &failed)) {
-            w.s.keep = w.keep;
-#pragma omp for schedule(dynamic)
-            for (long n = 0; n < c->batch * c->key_heads; n++) {
-                long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads;
-                clear_head(c, &w);
-                fetch(c, g->kv, n, 1.0f, &w.s);
-                for (long q = h * group; q < (h + 1) * group; q++) query_gradients(c, g, b, h, q, &w);
-                key_gradients(c, g, b, h, g->log_scale[n], &w);
-                write_weights(c, g, n, &w);
-            }
-        }
-        if (ready) free_work(&w);
-    }
-    return failed;
+static void head_gradients(const call_t *c, const back_t *g, long n, work_t *w) {
+    long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads;
+    fetch(c, g->kv, n, 1.0f, &w->s);
+    for (long q = h * group; q < (h + 1) * group; q++) query_gradients(c, g, b, h, q, w);
+    key_gradients(c, g, b, h, g->log_scale[n], w);
 }
+
+/* Returns 0, or 1 where memory ran out. */
+int linearize_bidirectional_gradient(const call_t *c, const back_t *g) { return each_head_back(c, g, head_gradients); }
 
 #endif

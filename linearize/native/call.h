@@ -81,6 +81,22 @@ static int all_ready(int ready, int *failed) {
     return !*failed;
 }
 
+/* Do `one` for every batch entry and key head, in all threads. Returns 0, or 1 where memory ran out. */
+static int each_head(const call_t *c, void (*one)(const call_t *, long, scratch_t *)) {
+    int failed = 0;
+#pragma omp parallel num_threads(c->threads)
+    {
+        scratch_t s;
+        int ready = prepare(c, &s);
+        if (all_ready(ready, &failed)) {
+#pragma omp for schedule(dynamic)
+            for (long n = 0; n < c->batch * c->key_heads; n++) one(c, n, &s);
+        }
+        if (ready) free(s.memory);
+    }
+    return failed;
+}
+
 /* Ask for large pages behind a large output, where the system gives them to those who ask: tens of MiB of new memory
    otherwise come in pages of 4 KiB, which takes a tenth of the op's time. */
 static void ease(const call_t *c) {

@@ -128,19 +128,8 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
 
 /* Causal attention behind a state. Returns 0, or 1 where memory ran out. */
 int linearize_causal(const call_t *c) {
-    int failed = 0;
     ease(c);
-#pragma omp parallel num_threads(c->threads)
-    {
-        scratch_t s;
-        int ready = prepare(c, &s);
-        if (all_ready(ready, &failed)) {
-#pragma omp for schedule(dynamic)
-            for (long n = 0; n < c->batch * c->key_heads; n++) causal_head(c, n, &s);
-        }
-        if (ready) free(s.memory);
-    }
-    return failed;
+    return each_head(c, causal_head);
 }
 
 #endif

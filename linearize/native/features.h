@@ -6,68 +6,37 @@
 
 #include "gradient.h"
 
-/* Map a tile; returns where its log-scales go, or null. */
-INLINE float *map_here(const call_t *c, long n, long first, long count, scratch_t *s) {
+static void head_features(const call_t *c, long n, scratch_t *s) {
     long b = n / c->key_heads, h = n % c->key_heads;
-    features(c, &c->keys, c->k, c->k_step, b, h, h, first, count, s, s->phi_k);
-    return c->log_scale ? c->log_scale + n * c->tokens + first : 0;
+    for (long t = 0; t < c->tokens; t += TILE) {
+        long count = least(TILE, c->tokens - t);
+        float *to = (float *)c->out + n * c->out_step[1] + t * c->out_step[2];
+        features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, s, s->phi_k);
+        if (c->log_scale) memcpy(c->log_scale + n * c->tokens + t, s->scale, count * sizeof(float));
+        turned_back(s->phi_k, padded(count), to, FLOAT32, c->out_step[2], count, c->features, 1.0f);
+    }
 }
 
 /* Returns 0, or 1 where memory ran out. */
-int linearize_features(const call_t *c) {
-    int failed = 0;
-#pragma omp parallel num_threads(c->threads)
-    {
-        scratch_t s;
-        int ready = prepare(c, &s);
-        if (all_ready(ready, &failed)) {
-#pragma omp for schedule(dynamic)
-            for (long n = 0; n < c->batch * c->key_heads; n++)
-                for (long t = 0; t < c->tokens; t += TILE) {
-                    long count = least(TILE, c->tokens - t);
-                    float *scales = map_here(c, n, t, count, &s);
-                    if (scales) memcpy(scales, s.scale, count * sizeof(float));
-                    turned_back(s.phi_k, padded(count),
-                                (float *)c->out + n * c->out_step[1] + t * c->out_step[2], FLOAT32, c->out_step[2],
-                                count, c->features, 1.0f);
-                }
-        }
-        if (ready) free(s.memory);
+int linearize_features(const call_t *c) { return each_head(c, head_features); }
+
+static void head_features_back(const call_t *c, const back_t *g, long n, work_t *w) {
+    long b = n / c->key_heads, h = n % c->key_heads;
+    for (long t = 0; t < c->tokens; t += TILE) {
+        long count = least(TILE, c->tokens - t);
+        const float *grad = (const float *)g->grad + n * g->grad_step[1] + t * g->grad_step[2];
+        float lifts[TILE] = {0};
+        features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, &w->s, w->s.phi_k);
+        memcpy(w->raw, w->s.scale, padded(count) * sizeof(float));
+        if (g->given) memcpy(lifts, g->given + n * c->tokens + t, count * sizeof(float));
+        turned(grad, FLOAT32, g->grad_step[2], count, c->features, 1.0f, w->dphi, padded(count));
+        map_back(c, h, w, w->s.phi_k, w->dphi, g->given ? lifts : 0, count,
+                 token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
+                 (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
     }
-    return failed;
 }
 
 /* From the gradients to the features (g->grad) and to the log-scales (g->given, or null). Returns as above. */
-int linearize_features_gradient(const call_t *c, const back_t *g) {
-    int failed = 0;
-#pragma omp parallel num_threads(c->threads)
-    {
-        work_t w;
-        int ready = prepare_work(c, &w);
-        if (all_ready(ready, &failed)) {
-            w.s.keep = w.keep;
-#pragma omp for schedule(dynamic)
-            for (long n = 0; n < c->batch * c->key_heads; n++) {
-                long b = n / c->key_heads, h = n % c->key_heads;
-                clear_head(c, &w);
-                for (long t = 0; t < c->tokens; t += TILE) {
-                    long count = least(TILE, c->tokens - t);
-                    float lifts[TILE] = {0};
-                    map_here(c, n, t, count, &w.s);
-                    memcpy(w.raw, w.s.scale, padded(count) * sizeof(float));
-                    if (g->given) memcpy(lifts, g->given + n * c->tokens + t, count * sizeof(float));
-                    turned((const float *)g->grad + n * g->grad_step[1] + t * g->grad_step[2], FLOAT32,
-                           g->grad_step[2], count, c->features, 1.0f, w.dphi, padded(count));
-                    map_back(c, h, &w, w.s.phi_k, w.dphi, g->given ? lifts : 0, count,
-                             token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
-                             (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
-                }
-                write_weights(c, g, n, &w);
-            }
-        }
-        if (ready) free_work(&w);
-    }
-    return failed;
-}
+int linearize_features_gradient(const call_t *c, const back_t *g) { return each_head_back(c, g, head_features_back); }
 
 #endif

@@ -285,4 +285,26 @@ static void write_weights(const call_t *c, const back_t *g, long index, const wo
     }
 }
 
+/* Do `one` for every batch entry and key head, between clearing what is added up and handing it over, in all threads.
+   Returns 0, or 1 where memory ran out. */
+static int each_head_back(const call_t *c, const back_t *g, void (*one)(const call_t *, const back_t *, long, work_t *)) {
+    int failed = 0;
+#pragma omp parallel num_threads(c->threads)
+    {
+        work_t w;
+        int ready = prepare_work(c, &w);
+        if (all_ready(ready, &failed)) {
+            w.s.keep = w.keep;
+#pragma omp for schedule(dynamic)
+            for (long n = 0; n < c->batch * c->key_heads; n++) {
+                clear_head(c, &w);
+                one(c, g, n, &w);
+                write_weights(c, g, n, &w);
+            }
+        }
+        if (ready) free_work(&w);
+    }
+    return failed;
+}
+
 #endif

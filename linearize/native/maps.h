@@ -186,13 +186,12 @@ INLINE void map_tile(const map_t *map, long head, const float *x, float *phi, fl
                      long wide, float *keep) {
     long n = map->rows, size = map->size;
     head = map->heads == 1 ? 0 : head;
+    product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, map->kind == BANK ? other : phi, wide);
     if (map->kind == BANK) {
-        product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, other, wide);
         add_bias(map, head, other, wide);
         bank_tile(map, head, other, phi, wide);
         return;
     }
-    product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, phi, wide);
     if (map->second) product(0, n, wide, size, map->second + head * n * size, size, 1, x, wide, other, wide);
     if (map->tau)
         for (long j = 0; j < wide; j += W) {
