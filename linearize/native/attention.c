@@ -15,6 +15,9 @@
 int64_t linearize_call_size(void) { return sizeof(call_t); }
 int64_t linearize_back_size(void) { return sizeof(back_t); }
 
+/* Whether it multiplies bf16 numbers as they are. */
+int linearize_pairs(void) { return PAIRS; }
+
 /* Whether it was compiled to run in several threads. */
 int linearize_parallel(void) {
 #if defined(_OPENMP)

@@ -12,7 +12,7 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long kh, l
         long count = least(TILE, c->tokens - t), wide = padded(count);
         float factor[TILE];
         query_features(c, b, h, t, count, s);
-        row_sums(c, s->phi_q, s->z, wide, s->sums);
+        row_sums(c, s->phi_q, s->z, wide, wide, s->sums);
         for (long j = 0; j < count; j++) factor[j] = 1.0f / guarded(s->sums[j], c->eps);
         row_gradients(c, g, b, h, t, count, factor, w);
         /* Where the sum's magnitude was held at its least, it is a constant. */

@@ -10,7 +10,7 @@
 #endif
 
 #define LARGE_PAGE ((uintptr_t)1 << 21)
-#define TILE 64      /* tokens per tile */
+#define TILE 48      /* tokens per tile; a power of two would lay its rows into the same few lines of the cache */
 #define FLOOR -1e30f /* log-scale of "no key yet" */
 #define EPS 1e-30f
 
@@ -27,15 +27,18 @@ typedef struct {
     float *kv, *log_scale;            /* the state after; when decoding, before and after */
     float eps;
     int32_t threads;
+    int32_t exact; /* whether projections of bf16 inputs keep weights that bf16 does not have */
 } call_t;
 
 typedef struct {
     float *memory, *x, *phi_k, *phi_q, *other, *scale, *weight, *values, *scores, *mixed, *sums, *kv, *z;
+    float *rounded[2];    /* one head's projections of keys, and of queries, in bf16 */
+    long rounded_head[2]; /* which head's */
     float *keep; /* [3 n, TILE] where a gradient is taken: see maps.h */
     long width;  /* of a row of values, a whole number of vectors */
 } scratch_t;
 
-INLINE long padded(long n) { return (n + W - 1) / W * W; }
+INLINE long padded(long n) { return (n + UNIT - 1) / UNIT * UNIT; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
 /* One of a thread's arrays. */
@@ -58,13 +61,23 @@ static float *carve(const part_t *parts, long count) {
     return memory;
 }
 
+/* Whether a map's projections are rounded to bf16, and its inputs go in as they are, in pairs: products of bf16 numbers
+   cost half. The rounding is that of the inputs themselves. */
+INLINE int rounds(const call_t *c, const map_t *map) {
+    return PAIRS && !c->exact && c->type == BFLOAT16 && map->kind != GIVEN && map->size % 2 == 0;
+}
+
+INLINE long rounded_size(const call_t *c, const map_t *map) { return rounds(c, map) ? map->rows * map->size : 0; }
+
 static int prepare(const call_t *c, scratch_t *s) {
     long size = c->keys.kind == GIVEN ? 0 : c->keys.size, f = c->features, width = padded(c->value_size);
     const part_t parts[] = {
         {&s->x, size * TILE},      {&s->phi_k, f * TILE}, {&s->phi_q, f * TILE},    {&s->other, f * TILE},
         {&s->scale, TILE},         {&s->weight, TILE},    {&s->values, TILE * width}, {&s->scores, TILE * TILE},
         {&s->mixed, TILE * width}, {&s->sums, TILE},      {&s->kv, f * width},      {&s->z, f},
+        {&s->rounded[0], rounded_size(c, &c->keys)}, {&s->rounded[1], rounded_size(c, &c->queries)},
     };
+    s->rounded_head[0] = s->rounded_head[1] = -1;
     s->width = width;
     s->keep = 0;
     s->memory = carve(parts, sizeof parts / sizeof *parts);
@@ -136,8 +149,15 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
         turned(from, c->type, step[2], count, c->features, 1.0f, phi, wide);
         return;
     }
-    turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
-    map_tile(map, index, s->x, phi, s->other, s->scale, wide, s->keep);
+    const uint16_t *rounded = 0;
+    if (rounds(c, map)) {
+        int which = map == &c->queries;
+        rounded = (const uint16_t *)s->rounded[which];
+        if (s->rounded_head[which] != index) round_weights(map, index, (uint16_t *)s->rounded[which]);
+        s->rounded_head[which] = index;
+        turned_pairs(from, step[2], count, map->size, s->x, wide);
+    } else turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
+    map_tile(map, rounded, index, s->x, phi, s->other, s->scale, wide, s->keep);
 }
 
 INLINE void query_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
@@ -169,16 +189,30 @@ INLINE void weighted_values(const call_t *c, long b, long h, long first, long co
     }
 }
 
-/* A state kv [F, width], z [F] += features [F, wide] x rows [count, width], and x the rows' weights. */
-INLINE void take_up(const call_t *c, const float *phi, const float *rows, const float *weight, long width, long count,
-                    float *kv, float *z) {
-    long wide = padded(count);
-    product(1, c->features, width, count, phi, wide, 1, rows, width, kv, width);
-    for (long i = 0; i < c->features; i++) {
-        vf sum = {0};
-        for (long j = 0; j < wide; j += W) sum += load(phi + i * wide + j) * load(weight + j);
-        z[i] += total(sum);
+INLINE vf weighed(const float *row, const float *weight, long count) {
+    vf sum = {0};
+    for (long j = 0; j < count; j += W) sum += load(row + j) * load(weight + j);
+    return sum;
+}
+
+/* A state's sums z [F] += features [F, wide] x weights. */
+PART void take_up_sums(const call_t *c, const float *phi, long wide, const float *weight, long count, float *z) {
+    long i = 0;
+    for (; i + W <= c->features; i += W) {
+        vf row[W], sum = load(z + i);
+        for (int r = 0; r < W; r++) row[r] = weighed(phi + (i + r) * wide, weight, count);
+        transpose(row);
+        for (int r = 0; r < W; r++) sum += row[r];
+        store(z + i, sum);
     }
+    for (; i < c->features; i++) z[i] += total(weighed(phi + i * wide, weight, count));
+}
+
+/* A state kv [F, width], z [F] += features [F, wide] x rows [count, width], and x the rows' weights. */
+PART void take_up(const call_t *c, const float *phi, const float *rows, const float *weight, long width, long count,
+                  float *kv, float *z) {
+    product(1, c->features, width, count, phi, padded(count), 1, rows, width, kv, width);
+    take_up_sums(c, phi, padded(count), weight, count, z);
 }
 
 INLINE void take_up_keys(const call_t *c, scratch_t *s, long count) {
@@ -197,8 +231,8 @@ INLINE void scale_weights(scratch_t *s, long count, float top) {
 }
 
 /* Sums of rows: features [F, wide] x z. */
-INLINE void row_sums(const call_t *c, const float *phi, const float *z, long wide, float *sums) {
-    for (long j = 0; j < wide; j += W) {
+INLINE void row_sums(const call_t *c, const float *phi, const float *z, long count, long wide, float *sums) {
+    for (long j = 0; j < count; j += W) {
         vf sum = {0};
         for (long i = 0; i < c->features; i++) sum += load(phi + i * wide + j) * z[i];
         store(sums + j, sum);
@@ -206,10 +240,10 @@ INLINE void row_sums(const call_t *c, const float *phi, const float *z, long wid
 }
 
 /* Rows = query features x state, and their sums. */
-INLINE void read_out(const call_t *c, scratch_t *s, long count) {
+PART void read_out(const call_t *c, scratch_t *s, long count) {
     long wide = padded(count);
     product(0, count, s->width, c->features, s->phi_q, 1, wide, s->kv, s->width, s->mixed, s->width);
-    row_sums(c, s->phi_q, s->z, wide, s->sums);
+    row_sums(c, s->phi_q, s->z, count, wide, s->sums);
 }
 
 /* Ask for the places of a tile's output before they are written. */

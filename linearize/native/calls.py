@@ -51,6 +51,7 @@ class Engine:
     Attributes:
         path: the library's file.
         parallel: whether it shares torch's threads; otherwise it runs in one.
+        pairs: whether the processor multiplies bf16 numbers as they are: see `attend`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +59,7 @@ class Engine:
         shared = _share_threads()
         self.library = ctypes.CDLL(str(path))
         self.parallel = bool(shared and self.library.linearize_parallel())
+        self.pairs = bool(self.library.linearize_pairs())
         for structure, size in ((Call, self.library.linearize_call_size), (Back, self.library.linearize_back_size)):
             size.restype = ctypes.c_int64
             if size() != ctypes.sizeof(structure):
@@ -96,8 +98,12 @@ class Engine:
         mask: Tensor | None = None,
         log_scale: Tensor | None = None,
         start: Sequence[Tensor] | None = None,
+        exact: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's type.
+
+        Of bf16 inputs with an even D, projections round their weights to bf16 too, as the layers around the attention
+        have theirs, where the processor multiplies such numbers at twice the speed. All sums are fp32.
 
         Args:
             maps: of keys and queries; one where they share it; none where q and k are features already.
@@ -110,6 +116,7 @@ class Engine:
             mask: key padding mask [B, T] or None.
             log_scale: [B, K, T] of given features, or None.
             start: the state before: kv [B, K, F, V + 1] and log-scale [B, K]; causal only.
+            exact: leave the weights as they are: where gradients are taken.
 
         Returns:
             Output, and kv and log-scale of the state after.
@@ -123,6 +130,7 @@ class Engine:
         out = v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
         kv = torch.empty(batch, k.shape[1], call.features, v.shape[-1] + 1)
         top = torch.empty(batch, k.shape[1])
+        call.exact = exact
         if start is not None:
             held += [start[0].contiguous(), start[1].contiguous()]
             call.start, call.start_scale = held[-2].data_ptr(), held[-1].data_ptr()
@@ -165,7 +173,7 @@ class Engine:
             log_scale: see there.
 
         Returns:
-            None where log-scales climb by more than 40 powers of two within 64 causal tokens: PyTorch's ops do that.
+            None where log-scales climb by more than 40 powers of two within 48 causal tokens: PyTorch's ops do that.
 
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
@@ -205,9 +213,12 @@ class Engine:
     ) -> Tensor:
         """Attend from one more token, T = 1, and add it to the state (kv, log-scale) in the state's own memory.
 
+        Projections are rounded as in `attend`.
+
         Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
         """
         call, _held = self._call(maps, q, k, v, scale, eps, mask)
+        call.exact = False
         out = v.new_empty(q.shape[0], 1, q.shape[1], v.shape[-1]).transpose(1, 2)
         call.out, call.out_step = out.data_ptr(), out.stride()[:3]
         call.kv, call.log_scale = state[0].data_ptr(), state[1].data_ptr()
@@ -261,7 +272,7 @@ class Engine:
         mask: Tensor | None,
         log_scale: Tensor | None = None,
     ) -> tuple[Call, list[Any]]:
-        """Fill in what all ops need; the list holds what has to live until the call is over."""
+        """Fill in what all ops need, weights to be left exact; the list holds what has to live until it is over."""
         held: list[Any] = [q, k, v]
         features = feature_dim(maps[0]) if maps else q.shape[-1]
         call = Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], features, v.shape[-1])
@@ -277,7 +288,7 @@ class Engine:
         if log_scale is not None:
             held.append(log_scale.float().expand(k.shape[:3]).contiguous())
             call.given, call.keys.scaled = held[-1].data_ptr(), 1
-        call.eps, call.threads = eps, torch.get_num_threads() if self.parallel else 1
+        call.eps, call.threads, call.exact = eps, torch.get_num_threads() if self.parallel else 1, True
         return call, held
 
 

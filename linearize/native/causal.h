@@ -47,48 +47,152 @@ INLINE void lift(scratch_t *s, long count, const powers_t *p) {
     for (long j = 0; j < count; j++) s->weight[j] *= power(p->own[j] - p->end);
 }
 
-/* Bring rows that were read out of a state of power `before` to powers of their own. */
-INLINE void reach(scratch_t *s, long count, const powers_t *p) {
-    for (long i = 0; i < count; i++) {
-        float factor = power(p->before - p->top[i]), *row = s->mixed + i * s->width;
-        for (long j = 0; j < s->width; j += W) store(row + j, load(row + j) * factor);
-        s->sums[i] *= factor;
-    }
+INLINE void multiply(float *row, long size, float factor) {
+    for (long j = 0; j < size; j += W) store(row + j, load(row + j) * factor);
 }
 
-/* Make `rows` rows of a tile's scores from the i-th on, zero behind the diagonal, and add up their sums. */
-INLINE void score_rows(const call_t *c, scratch_t *s, long i, long rows, long wide, const powers_t *p) {
+/* Bring rows from `first` to `last` that were read out of a state of power `from` to powers of their own. */
+INLINE void reach(scratch_t *s, long first, long last, float from, const powers_t *p) {
+    for (long i = first; i < last; i++) multiply(s->mixed + i * s->width, s->width, power(from - p->top[i]));
+}
+
+/* Make `rows` rows of a tile's scores from the i-th on, against keys from `first` on, a multiple of W: zero behind the
+   diagonal. Adds up their sums. */
+INLINE void score_rows(const call_t *c, scratch_t *s, long first, long i, long rows, long wide, const powers_t *p) {
     long seen = least(wide, padded(i + rows));
-    product(0, rows, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, s->scores + i * wide, wide);
+    product(0, rows, seen - first, c->features, s->phi_q + i, 1, wide, s->phi_k + first, wide,
+            s->scores + i * wide + first, wide);
     for (long r = i; r < i + rows; r++) {
         float *row = s->scores + r * wide;
         vf sum = {0};
         if (p->steep)
-            for (long j = 0; j <= r; j++) row[j] *= power(p->own[j] - p->top[r]);
-        for (long j = r + 1; j < seen; j++) row[j] = 0.0f;
-        for (long j = 0; j < seen; j += W) sum += load(row + j) * load(s->weight + j);
+            for (long j = first; j <= r; j++) row[j] *= power(p->own[j] - p->top[r]);
+        for (long j = first; j < seen; j += W) {
+            vf upto = only(load(row + j), r + 1 - j);
+            store(row + j, upto);
+            sum += upto * load(s->weight + j);
+        }
         s->sums[r] += total(sum);
     }
 }
 
-/* Add the part that stays inside a tile: scores up to the diagonal, times the values, and their sums. */
-static void inside(const call_t *c, scratch_t *s, long count, const powers_t *p) {
-    long wide = padded(count);
-    for (long i = 0; i < count; i += MR) {
-        long rows = least(MR, count - i);
-        score_rows(c, s, i, rows, wide, p);
-        product(1, rows, s->width, i + rows, s->scores + i * wide, wide, 1, s->values, s->width,
-                s->mixed + i * s->width, s->width);
+/* Scores of queries from `first` to `last` with the keys from `first` on, and all sums of their rows; z has the power
+   `from`. */
+PART void strip_scores(const call_t *c, scratch_t *s, long first, long last, long wide, float from,
+                       const powers_t *p) {
+    row_sums(c, s->phi_q + first, s->z, last - first, wide, s->sums + first);
+    if (p->steep)
+        for (long i = first; i < last; i++) s->sums[i] *= power(from - p->top[i]);
+    for (long i = first; i < last; i += MR) score_rows(c, s, first, i, least(MR, last - i), wide, p);
+}
+
+/* Scores and sums of a tile strip by strip, z taking the strips' keys up in between. */
+static void alone_scores(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
+    float at = p->before;
+    for (long i = 0; i < count; i += UNIT) {
+        float weight[UNIT] = {0}, end;
+        long last = least(count, i + UNIT);
+        strip_scores(c, s, i, last, wide, at, p);
+        memcpy(weight, s->weight + i, (last - i) * sizeof(float));
+        if (p->steep) {
+            end = p->top[last - 1];
+            for (long j = i; j < last; j++) weight[j - i] *= power(p->own[j] - end);
+            for (long n = 0; n < c->features; n++) s->z[n] *= power(at - end);
+            at = end;
+        }
+        take_up_sums(c, s->phi_k + i, wide, weight, last - i, s->z);
     }
 }
 
+/* Add to MR rows from the i-th on what the keys from `first` on have for them. */
+INLINE void own_rows(scratch_t *s, long first, long i, long wide) {
+    long width = s->width;
+    product(1, MR, width, i + MR - first, s->scores + i * wide + first, wide, 1, s->values + first * width, width,
+            s->mixed + i * width, width);
+}
+
+/* Read MR rows, `columns` vectors of them, out of a state [F, width], and take the same tokens' keys up. */
+INLINE void walk_state(int columns, const call_t *c, const float *q, const float *k, long wide,
+                       const float *values, float *kv, float *mixed, long width) {
+    vf sum[MR][NV];
+    float near[MR * NV * W]; /* the values, at constant places */
+    for (int r = 0; r < MR; r++)
+        for (int j = 0; j < columns; j++) {
+            sum[r][j] = (vf){0};
+            store(near + (r * NV + j) * W, load(values + r * width + j * W));
+        }
+    for (long i = 0; i < c->features; i++, kv += width, q += wide, k += wide) {
+        vf state[NV];
+        for (int j = 0; j < columns; j++) state[j] = load(kv + j * W);
+        for (int r = 0; r < MR; r++)
+            for (int j = 0; j < columns; j++) sum[r][j] += q[r] * state[j];
+        for (int r = 0; r < MR; r++)
+            for (int j = 0; j < columns; j++) state[j] += k[r] * load(near + (r * NV + j) * W);
+        for (int j = 0; j < columns; j++) store(kv + j * W, state[j]);
+    }
+    for (int r = 0; r < MR; r++)
+        for (int j = 0; j < columns; j++) store(mixed + r * width + j * W, sum[r][j]);
+}
+
+/* The same of whole rows: MR tokens of a tile from the i-th on. */
+PART void walk_rows(const call_t *c, scratch_t *s, long i, long wide) {
+    const float *q = s->phi_q + i, *k = s->phi_k + i;
+    long width = s->width, columns;
+    for (long j = 0; j < width; j += columns * W) {
+        const float *values = s->values + i * width + j;
+        float *kv = s->kv + j, *mixed = s->mixed + i * width + j;
+        columns = width - j >= PANEL ? NV : 1;
+        if (columns == NV) walk_state(NV, c, q, k, wide, values, kv, mixed, width);
+        else walk_state(1, c, q, k, wide, values, kv, mixed, width);
+    }
+}
+
+/* A steep tile's MR rows out of the state, and their keys into it, in the same order as above: a tile that a later token
+   makes steep rounds its first rows as any other. Returns the state's power after them. */
+static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long wide, float at, const powers_t *p) {
+    long width = s->width, rows = least(MR, last - i);
+    float end = p->top[i + rows - 1], *values = s->values + i * width;
+    product(0, MR, width, c->features, s->phi_q + i, 1, wide, s->kv, width, s->mixed + i * width, width);
+    reach(s, i, i + rows, at, p);
+    own_rows(s, i, i, wide);
+    for (long r = 0; r < rows; r++) multiply(values + r * width, width, power(p->own[i + r] - end));
+    multiply(s->kv, c->features * width, power(at - end));
+    product(1, c->features, width, MR, s->phi_k + i, wide, 1, values, width, s->kv, width);
+    return end;
+}
+
+/* A tile's rows where no other head's queries need the state before: the keys go into it as the queries pass, MR at a
+   time, and few pairs of queries and keys are left. In whole blocks, past the tile's last token too: no row's rounding
+   depends on how many follow. */
+static void alone_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
+    float at = p->before;
+    alone_scores(c, s, count, wide, p);
+    for (long i = 0; i < count; i += MR) {
+        if (p->steep) {
+            at = walk_steep(c, s, i, count, wide, at, p);
+            continue;
+        }
+        walk_rows(c, s, i, wide);
+        own_rows(s, i, i, wide);
+    }
+}
+
+/* A tile's rows out of the state before it, and what they have of the tile's own keys. */
+static void shared_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
+    strip_scores(c, s, 0, count, wide, p->before, p);
+    product(0, count, s->width, c->features, s->phi_q, 1, wide, s->kv, s->width, s->mixed, s->width);
+    if (p->steep) reach(s, 0, count, p->before, p);
+    for (long i = 0; i < count; i += MR) own_rows(s, 0, i, wide);
+}
+
 /* The queries of one head of a tile, whose keys and values are at hand. */
-static void causal_rows(const call_t *c, long b, long h, long first, long count, scratch_t *s, const powers_t *p) {
+static void causal_rows(const call_t *c, long b, long h, long first, long count, int alone, scratch_t *s,
+                        const powers_t *p) {
+    long wide = padded(count);
     open_rows(c, b, h, first, count);
     query_features(c, b, h, first, count, s);
-    read_out(c, s, count);
-    if (p->steep) reach(s, count, p);
-    inside(c, s, count, p);
+    if (alone) alone_rows(c, s, count, wide, p);
+    else shared_rows(c, s, count, wide, p);
     for (long j = 0; j < count; j++)
         write_row(c, s->mixed + j * s->width, s->sums[j], row_least(c, p, j), b, h, first + j);
 }
@@ -113,7 +217,9 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
             }
         }
         weighted_values(c, b, h, t, count, s);
-        for (long g = h * group; g < (h + 1) * group; g++) causal_rows(c, b, g, t, count, s, &p);
+        int alone = group == 1;
+        for (long g = h * group; g < (h + 1) * group; g++) causal_rows(c, b, g, t, count, alone, s, &p);
+        if (alone) continue;
         if (p.steep) {
             lift(s, count, &p);
             weighted_values(c, b, h, t, count, s);

@@ -9,8 +9,6 @@
 
 #define STEEP 2
 
-#define PANEL (NV * W) /* tokens of a column panel of a product */
-
 /* What the second walk needs of the first: per token of a group's heads the factor and the slope, the tiles' powers. */
 typedef struct {
     float *factor, *slope, *end;
@@ -38,8 +36,8 @@ static void first_rows(const call_t *c, const back_t *g, long b, long kh, long h
     s->keep = w->keep;
     query_features(c, b, h, first, count, s);
     s->keep = 0;
-    row_sums(c, s->phi_q, s->z, wide, s->sums);
-    for (long i = 0; i < count; i += MR) score_rows(c, s, i, least(MR, count - i), wide, p);
+    row_sums(c, s->phi_q, s->z, wide, wide, s->sums);
+    for (long i = 0; i < count; i += MR) score_rows(c, s, 0, i, least(MR, count - i), wide, p);
     int held[TILE];
     for (long j = 0; j < count; j++) {
         float smallest = row_least(c, p, j);

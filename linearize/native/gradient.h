@@ -231,7 +231,7 @@ static void keys_through_state(const call_t *c, work_t *w, float *dphi, long cou
     turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
     through_state(c, w->dkv, w->dz, w->values, s->weight, dphi, s->width, wide);
     product(0, wide, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
-    row_sums(c, s->phi_k, w->dz, wide, s->sums);
+    row_sums(c, s->phi_k, w->dz, wide, wide, s->sums);
 }
 
 /* The state's gradient += features x rows' gradients. */

@@ -52,7 +52,9 @@ class _Native(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> Tensor:
         ctx.map, ctx.again, ctx.options = map, again, options
-        out, kv, top = engine().attend([] if map is None else [map], q, k, v, log_scale=log_scale, **options)
+        out, kv, top = engine().attend(
+            [] if map is None else [map], q, k, v, log_scale=log_scale, exact=True, **options
+        )
         # The weights too, so that a change in place before the backward is noticed.
         ctx.save_for_backward(out, kv, top, q, k, v, log_scale, *weights)
         return out

@@ -55,8 +55,12 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
 
 /* Whether some of these angles are beyond what vsincos takes. */
 INLINE int far_away(const float *angle, long count) {
-    vi some = {0};
-    for (long i = 0; i < count; i += W) some |= (load(angle + i) > FAR) | (load(angle + i) < -FAR);
+    vf high = {0}, low = {0};
+    for (long i = 0; i < count; i += W) {
+        high = larger(load(angle + i), high);
+        low = smaller(load(angle + i), low);
+    }
+    vi some = (high > FAR) | (low < -FAR);
     int any = 0;
     for (int i = 0; i < W; i++) any |= some[i];
     return any;
@@ -96,7 +100,7 @@ INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *
     }
 }
 
-INLINE void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, float *keep) {
+PART void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, float *keep) {
     int far = far_away(phi, n * wide) || (kind == WAVE_PAIRS && far_away(other, n * wide));
     for (long j = 0; j < wide; j += W) {
         if (keep) wave_column(kind, amplitude, phi + j, other + j, n, wide, far, keep + j);
@@ -181,29 +185,66 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     }
 }
 
-/* Map tokens x [size, wide]. */
-INLINE void map_tile(const map_t *map, long head, const float *x, float *phi, float *other, float *log_scale,
-                     long wide, float *keep) {
-    long n = map->rows, size = map->size;
+/* One head's projections rounded to bf16, for `project`: as many numbers as there are weights. */
+PART void round_weights(const map_t *map, long head, uint16_t *to) {
+    long all = map->rows * map->size;
     head = map->heads == 1 ? 0 : head;
-    product(0, n, wide, size, map->first + head * n * size, size, 1, x, wide, map->kind == BANK ? other : phi, wide);
+    for (int which = 0; which < (map->second ? 2 : 1); which++, to += all) {
+        const float *weights = (which ? map->second : map->first) + head * all;
+        long i = 0;
+        for (; i + W <= all; i += W) write_numbers(to, BFLOAT16, i, load(weights + i));
+        if (i == all) continue;
+        float rest[W] = {0};
+        uint16_t rest_rounded[W];
+        memcpy(rest, weights + i, (all - i) * sizeof(float));
+        write_numbers(rest_rounded, BFLOAT16, 0, load(rest));
+        memcpy(to + i, rest_rounded, (all - i) * sizeof(uint16_t));
+    }
+}
+
+/* Project tokens x [size, wide] with one head's first or second weights; or pairs of bf16 numbers [size / 2, wide], not
+   scaled yet, with what `round_weights` made of the weights. */
+PART void project(const map_t *map, int second, const uint16_t *rounded, long head, const float *x, float *to,
+                  long wide) {
+    long n = map->rows, size = map->size;
+    if (rounded) {
+        const float *weights = (const float *)(rounded + second * n * size);
+        blocks(1, 0, map->scale, n, wide, size / 2, weights, size / 2, 1, x, wide, to, wide);
+        return;
+    }
+    product(0, n, wide, size, (second ? map->second : map->first) + head * n * size, size, 1, x, wide, to, wide);
+}
+
+/* The keys' log-scales, exp(-tau) |x|^2. */
+INLINE void squares(const map_t *map, int pairs, long head, const float *x, float *log_scale, long wide) {
+    float factor = expf(-map->tau[head]) * (pairs ? map->scale * map->scale : 1.0f);
+    for (long j = 0; j < wide; j += W) {
+        vf sum = {0};
+        for (long d = 0; d < (pairs ? map->size / 2 : map->size); d++) {
+            vf row = load(x + d * wide + j);
+            sum = add_products(pairs, sum, row, row);
+        }
+        store(log_scale + j, sum * factor);
+    }
+}
+
+/* Map tokens x [size, wide]; see `project` for `rounded`. */
+INLINE void map_tile(const map_t *map, const uint16_t *rounded, long head, const float *x, float *phi, float *other,
+                     float *log_scale, long wide, float *keep) {
+    head = map->heads == 1 ? 0 : head;
+    project(map, 0, rounded, head, x, map->kind == BANK ? other : phi, wide);
     if (map->kind == BANK) {
         add_bias(map, head, other, wide);
         bank_tile(map, head, other, phi, wide);
         return;
     }
-    if (map->second) product(0, n, wide, size, map->second + head * n * size, size, 1, x, wide, other, wide);
-    if (map->tau)
-        for (long j = 0; j < wide; j += W) {
-            vf sum = {0};
-            for (long d = 0; d < size; d++) sum += load(x + d * wide + j) * load(x + d * wide + j);
-            store(log_scale + j, sum * expf(-map->tau[head]));
-        }
+    if (map->second) project(map, 1, rounded, head, x, other, wide);
+    if (map->tau) squares(map, rounded != 0, head, x, log_scale, wide);
     activate(map, head, phi, other, log_scale, wide, keep);
 }
 
 /* Map few tokens (at most W), given as rows x [tokens, size]: rows of weights are read once, along themselves. */
-INLINE void map_few(const map_t *map, long head, const float *x, long tokens, float *phi, float *other,
+INLINE void map_few(const map_t *map, int rounded, long head, const float *x, long tokens, float *phi, float *other,
                     float *log_scale) {
     long n = map->rows, size = map->size;
     head = map->heads == 1 ? 0 : head;
@@ -215,9 +256,12 @@ INLINE void map_few(const map_t *map, long head, const float *x, long tokens, fl
             for (long t = 0; t < tokens; t++) {
                 vf sum = {0};
                 long d = 0;
-                for (; d + W <= size; d += W) sum += load(weight + d) * load(x + t * size + d);
+                for (; d + W <= size; d += W) {
+                    vf row = load(weight + d);
+                    sum += (rounded ? nearest(row) : row) * load(x + t * size + d);
+                }
                 float rest = 0;
-                for (; d < size; d++) rest += weight[d] * x[t * size + d];
+                for (; d < size; d++) rest += (rounded ? nearest(splat(weight[d]))[0] : weight[d]) * x[t * size + d];
                 to[i * W + t] = total(sum) + rest;
             }
         }

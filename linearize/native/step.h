@@ -41,7 +41,7 @@ static void step_head(const call_t *c, long n, float *x, float *phi, float *othe
     float *phi_k = phi, *phi_q = phi + 1;
     token(c->k, c->type, c->k_step, b, h, size, c->keys.scale, x);
     if (together) token(c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, x + size);
-    map_few(&c->keys, h, x, together ? 2 : 1, phi, other, scales);
+    map_few(&c->keys, rounds(c, &c->keys), h, x, together ? 2 : 1, phi, other, scales);
     if (c->keys.scaled) {
         float own = weight > 0.0f ? scales[0] : FLOOR, before = c->log_scale[n];
         float shift = own > before ? own : before;
@@ -55,7 +55,8 @@ static void step_head(const call_t *c, long n, float *x, float *phi, float *othe
         if (g || !together) {
             phi_q = phi + c->features * W;
             token(c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, x);
-            map_few(&c->queries, c->queries.heads == c->heads ? h * group + g : h, x, 1, phi_q, other, ignored);
+            map_few(&c->queries, rounds(c, &c->queries), c->queries.heads == c->heads ? h * group + g : h, x, 1, phi_q,
+                    other, ignored);
         }
         if (whole == 4) step_rows(4, c, kv, phi_k, phi_q, decay, value, mixed);
         else if (whole == 2) step_rows(2, c, kv, phi_k, phi_q, decay, value, mixed);

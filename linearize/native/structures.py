@@ -63,6 +63,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("start", "start_scale", "kv", "log_scale")),
         ("eps", ctypes.c_float),
         ("threads", ctypes.c_int32),
+        ("exact", ctypes.c_int32),
     ]
 
 

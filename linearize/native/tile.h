@@ -23,8 +23,15 @@
 #define W 4
 #define MR 8
 #endif
+#if defined(__AVX512BF16__)
+#define PAIRS 1 /* products of two bf16 numbers at once, in fp32 */
+#else
+#define PAIRS 0
+#endif
 /* W: floats per vector. MR: rows of a product held in registers, NV vectors each. */
 #define NV 2
+#define UNIT (W > MR ? W : MR) /* what extents are rounded up to: whole vectors, and whole blocks of rows */
+#define PANEL (NV * W) /* columns of a product that are made at once */
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -32,6 +39,8 @@ typedef uint32_t vu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+/* Parts of the work that compilers do better with one by one: all in one function they run out of registers. */
+#define PART static __attribute__((noinline))
 
 /* Lanes i of the two vectors as a list f(0), f(1) ... of constants says. */
 #if W == 16
@@ -64,6 +73,26 @@ INLINE vf larger(vf a, vf b) {
     vi where = a > b;
     return (vf)((where & (vi)a) | (~where & (vi)b));
 #endif
+}
+
+/* So the smaller. */
+INLINE vf smaller(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    vi where = a < b;
+    return (vf)((where & (vi)a) | (~where & (vi)b));
+#endif
+}
+
+#define LANE(j) (j)
+
+/* The first `count` lanes; zero in the others. */
+INLINE vf only(vf x, long count) {
+    vi lane = {LANES(LANE)};
+    return (vf)((vi)x & (lane < (int32_t)count));
 }
 
 INLINE float total(vf x) {
@@ -137,9 +166,25 @@ INLINE float power(float d) {
     return u.value;
 }
 
-/* rows x (columns * W) block of C (+)= A B, with A[r, k] at a[r * ar + k * ak] and B[k, j] at b[k * ldb + j]. */
-INLINE void block(int rows, int columns, int add, const float *a, long ar, long ak, const float *b, long ldb, float *c,
-                  long ldc, long depth) {
+/* sum + left * right. With `pairs`, 32 bits of both sides hold two bf16 numbers, and both products are added. */
+INLINE vf add_products(int pairs, vf sum, vf left, vf right) {
+#if PAIRS
+    if (pairs) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+#endif
+    return sum + left * right;
+}
+
+INLINE vf repeated(int pairs, float bits) {
+#if PAIRS
+    if (pairs) return (vf)_mm512_set1_ps(bits);
+#endif
+    return splat(bits);
+}
+
+/* rows x (columns * W) block of C (+)= A B factor, with A[r, k] at a[r * ar + k * ak] and B[k, j] at b[k * ldb + j];
+   with `pairs` both of them in pairs along k, of which there are `depth`. */
+INLINE void block(int pairs, int rows, int columns, int add, float factor, const float *a, long ar, long ak,
+                  const float *b, long ldb, float *c, long ldc, long depth) {
     vf sum[MR][NV];
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < columns; j++) sum[r][j] = add ? load(c + r * ldc + j * W) : (vf){0};
@@ -147,30 +192,35 @@ INLINE void block(int rows, int columns, int add, const float *a, long ar, long 
         vf right[NV];
         for (int j = 0; j < columns; j++) right[j] = load(b + k * ldb + j * W);
         for (int r = 0; r < rows; r++) {
-            float left = a[r * ar + k * ak];
-            for (int j = 0; j < columns; j++) sum[r][j] += left * right[j];
+            vf left = repeated(pairs, a[r * ar + k * ak]);
+            for (int j = 0; j < columns; j++) sum[r][j] = add_products(pairs, sum[r][j], left, right[j]);
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < columns; j++) store(c + r * ldc + j * W, sum[r][j]);
+        for (int j = 0; j < columns; j++) store(c + r * ldc + j * W, sum[r][j] * factor);
+}
+
+INLINE void blocks(int pairs, int add, float factor, long m, long n, long depth, const float *a, long ar, long ak,
+                   const float *b, long ldb, float *c, long ldc) {
+    for (long j = 0; j < n;) {
+        int columns = n - j >= NV * W ? NV : 1;
+        for (long i = 0, rows; i < m; i += rows) {
+            const float *from = a + i * ar;
+            float *to = c + i * ldc + j;
+            rows = m - i >= MR ? MR : 1;
+            if (rows == MR && columns == NV) block(pairs, MR, NV, add, factor, from, ar, ak, b + j, ldb, to, ldc, depth);
+            else if (rows == MR) block(pairs, MR, 1, add, factor, from, ar, ak, b + j, ldb, to, ldc, depth);
+            else if (columns == NV) block(pairs, 1, NV, add, factor, from, ar, ak, b + j, ldb, to, ldc, depth);
+            else block(pairs, 1, 1, add, factor, from, ar, ak, b + j, ldb, to, ldc, depth);
+        }
+        j += columns * W;
+    }
 }
 
 /* C [m, n] (+)= A [m, depth] B [depth, n]; n is a multiple of W. */
 INLINE void product(int add, long m, long n, long depth, const float *a, long ar, long ak, const float *b, long ldb,
                     float *c, long ldc) {
-    for (long j = 0; j < n;) {
-        int columns = n - j >= NV * W ? NV : 1;
-        long i = 0;
-        for (; i + MR <= m; i += MR) {
-            if (columns == NV) block(MR, NV, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
-            else block(MR, 1, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
-        }
-        for (; i < m; i++) {
-            if (columns == NV) block(1, NV, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
-            else block(1, 1, add, a + i * ar, ar, ak, b + j, ldb, c + i * ldc + j, ldc, depth);
-        }
-        j += columns * W;
-    }
+    blocks(0, add, 1.0f, m, n, depth, a, ar, ak, b, ldb, c, ldc);
 }
 
 /* What the caller's tensors hold. */
@@ -197,15 +247,19 @@ INLINE void write_number(void *p, int type, long i, float x) {
     ((uint16_t *)p)[i] = x != x ? 0x7fc0 : (uint16_t)(even >> 16);
 }
 
+/* The nearest numbers that bf16 has. */
+INLINE vf nearest(vf x) {
+    vu bits = (vu)x, even = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    vi nan = x != x;
+    return (vf)((even & ~(vu)nan) | ((vu)nan & 0x7fc00000));
+}
+
 INLINE void write_numbers(void *p, int type, long i, vf x) {
     if (type == FLOAT32) {
         store((float *)p + i, x);
         return;
     }
-    vu bits = (vu)x, even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vi nan = x != x;
-    even = (even & ~(vu)nan) | ((vu)nan & 0x7fc0);
-    *(vh *)((uint16_t *)p + i) = __builtin_convertvector(even, vh);
+    *(vh *)((uint16_t *)p + i) = __builtin_convertvector((vu)nearest(x) >> 16, vh);
 }
 
 /* Transpose W rows of W floats in registers: swap ever larger off-diagonal squares. */
@@ -259,6 +313,25 @@ INLINE void turned(const void *x, int type, long step, long tokens, long size, f
             for (long i = d; i < d + W && i < size; i++)
                 for (long j = t; j < t + W; j++)
                     to[i * wide + j] = j < tokens ? number(x, type, j * step + i) * scale : 0.0f;
+        }
+}
+
+/* `turned` for bf16 numbers that stay what they are: [size / 2, wide] pairs of them; size is even. */
+INLINE void turned_pairs(const uint16_t *x, long step, long tokens, long size, float *to, long wide) {
+    for (long t = 0; t < wide; t += W)
+        for (long d = 0; d < size / 2; d += W) {
+            if (t + W <= tokens && d + W <= size / 2) {
+                vf row[W];
+                for (int i = 0; i < W; i++) memcpy(row + i, x + (t + i) * step + 2 * d, sizeof(vf));
+                transpose(row);
+                for (int i = 0; i < W; i++) store(to + (d + i) * wide + t, row[i]);
+                continue;
+            }
+            for (long i = d; i < d + W && i < size / 2; i++)
+                for (long j = t; j < t + W; j++) {
+                    if (j < tokens) memcpy(to + i * wide + j, x + j * step + 2 * i, sizeof(float));
+                    else to[i * wide + j] = 0.0f;
+                }
         }
 }
 
