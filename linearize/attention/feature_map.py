@@ -56,6 +56,7 @@ class FeatureMapMixer(Mixer):
         self.eps = EPS if info.positive else SIGNED_EPS
         assert info.feature_dim is not None
         self.feature_dim = info.feature_dim(config, shape.head_dim)
+        self._packed: Any = None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps and what is around them; an untied query map starts as the keys' one."""
@@ -217,6 +218,22 @@ class FeatureMapMixer(Mixer):
         maps = [map.native() for map in (self.keys, self.queries) if map is not None]
         return [map for map in maps if map is not None] if None not in maps else []
 
+    def _packed_maps(self, native: Any, scaling: float) -> Any:
+        """Return the maps as the native op reads them, or None where it lacks them.
+
+        Describing them takes as long as a step: it is done once as long as the weights stay where they are, and where
+        the op reads nothing but parameters.
+        """
+        weights = [w for map in (self.keys, self.queries) if map is not None for w in map._parameters.values()]
+        key = [scaling, *((w.data_ptr(), w.dtype, w.stride()) for w in weights if w is not None)]
+        if self._packed is not None and self._packed[0] == key:
+            return self._packed[1]
+        maps = self._native_maps()
+        packed = native.pack(maps, self._factor(scaling)) if maps else None
+        if packed is not None and {id(w) for w in packed.held} <= {id(w) for w in weights}:
+            self._packed = key, packed._replace(held=())
+        return packed
+
     def decode(
         self,
         q: Tensor,
@@ -231,10 +248,9 @@ class FeatureMapMixer(Mixer):
         if self.window is not None:
             return super().decode(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state)
         held = State(state["kv"], state["log_scale"])
-        native = None if self.inputs is not None else engine()
-        if native is not None and native.steps(q, k, v, *held) and (maps := self._native_maps()):
-            scale = self._factor(scaling)
-            return native.step(maps, q, k, v, held, scale=scale, eps=self.eps, mask=key_padding_mask), state
+        native = None if self.inputs is not None or torch.compiler.is_compiling() else engine()
+        if native is not None and native.steps(q, k, v, *held) and (maps := self._packed_maps(native, scaling)):
+            return native.step(maps, q, k, v, held, eps=self.eps, mask=key_padding_mask), state
         positions, seen = self._positions(k, key_padding_mask, state)
         if self.keys.alike and self.queries is None and self.inputs is None and q.shape[1] == k.shape[1]:
             both = self.key_features(torch.cat([q, k], dim=2), scaling, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from linearize.bench.attention import SizedSuite
+from linearize.bench.rows import Row, quotient
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
 
@@ -26,11 +28,15 @@ class DecodeSuite(SizedSuite):
     Softmax writes its key and value into a cache that has room for them already and attends to all of it through SDPA;
     the kernel takes its own step with its state.
 
+    Tokens are decoded one behind the other, so a turn is some of them in a row. The first of a turn finds none of its
+    state in the processor's caches, because softmax's keys and values went through them: that is a figure of its own.
+
     Attributes:
         layers: attentions, one after the other.
     """
 
     name: ClassVar[str] = "decode"
+    calls: ClassVar[int] = 8
     holds: ClassVar[bool] = True
 
     layers: int = 12
@@ -47,6 +53,10 @@ class DecodeSuite(SizedSuite):
             raise ConfigError(f"layers: got {self.layers}, expected a whole number from 1 to 1024")
         if not self.sizes.mixer(causal=True).info.streamable:
             raise ConfigError(f"kernel {self.sizes.kernel!r} cannot decode in constant memory; choose another kernel")
+
+    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
+        """See `Suite`: how many times as fast the first token of a turn is, right behind softmax's turn."""
+        return {"first_speedup": quotient(row.sides["softmax"].first, row.sides["linear"].first)}
 
     def prepare(self, side: str, tokens: int) -> Call:
         """See `Suite`; `tokens` is the context."""

@@ -29,6 +29,11 @@ class Side:
         """Median time of a call."""
         return None if self.timing is None else self.timing.seconds
 
+    @property
+    def first(self) -> float | None:
+        """Median time of a turn's first call."""
+        return None if self.timing is None else self.timing.first
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         timing = self.timing
@@ -36,6 +41,7 @@ class Side:
             "seconds": None if timing is None else timing.seconds,
             "spread": None if timing is None else timing.spread,
             "repeats": None if timing is None else timing.repeats,
+            "first_seconds": None if timing is None else timing.first,
             "bytes": self.bytes,
             "problem": self.problem,
         }

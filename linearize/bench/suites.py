@@ -38,6 +38,7 @@ class Suite(abc.ABC):
         pair: the two of them that are compared: the reference, and ours.
         remembered: the ways whose memory is measured.
         risky: the ways that may need more memory than there is: tried in a process of their own in any case.
+        calls: of one side in a row, before it is the next one's turn.
         holds: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
     """
 
@@ -46,6 +47,7 @@ class Suite(abc.ABC):
     pair: ClassVar[tuple[str, str]] = ("softmax", "linear")
     remembered: ClassVar[tuple[str, ...]] = ("softmax", "linear")
     risky: ClassVar[tuple[str, ...]] = ()
+    calls: ClassVar[int] = 1
     holds: ClassVar[bool] = False
 
     @property
@@ -131,9 +133,9 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
             except (RuntimeError, MemoryError) as error:
                 sides[name] = _no_room(error)
                 calls.pop(name, None)
-    times = in_turns(calls, repeats, warm_up=warm_up)
+    times = in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls)
     for name, values in times.items():
-        sides[name] = Side(Timing.of(values), sides[name].bytes)
+        sides[name] = Side(Timing.of(values, suite.calls), sides[name].bytes)
     calls.clear()
     gc.collect()
     row = Row(suite.name, suite.what, tokens, suite.pair, sides)

@@ -1,4 +1,4 @@
-"""Time calls in turns, A B A B ..., so that what else the machine does falls on all of them alike."""
+"""Time calls in turns, A B A B ... or AA BB AA ..., so that what else the machine does falls on all of them alike."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ class Timing:
     """How long one call takes.
 
     Attributes:
-        seconds: median.
+        seconds: median over the turns; of a turn of several calls, their mean.
         spread: distance of the quartiles over the median.
-        repeats: calls.
+        repeats: turns.
+        first: median of the first calls of the turns, which find in the caches what the other side left there.
     """
 
     seconds: float
     spread: float
     repeats: int
+    first: float
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> Timing:
-        """Summarise seconds per call, one or more."""
-        return cls(statistics.median(times), spread(times), len(times))
+    def of(cls, times: Sequence[float], calls: int = 1) -> Timing:
+        """Summarise seconds per call, `calls` calls a turn, one turn or more."""
+        turns = [statistics.fmean(times[i : i + calls]) for i in range(0, len(times), calls)]
+        return cls(statistics.median(turns), spread(turns), len(turns), statistics.median(times[::calls]))
 
 
 def spread(times: Sequence[float]) -> float:
@@ -61,20 +64,23 @@ def wait() -> None:
         torch.mps.synchronize()
 
 
-def in_turns(sides: Mapping[str, Call], repeats: int | None, *, warm_up: float | None = None) -> dict[str, list[float]]:
-    """Time functions in turn; seconds per call.
+def in_turns(
+    sides: Mapping[str, Call], repeats: int | None, *, warm_up: float | None = None, calls: int = 1
+) -> dict[str, list[float]]:
+    """Time functions in turn; seconds of every call.
 
     Args:
         sides: what to time, by name.
         repeats: turns; None: as many as take some ten seconds, 3 to 200.
-        warm_up: seconds that one turn took, where it has been made already; None: it is made first.
+        warm_up: seconds that one call of each took, where it has been made already; None: it is made first.
+        calls: of one function in a row, before it is the next one's turn.
     """
     if warm_up is None:
         warm_up = sum(seconds_of(call) for call in sides.values())
     if repeats is None:
-        repeats = max(LEAST, min(MOST, int(AIM / max(warm_up, 1e-9))))
+        repeats = max(LEAST, min(MOST, int(AIM / max(calls * warm_up, 1e-9))))
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, call in sides.items():
-            times[name].append(seconds_of(call))
+            times[name] += [seconds_of(call) for _ in range(calls)]
     return times

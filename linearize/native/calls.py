@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linearize.native import WEIGHTS, NativeMap
 from linearize.native.build import library
-from linearize.native.structures import TYPES, Back, Call, feature_dim, filled_map
+from linearize.native.structures import CALL_SIZE, TYPES, Back, Maps, call, given, packed
 
 FUNCTIONS = (
     "bidirectional",
@@ -60,14 +60,16 @@ class Engine:
         self.library = ctypes.CDLL(str(path))
         self.parallel = bool(shared and self.library.linearize_parallel())
         self.pairs = bool(self.library.linearize_pairs())
-        for structure, size in ((Call, self.library.linearize_call_size), (Back, self.library.linearize_back_size)):
-            size.restype = ctypes.c_int64
-            if size() != ctypes.sizeof(structure):
+        sizes = ((CALL_SIZE, self.library.linearize_call_size), (ctypes.sizeof(Back), self.library.linearize_back_size))
+        for mine, theirs in sizes:
+            theirs.restype = ctypes.c_int64
+            if theirs() != mine:
                 raise OSError(f"{path} was built from other code")
         for name in FUNCTIONS:
             function = getattr(self.library, f"linearize_{name}")
-            structures = [Call, Back] if name.endswith("gradient") else [Call]
-            function.argtypes, function.restype = [ctypes.POINTER(s) for s in structures], ctypes.c_int
+            gradient = [ctypes.POINTER(Back)] if name.endswith("gradient") else []
+            function.argtypes, function.restype = [ctypes.c_char_p, *gradient], ctypes.c_int
+        self._step = self.library.linearize_step
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Tell whether it reads such tensors: plain ones on the CPU, of a type it knows, last axis in one piece."""
@@ -79,6 +81,10 @@ class Engine:
             and v.dtype in TYPES
             and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         )
+
+    def pack(self, maps: Sequence[NativeMap], scale: float) -> Maps:
+        """Describe maps for `step`, inputs to be multiplied by `scale`: see `linearize.native.structures.packed`."""
+        return packed(maps, scale)
 
     def steps(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
         """Tell whether it reads such tensors and can write into such a state."""
@@ -124,21 +130,18 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tile.
         """
-        call, held = self._call(maps, q, k, v, scale, eps, mask, log_scale)
         batch, heads, tokens, _ = q.shape
+        ready = packed(maps, scale) if maps else given(q.shape[3], scaled=log_scale is not None)
         # Tokens first in memory: that is how the host goes on with it.
-        out = v.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
-        kv = torch.empty(batch, k.shape[1], call.features, v.shape[-1] + 1)
-        top = torch.empty(batch, k.shape[1])
-        call.exact = exact
+        out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+        state = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.empty(batch, k.shape[1])
+        more = self._more(k, mask, log_scale)
         if start is not None:
-            held += [start[0].contiguous(), start[1].contiguous()]
-            call.start, call.start_scale = held[-2].data_ptr(), held[-1].data_ptr()
-        call.out, call.out_step = out.data_ptr(), out.stride()[:3]
-        call.kv, call.log_scale = kv.data_ptr(), top.data_ptr()
-        if (self.library.linearize_causal if causal else self.library.linearize_bidirectional)(call):
+            more["start"] = [x.contiguous() for x in start]
+        function = self.library.linearize_causal if causal else self.library.linearize_bidirectional
+        if function(call(ready, q, k, v, out, eps=eps, exact=exact, state=state, **more)):
             raise MemoryError("native op: no memory for a tile")
-        return out, kv, top
+        return out, *state
 
     def gradients(
         self,
@@ -178,51 +181,48 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
         """
-        call, _held = self._call(maps, q, k, v, scale, eps, mask, log_scale)
+        ready = packed(maps, scale) if maps else given(q.shape[3], scaled=log_scale is not None)
+        more = self._more(k, mask, log_scale)
         grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
-        call.out_step = out.stride()[:3]
         back = Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
         back.grad_step = grad.stride()[:3]
         found = [torch.empty_like(x) for x in (q, k, v)]
         for name, x in zip("qkv", found, strict=True):
             setattr(back, f"d{name}", x.data_ptr())
             setattr(back, f"d{name}_step", x.stride()[:3])
-        given = None if log_scale is None else torch.empty(k.shape[:3])
-        back.given = None if given is None else given.data_ptr()
+        scales = None if log_scale is None else torch.empty(k.shape[:3])
+        back.given = None if scales is None else scales.data_ptr()
         rooms = _rooms(maps[0], k, back) if maps else []
         function = self.library.linearize_causal_gradient if causal else self.library.linearize_bidirectional_gradient
-        result = function(call, back)
+        result = function(call(ready, q, k, v, out, eps=eps, **more), back)
         if result == NO_MEMORY:
             raise MemoryError("native op: no memory for a tile's gradients")
         if result == STEEP:
             return None
         weights = _gathered(maps[0], rooms) if maps else ()
-        return Gradients(found[0], found[1], found[2], weights, given)
+        return Gradients(found[0], found[1], found[2], weights, scales)
 
     def step(
         self,
-        maps: Sequence[NativeMap],
+        maps: Maps,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         state: Sequence[Tensor],
         *,
-        scale: float,
         eps: float,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Attend from one more token, T = 1, and add it to the state (kv, log-scale) in the state's own memory.
 
-        Projections are rounded as in `attend`.
+        Projections are rounded as in `attend`. `maps` come from `pack`, once for many steps.
 
         Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
         """
-        call, _held = self._call(maps, q, k, v, scale, eps, mask)
-        call.exact = False
-        out = v.new_empty(q.shape[0], 1, q.shape[1], v.shape[-1]).transpose(1, 2)
-        call.out, call.out_step = out.data_ptr(), out.stride()[:3]
-        call.kv, call.log_scale = state[0].data_ptr(), state[1].data_ptr()
-        if self.library.linearize_step(call):
+        out = v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3])
+        mask = None if mask is None else mask.to(torch.bool).contiguous()
+        threads = torch.get_num_threads() if self.parallel else 1
+        if self._step(call(maps, q, k, v, out, eps=eps, threads=threads, exact=False, mask=mask, state=state)):
             raise MemoryError("native op: no memory for a step")
         return out
 
@@ -232,12 +232,10 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tile.
         """
-        call, _held = self._call([map], x, x, x, scale, 0.0, None)
-        phi = torch.empty(*x.shape[:3], call.features)
+        ready = packed([map], scale)
+        phi = torch.empty(*x.shape[:3], ready.features)
         top = torch.empty(x.shape[:3]) if map.scaled else None
-        call.out, call.out_step = phi.data_ptr(), phi.stride()[:3]
-        call.log_scale = None if top is None else top.data_ptr()
-        if self.library.linearize_features(call):
+        if self.library.linearize_features(call(ready, x, x, x, phi, eps=0.0, state=(None, top), **self._more(x))):
             raise MemoryError("native op: no memory for a tile")
         return phi, top
 
@@ -249,7 +247,7 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
         """
-        call, _held = self._call([map], x, x, x, scale, 0.0, None)
+        ready = packed([map], scale)
         grad, found = grad.float().contiguous(), torch.empty_like(x)
         back = Back(grad=grad.data_ptr(), dk=found.data_ptr())
         back.grad_step, back.dk_step = grad.stride()[:3], found.stride()[:3]
@@ -257,39 +255,17 @@ class Engine:
             grad_scale = grad_scale.float().contiguous()
             back.given = grad_scale.data_ptr()
         rooms = _rooms(map, x, back)
-        if self.library.linearize_features_gradient(call, back):
+        if self.library.linearize_features_gradient(call(ready, x, x, x, x, eps=0.0, **self._more(x)), back):
             raise MemoryError("native op: no memory for a tile's gradients")
         return found, _gathered(map, rooms)
 
-    def _call(
-        self,
-        maps: Sequence[NativeMap],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        eps: float,
-        mask: Tensor | None,
-        log_scale: Tensor | None = None,
-    ) -> tuple[Call, list[Any]]:
-        """Fill in what all ops need, weights to be left exact; the list holds what has to live until it is over."""
-        held: list[Any] = [q, k, v]
-        features = feature_dim(maps[0]) if maps else q.shape[-1]
-        call = Call(q.shape[0], q.shape[1], k.shape[1], q.shape[2], features, v.shape[-1])
-        call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        call.q_step, call.k_step, call.v_step = q.stride()[:3], k.stride()[:3], v.stride()[:3]
-        call.type, call.value_type = TYPES[q.dtype], TYPES[v.dtype]
-        if mask is not None:
-            held.append(mask.to(torch.bool).contiguous())
-            call.mask = held[-1].data_ptr()
-        if maps:
-            call.keys = keys = filled_map(maps[0], scale, held)
-            call.queries = keys if len(maps) == 1 else filled_map(maps[1], scale, held)
-        if log_scale is not None:
-            held.append(log_scale.float().expand(k.shape[:3]).contiguous())
-            call.given, call.keys.scaled = held[-1].data_ptr(), 1
-        call.eps, call.threads, call.exact = eps, torch.get_num_threads() if self.parallel else 1, True
-        return call, held
+    def _more(self, k: Tensor, mask: Tensor | None = None, log_scale: Tensor | None = None) -> dict[str, Any]:
+        """Return further arguments of `call`, as the op reads them."""
+        return {
+            "threads": torch.get_num_threads() if self.parallel else 1,
+            "mask": None if mask is None else mask.to(torch.bool).contiguous(),
+            "given": None if log_scale is None else log_scale.float().expand(k.shape[:3]).contiguous(),
+        }
 
 
 def _rooms(map: NativeMap, k: Tensor, back: Back) -> list[Tensor | None]:

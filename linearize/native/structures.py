@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from linearize.native import WEIGHTS, NativeMap
 
@@ -23,48 +26,16 @@ KINDS = {
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
+HEAD = struct.Struct("@18q4P2i2P")
+"""`call_t` of call.h up to its maps."""
+MAP = struct.Struct("@2i4q5P2fi0q")
+"""`map_t` of maps.h."""
+TAIL = struct.Struct("@4Pf2i0q")
+"""`call_t` behind its maps."""
+
+CALL_SIZE = HEAD.size + 2 * MAP.size + TAIL.size
+
 _Steps = ctypes.c_int64 * 3
-
-
-class Map(ctypes.Structure):
-    """`map_t` of maps.h."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("tau", ctypes.c_void_p),
-        ("bank", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("amplitude", ctypes.c_float),
-        ("scaled", ctypes.c_int32),
-    ]
-
-
-class Call(ctypes.Structure):
-    """`call_t` of call.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens", "features", "value_size")),
-        *((name, _Steps) for name in ("q_step", "k_step", "v_step", "out_step")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        ("type", ctypes.c_int32),
-        ("value_type", ctypes.c_int32),
-        ("mask", ctypes.c_void_p),
-        ("given", ctypes.c_void_p),
-        ("keys", Map),
-        ("queries", Map),
-        *((name, ctypes.c_void_p) for name in ("start", "start_scale", "kv", "log_scale")),
-        ("eps", ctypes.c_float),
-        ("threads", ctypes.c_int32),
-        ("exact", ctypes.c_int32),
-    ]
 
 
 class Back(ctypes.Structure):
@@ -79,22 +50,78 @@ class Back(ctypes.Structure):
     ]
 
 
-def feature_dim(map: NativeMap) -> int:
-    """Return how many features F a map gives."""
-    if map.bank is not None:
-        return map.first.shape[1] * map.bank.shape[1]
-    return map.first.shape[1] * (1 if map.kind == "relu" else 2)
+class Maps(NamedTuple):
+    """The maps of keys and queries, as the op reads them.
+
+    Attributes:
+        features: how many features F they give.
+        data: both, with the addresses of their weights.
+        held: those weights, or copies of them; they have to live, as long as `data` is used.
+    """
+
+    features: int
+    data: bytes
+    held: tuple[Tensor, ...]
 
 
-def filled_map(map: NativeMap, scale: float, held: list[Any]) -> Map:
-    """Describe a map; what was copied for that goes into `held`, and has to live until the call is over."""
-    pointers: list[int | None] = []
+def given(features: int, *, scaled: bool) -> Maps:
+    """Stand for maps where q and k are features already; `scaled` says whether keys come with log-scales."""
+    empty = MAP.pack(KINDS["given"], 1, *[0] * 9, 1.0, 1.0, scaled)
+    return Maps(features, empty + empty, ())
+
+
+def packed(maps: Sequence[NativeMap], scale: float) -> Maps:
+    """Describe the maps of keys and queries, or the one they share; inputs are multiplied by `scale` before them."""
+    held: list[Tensor] = []
+    data = [_packed(map, scale, held) for map in maps]
+    map = maps[0]
+    per_row = map.bank.shape[1] if map.bank is not None else 1 if map.kind == "relu" else 2
+    return Maps(map.first.shape[1] * per_row, data[0] + data[-1], tuple(held))
+
+
+def _packed(map: NativeMap, scale: float, held: list[Tensor]) -> bytes:
+    pointers: list[int] = []
     for tensor in (getattr(map, name) for name in WEIGHTS):
         if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
             tensor = tensor.float().contiguous()
+        if tensor is not None:
             held.append(tensor)
-        pointers.append(None if tensor is None else tensor.data_ptr())
+        pointers.append(_address(tensor))
     heads, rows, size = map.first.shape
     channels, hidden = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
-    options = (scale, map.amplitude, map.scaled)
-    return Map(KINDS[map.kind], heads, rows, size, channels, hidden, *pointers, *options)
+    sizes = (KINDS[map.kind], heads, rows, size, channels, hidden)
+    return MAP.pack(*sizes, *pointers, scale, map.amplitude, map.scaled)
+
+
+def call(
+    maps: Maps,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    eps: float,
+    threads: int,
+    exact: bool = True,
+    mask: Tensor | None = None,
+    given: Tensor | None = None,
+    start: Sequence[Tensor | None] = (None, None),
+    state: Sequence[Tensor | None] = (None, None),
+) -> bytes:
+    """Write down a call: tensors' shapes, steps and addresses, so that all of them have to live until it is over.
+
+    Every tensor is as the op reads it: `mask` bool, log-scales `given`, `start` and `state` fp32, all in one piece.
+    """
+    batch, heads, tokens, _ = q.shape
+    head = HEAD.pack(
+        *(batch, heads, k.shape[1], tokens, maps.features, v.shape[3]),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
+        *(TYPES[q.dtype], TYPES[v.dtype], _address(mask), _address(given)),
+    )
+    pointers = (_address(start[0]), _address(start[1]), _address(state[0]), _address(state[1]))
+    return head + maps.data + TAIL.pack(*pointers, eps, threads, exact)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

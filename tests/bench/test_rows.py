@@ -10,7 +10,7 @@ from linearize.bench.timing import Timing, in_turns, spread
 
 def row(tokens, softmax, linear, what="x"):
     sides = {
-        name: Side(problem="out of memory") if seconds is None else Side(Timing(seconds, 0.0, 3), 10 * tokens)
+        name: Side(problem="out of memory") if seconds is None else Side(Timing(seconds, 0.0, 3, seconds), 10 * tokens)
         for name, seconds in (("softmax", softmax), ("linear", linear))
     }
     return Row("attention", what, tokens, ("softmax", "linear"), sides)
@@ -58,3 +58,13 @@ def test_sides_take_turns():
     times = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b"] * 3
     assert all(len(values) == 2 and min(values) > 0 for values in times.values())
+    order.clear()
+    times = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, warm_up=0.1, calls=3)
+    assert order == [*"aaabbb"] * 2 and all(len(values) == 6 for values in times.values())
+
+
+def test_a_turn_of_several_calls_is_their_mean():
+    timing = Timing.of([5.0, 1.0, 3.0, 9.0, 2.0, 4.0, 7.0, 3.0, 5.0], calls=3)
+    assert (timing.seconds, timing.first, timing.repeats) == (5.0, 7.0, 3)
+    assert math.isclose(timing.spread, 1.0 / 5.0)
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 0.5, 3, 2.0)

@@ -111,7 +111,12 @@ def test_the_sides_compute_what_they_say():
 def test_decode():
     suite = DecodeSuite(SIZES, layers=3)
     suite.check()
-    consistent(measure(suite, 40, rate=RATE, repeats=2, memory=False))
+    row = measure(suite, 40, rate=RATE, repeats=2, memory=False)
+    consistent(row)
+    sides = row.to_dict()["sides"]
+    first = [sides[name]["first_seconds"] for name in ("softmax", "linear")]
+    assert row.figures["first_speedup"] == pytest.approx(first[0] / first[1])
+    assert suite.calls == 8 and sides["linear"]["repeats"] == 2
     positional = DecodeSuite(AttentionSizes("cosformer", {"max_positions": 64}, heads=2, head_dim=8), layers=1)
     consistent(measure(positional, 40, rate=RATE, repeats=2, memory=False))
 

@@ -1,5 +1,6 @@
 """The native op computes what the ops in PyTorch compute: all kernels it has, both directions, steps, states."""
 
+import copy
 import itertools
 
 import pytest
@@ -210,6 +211,58 @@ def test_bfloat16_weights_are_left_alone_where_gradients_are_taken(switch):
     round_projections(mixer)
     rounded = mixer(q, k, v, scaling=D**-0.5)[0]
     assert (rounded != theirs).float().mean() > 0.1
+
+
+def swapped(mixer):
+    mixer.keys.weight.data = mixer.keys.weight.data * 0.5
+
+
+def replaced(mixer):
+    mixer.keys.weight = torch.nn.Parameter(mixer.keys.weight.detach() * 0.5)
+
+
+def in_place(mixer):
+    mixer.keys.weight.mul_(0.5)
+
+
+def transposed(mixer):
+    mixer.keys.weight.data = mixer.keys.weight.data.transpose(1, 2)
+
+
+def in_bfloat16(mixer):
+    mixer.keys.weight.data = mixer.keys.weight.data.bfloat16()
+
+
+def loaded(mixer):
+    mixer.load_state_dict({name: 0.5 * tensor for name, tensor in mixer.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [swapped, replaced, in_place, transposed, in_bfloat16, loaded, copy.deepcopy])
+@torch.no_grad()
+def test_steps_see_weights_that_change(switch, change):
+    """They describe the weights to the op once, and again when these are others."""
+    mixer = learned("hedgehog", {}, causal=True, size=24)
+    _, state = attend(mixer, *tokens(5, size=24))
+    token = tokens(1, size=24)
+    mixer.decode(*token, scaling=D**-0.5, state={name: x.clone() for name, x in state.items()})
+    mixer = change(mixer) or mixer
+    if change is copy.deepcopy:
+        in_place(mixer)
+    found = []
+    for on in (True, False):
+        switch(on)
+        found.append(mixer.decode(*token, scaling=D**-0.5, state={name: x.clone() for name, x in state.items()})[0])
+    close(*found)
+
+
+@torch.no_grad()
+def test_compiled_steps_leave_it_alone(switch):
+    mixer = learned("hedgehog", {}, causal=True)
+    _, state = attend(mixer, *tokens(5))
+    step = lambda q, k, v, state: mixer.decode(q, k, v, scaling=D**-0.5, state=state)[0]  # noqa: E731
+    expected = step(*tokens(1), {name: x.clone() for name, x in state.items()})
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    close(compiled(*tokens(1), state), expected)
 
 
 def test_threads_make_no_difference(switch):
