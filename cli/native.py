@@ -11,7 +11,8 @@ EPILOG = """examples:
 
 The native op is optional: it makes converted models and stage one faster on the CPU, and everything works without it.
 --build needs a C compiler (gcc or clang) and takes some seconds; the library goes into the user's cache folder and is
-used from then on. LINEARIZE_NATIVE=0 leaves it alone."""
+used from then on. LINEARIZE_NATIVE=0 leaves it alone. Where the processor multiplies bf16 numbers as they are ("bf16
+products"), a bf16 model's kernels round their projections to bf16, as its other layers have theirs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         "built": library().is_file(),
         "used": found is not None,
         "threads": "torch's" if found is not None and found.parallel else "one",
+        "bf16_products": found is not None and found.pairs,
         "compiler": compiler(),
         "removed": [str(file) for file in removed],
         "agreement": [row._asdict() for row in rows],
@@ -50,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         for file in removed:
             out.print(f"removed             {file}", markup=False, soft_wrap=True)
-        for name in ("library", "built", "used", "threads", "compiler"):
-            out.print(f"{name:<20}{_said(facts[name])}", markup=False, soft_wrap=True)
+        for name in ("library", "built", "used", "threads", "bf16_products", "compiler"):
+            out.print(f"{name.replace('_', ' '):<20}{_said(facts[name])}", markup=False, soft_wrap=True)
         if facts["built"] and not facts["used"]:
             out.print(f"It was built and is not used: {SWITCH}=0, or it does not load here.", markup=False)
         if rows:

@@ -30,3 +30,18 @@ def switch(cache, monkeypatch):
     turn(True)
     yield turn
     native.forget()
+
+
+@pytest.fixture
+def watch(switch, monkeypatch):
+    """Write down which of the engine's methods are called: otherwise comparisons would compare a thing with itself."""
+
+    def start(*methods):
+        calls = []
+        for method in methods:
+            real = getattr(type(native.engine()), method)
+            spy = lambda self, *a, real=real, method=method, **kw: calls.append(method) or real(self, *a, **kw)  # noqa: E731
+            monkeypatch.setattr(type(native.engine()), method, spy)
+        return calls
+
+    return start

@@ -4,8 +4,6 @@ import pytest
 import torch
 from test_attention import CASES, D, close, learned, tokens
 
-from linearize.native import engine
-
 
 def weights(mixer, count, *, dtype=torch.float32, **shape):
     """What stage one makes of features, the unscaled weights exp(log-scale) phi(q) phi(k), and its gradients."""
@@ -25,12 +23,8 @@ def weights(mixer, count, *, dtype=torch.float32, **shape):
 
 @pytest.mark.parametrize("count", [1, 15, 64, 130])
 @pytest.mark.parametrize(("name", "args"), CASES)
-def test_equal_the_maps_in_pytorch(switch, monkeypatch, name, args, count):
-    native, calls = type(engine()), []
-    for method in ("features", "features_gradient"):
-        real = getattr(native, method)
-        spy = lambda self, *a, real=real, method=method, **kw: calls.append(method) or real(self, *a, **kw)  # noqa: E731
-        monkeypatch.setattr(native, method, spy)
+def test_equal_the_maps_in_pytorch(switch, watch, name, args, count):
+    calls = watch("features", "features_gradient")
     mixer = learned(name, args)
     switch(True)
     *ours, grads = weights(mixer, count)
