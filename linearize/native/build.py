@@ -16,7 +16,7 @@ from linearize.errors import ConfigError
 
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
-    *("features.h", "gradient.h", "call.h", "maps.h", "tile.h"),
+    *("few.h", "features.h", "gradient.h", "call.h", "maps.h", "tile.h"),
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")

@@ -199,11 +199,9 @@ INLINE vf weighed(const float *row, const float *weight, long count) {
 PART void take_up_sums(const call_t *c, const float *phi, long wide, const float *weight, long count, float *z) {
     long i = 0;
     for (; i + W <= c->features; i += W) {
-        vf row[W], sum = load(z + i);
+        vf row[W];
         for (int r = 0; r < W; r++) row[r] = weighed(phi + (i + r) * wide, weight, count);
-        transpose(row);
-        for (int r = 0; r < W; r++) sum += row[r];
-        store(z + i, sum);
+        store(z + i, load(z + i) + totals(row));
     }
     for (; i < c->features; i++) z[i] += total(weighed(phi + i * wide, weight, count));
 }

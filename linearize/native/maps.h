@@ -139,21 +139,6 @@ INLINE void bank_tile(const map_t *map, long head, const float *u, float *phi, l
     }
 }
 
-/* The same of few tokens: u [rows, W] is packed first, so that vectors are full. */
-INLINE void bank_few(const map_t *map, long head, float *u, float *phi, long tokens) {
-    long all = map->rows * tokens;
-    for (long n = 0; n < all; n++) u[n] = u[n / tokens * W + n % tokens];
-    for (long n = all; n % W; n++) u[n] = 0.0f;
-    memset(phi, 0, map->rows * map->channels * W * sizeof(float));
-    for (long l = 0; l < map->channels; l++)
-        for (long p = 0; p < all; p += W) {
-            vf y;
-            scalar_function(1, map->bank + (head * map->channels + l) * bank_width(map), map->hidden, u + p, &y);
-            for (long n = p; n < p + W && n < all; n++)
-                phi[(n / tokens * map->channels + l) * W + n % tokens] = y[n - p] * map->amplitude;
-        }
-}
-
 INLINE void add_bias(const map_t *map, long head, float *projected, long wide) {
     if (!map->bias) return;
     for (long i = 0; i < map->rows; i++)
@@ -241,43 +226,6 @@ INLINE void map_tile(const map_t *map, const uint16_t *rounded, long head, const
     if (map->second) project(map, 1, rounded, head, x, other, wide);
     if (map->tau) squares(map, rounded != 0, head, x, log_scale, wide);
     activate(map, head, phi, other, log_scale, wide, keep);
-}
-
-/* Map few tokens (at most W), given as rows x [tokens, size]: rows of weights are read once, along themselves. */
-INLINE void map_few(const map_t *map, int rounded, long head, const float *x, long tokens, float *phi, float *other,
-                    float *log_scale) {
-    long n = map->rows, size = map->size;
-    head = map->heads == 1 ? 0 : head;
-    for (int which = 0; which < (map->second ? 2 : 1); which++) {
-        const float *weight = (which ? map->second : map->first) + head * n * size;
-        float *to = which || map->kind == BANK ? other : phi;
-        for (long i = 0; i < n; i++, weight += size) {
-            store(to + i * W, (vf){0});
-            for (long t = 0; t < tokens; t++) {
-                vf sum = {0};
-                long d = 0;
-                for (; d + W <= size; d += W) {
-                    vf row = load(weight + d);
-                    sum += (rounded ? nearest(row) : row) * load(x + t * size + d);
-                }
-                float rest = 0;
-                for (; d < size; d++) rest += (rounded ? nearest(splat(weight[d]))[0] : weight[d]) * x[t * size + d];
-                to[i * W + t] = total(sum) + rest;
-            }
-        }
-    }
-    if (map->tau)
-        for (long t = 0; t < tokens; t++) {
-            float sum = 0;
-            for (long d = 0; d < size; d++) sum += x[t * size + d] * x[t * size + d];
-            log_scale[t] = sum * expf(-map->tau[head]);
-        }
-    if (map->kind == BANK) {
-        add_bias(map, head, other, W);
-        bank_few(map, head, other, phi, tokens);
-        return;
-    }
-    activate(map, head, phi, other, log_scale, W, 0);
 }
 
 #endif

@@ -3,7 +3,7 @@
 #ifndef LINEARIZE_STEP_H
 #define LINEARIZE_STEP_H
 
-#include "call.h"
+#include "few.h"
 
 /* Add phi v' to a state [F, V + 1] that fades, and read it with one query: `vectors` whole vectors and a rest. */
 INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi_k, const float *phi_q, float decay,
@@ -13,7 +13,7 @@ INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi
     for (long j = 0; j < vectors; j++) sum[j] = (vf){0};
     for (long j = whole; j < wide; j++) mixed[j] = 0.0f;
     for (long i = 0; i < c->features; i++, kv += wide) {
-        float in = phi_k[i * W], out = phi_q[i * W];
+        float in = phi_k[i], out = phi_q[i];
         for (long j = 0; j < vectors; j++) {
             vf row = load(kv + j * W) * decay + in * load(value + j * W);
             store(kv + j * W, row);
@@ -31,17 +31,19 @@ INLINE void token(const void *x, int type, const int64_t *step, long b, long h, 
     for (long d = 0; d < size; d++) to[d] = number(x, type, b * step[0] + h * step[1] + d) * scale;
 }
 
-static void step_head(const call_t *c, long n, float *x, float *phi, float *other, float *value, float *mixed) {
+static void step_head(const call_t *c, long n, const few_t *f, float *value, float *mixed) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, size = c->keys.size;
     long v = c->value_size, whole = v / W;
-    float scales[W] = {0}, ignored[W], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
+    float scales[2], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
     float weight = !c->mask || c->mask[b * c->tokens];
     /* Where queries share the keys' weights, the first goes along with the key. */
     int together = c->queries.first == c->keys.first;
-    float *phi_k = phi, *phi_q = phi + 1;
-    token(c->k, c->type, c->k_step, b, h, size, c->keys.scale, x);
-    if (together) token(c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, x + size);
-    map_few(&c->keys, rounds(c, &c->keys), h, x, together ? 2 : 1, phi, other, scales);
+    few_t key = *f, query = *f;
+    query.x += f->x_step;
+    query.phi += f->phi_step;
+    token(c->k, c->type, c->k_step, b, h, size, c->keys.scale, key.x);
+    if (together) token(c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, query.x);
+    map_few(c, &c->keys, h, &key, together ? 2 : 1, scales);
     if (c->keys.scaled) {
         float own = weight > 0.0f ? scales[0] : FLOOR, before = c->log_scale[n];
         float shift = own > before ? own : before;
@@ -53,15 +55,13 @@ static void step_head(const call_t *c, long n, float *x, float *phi, float *othe
     value[v] = weight;
     for (long g = 0; g < group; g++) {
         if (g || !together) {
-            phi_q = phi + c->features * W;
-            token(c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, x);
-            map_few(&c->queries, rounds(c, &c->queries), c->queries.heads == c->heads ? h * group + g : h, x, 1, phi_q,
-                    other, ignored);
+            token(c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, query.x);
+            map_few(c, &c->queries, c->queries.heads == c->heads ? h * group + g : h, &query, 1, scales);
         }
-        if (whole == 4) step_rows(4, c, kv, phi_k, phi_q, decay, value, mixed);
-        else if (whole == 2) step_rows(2, c, kv, phi_k, phi_q, decay, value, mixed);
-        else if (whole == 8) step_rows(8, c, kv, phi_k, phi_q, decay, value, mixed);
-        else step_rows(0, c, kv, phi_k, phi_q, decay, value, mixed);
+        if (whole == 4) step_rows(4, c, kv, key.phi, query.phi, decay, value, mixed);
+        else if (whole == 2) step_rows(2, c, kv, key.phi, query.phi, decay, value, mixed);
+        else if (whole == 8) step_rows(8, c, kv, key.phi, query.phi, decay, value, mixed);
+        else step_rows(0, c, kv, key.phi, query.phi, decay, value, mixed);
         write_row(c, mixed, mixed[v], c->eps, b, h * group + g, 0);
         /* The key is in the state now. */
         decay = 1.0f;
@@ -72,14 +72,15 @@ static void step_head(const call_t *c, long n, float *x, float *phi, float *othe
 /* One more token, in the state's own memory. Returns 0, or 1 where memory ran out, before anything was changed. */
 int linearize_step(const call_t *c) {
     long heads = c->batch * c->key_heads, wide = padded(c->value_size + 1) + W;
-    long each = 2 * padded(c->keys.size) + 3 * c->features * W + 2 * wide;
+    long each = padded(few_size(c, 2) + 2 * wide);
     float *memory = malloc(c->threads * each * sizeof(float));
     if (!memory) return 1;
 #pragma omp parallel for num_threads(c->threads) schedule(static)
     for (long i = 0; i < c->threads; i++) {
-        float *x = memory + i * each, *phi = x + 2 * padded(c->keys.size), *other = phi + 2 * c->features * W;
+        few_t f = few_at(c, memory + i * each, 2);
+        float *value = memory + i * each + few_size(c, 2);
         for (long n = i * heads / c->threads; n < (i + 1) * heads / c->threads; n++)
-            step_head(c, n, x, phi, other, other + c->features * W, other + c->features * W + wide);
+            step_head(c, n, &f, value, value + wide);
     }
     free(memory);
     return 0;

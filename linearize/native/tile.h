@@ -292,6 +292,22 @@ INLINE void transpose(vf row[W]) {
 #endif
 }
 
+/* The sums of W vectors' lanes, one lane each: like `transpose` and adding up, but what is done is never done again. */
+#define FOLD(s, up, low) \
+    for (int i = 0; i < W; i += 2 * s) row[i] = SHUFFLE(row[i], row[i + s], up) + SHUFFLE(row[i], row[i + s], low);
+
+INLINE vf totals(vf row[W]) {
+    FOLD(1, U1, L1)
+    FOLD(2, U2, L2)
+#if W > 4
+    FOLD(4, U4, L4)
+#endif
+#if W > 8
+    FOLD(8, U8, L8)
+#endif
+    return row[0];
+}
+
 /* Ask for rows that are read next: they lie too far apart for the processor to guess. */
 INLINE void ahead(const void *x, int type, long step, long tokens, long size) {
     long bytes = type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);

@@ -1,0 +1,139 @@
+/* A map of a token or two: weights are read once, along their rows, and so are features. */
+
+#ifndef LINEARIZE_FEW_H
+#define LINEARIZE_FEW_H
+
+#include "call.h"
+
+/* Room for tokens of a step, each `*_step` numbers behind the other. */
+typedef struct {
+    float *x, *phi, *other;
+    long x_step, phi_step, other_step;
+} few_t;
+
+/* Numbers that `tokens` tokens need of all of it. */
+INLINE long few_size(const call_t *c, long tokens) {
+    return tokens * (padded(c->keys.size) + 2 * padded(c->features) + 4 * UNIT);
+}
+
+INLINE few_t few_at(const call_t *c, float *memory, long tokens) {
+    few_t f = {.x_step = padded(c->keys.size), .phi_step = padded(c->features) + 2 * UNIT};
+    f.other_step = f.phi_step;
+    f.x = memory;
+    f.phi = f.x + tokens * f.x_step;
+    f.other = f.phi + tokens * f.phi_step;
+    return f;
+}
+
+/* One row of weights times a token: whole vectors of it, and what is left in `rest`. */
+INLINE vf dot(const float *weight, const float *x, long size, int rounded, float *rest) {
+    vf sum = {0};
+    long d = 0;
+    for (; d + W <= size; d += W) sum += (rounded ? nearest(load(weight + d)) : load(weight + d)) * load(x + d);
+    for (; d < size; d++) *rest += (rounded ? nearest(splat(weight[d]))[0] : weight[d]) * x[d];
+    return sum;
+}
+
+/* Project tokens -> [n] each, padded with anything to whole vectors. */
+INLINE void project_few(const map_t *map, const float *weight, int rounded, const float *x, long x_step, long tokens,
+                        float *to, long to_step) {
+    long n = map->rows, size = map->size;
+    for (long i = 0; i < n; i += W, weight += W * size)
+        for (long t = 0; t < tokens; t++) {
+            vf row[W];
+            float rest[W] = {0};
+            for (int r = 0; r < W; r++)
+                row[r] = i + r < n ? dot(weight + r * size, x + t * x_step, size, rounded, rest + r) : (vf){0};
+            store(to + t * to_step + i, totals(row) + load(rest));
+        }
+}
+
+/* Replace y [n], padded, by its softmax; with sign -1 by that of -y. */
+INLINE void softmax_row(float *y, long n, float sign) {
+    float top = -INFINITY;
+    vf sum = {0};
+    for (long i = 0; i < n; i++) top = sign * y[i] > top ? sign * y[i] : top;
+    for (long i = 0; i < n; i += W) {
+        vf e = vexp(sign * load(y + i) - top);
+        sum += only(e, n - i);
+        store(y + i, e);
+    }
+    float factor = 1.0f / total(sum);
+    for (long i = 0; i < n; i += W) store(y + i, load(y + i) * factor);
+}
+
+/* phi [n] -> [2 n], the second half behind the padded first; see `both_signs`. Returns the log-scale. */
+INLINE float both_signs_row(const map_t *map, float *phi, long n, long wide) {
+    float top = 0.0f;
+    if (map->kind == SOFTMAX_BOTH) {
+        memcpy(phi + wide, phi, wide * sizeof(float));
+        softmax_row(phi, n, 1.0f);
+        softmax_row(phi + wide, n, -1.0f);
+        return top;
+    }
+    for (long i = 0; i < n; i++) top = fabsf(phi[i]) > top ? fabsf(phi[i]) : top;
+    for (long i = 0; i < n; i += W) {
+        vf y = load(phi + i);
+        store(phi + i, vexp(y - top));
+        store(phi + wide + i, vexp(-y - top));
+    }
+    return top;
+}
+
+/* All functions of one token's projections u [n], padded -> phi [n, channels]. */
+INLINE void bank_row(const map_t *map, long head, const float *u, float *phi) {
+    for (long l = 0; l < map->channels; l++)
+        for (long p = 0; p < map->rows; p += W) {
+            vf y;
+            scalar_function(1, map->bank + (head * map->channels + l) * bank_width(map), map->hidden, u + p, &y);
+            for (long i = p; i < p + W && i < map->rows; i++) phi[i * map->channels + l] = y[i - p] * map->amplitude;
+        }
+}
+
+/* Finish one token's map from its projections, as `activate` does. Returns the log-scale where the map makes it. */
+INLINE float activate_row(const map_t *map, long head, float *phi, float *other) {
+    long n = map->rows, wide = padded(n);
+    float *first = map->kind == BANK ? other : phi, top = 0.0f;
+    if (map->bias)
+        for (long i = 0; i < n; i++) first[i] += map->bias[head * n + i];
+    switch (map->kind) {
+    case BANK:
+        bank_row(map, head, other, phi);
+        return top;
+    case RELU:
+        for (long i = 0; i < n; i += W) store(phi + i, larger(load(phi + i), (vf){0}));
+        return top;
+    case SOFTMAX_BOTH:
+    case EXP_BOTH:
+        top = both_signs_row(map, phi, n, wide);
+        break;
+    case DAMPED_WAVES:
+        softmax_row(other, n, 1.0f);
+        /* fall through */
+    default:
+        waves(map->kind, map->kind == DAMPED_WAVES ? 1.0f : map->amplitude, phi, other, wide / W, W, 0);
+    }
+    if (wide > n) memmove(phi + n, phi + wide, n * sizeof(float));
+    return top;
+}
+
+/* Map tokens x -> phi [F] each, and their log-scales. */
+PART void map_few(const call_t *c, const map_t *map, long head, const few_t *f, long tokens, float *log_scale) {
+    long all = map->rows * map->size;
+    int rounded = rounds(c, map);
+    head = map->heads == 1 ? 0 : head;
+    float *to = map->kind == BANK ? f->other : f->phi;
+    project_few(map, map->first + head * all, rounded, f->x, f->x_step, tokens, to, f->phi_step);
+    if (map->second)
+        project_few(map, map->second + head * all, rounded, f->x, f->x_step, tokens, f->other, f->other_step);
+    for (long t = 0; t < tokens; t++) {
+        log_scale[t] = activate_row(map, head, f->phi + t * f->phi_step, f->other + t * f->other_step);
+        if (!map->tau) continue;
+        const float *x = f->x + t * f->x_step;
+        float sum = 0;
+        for (long d = 0; d < map->size; d++) sum += x[d] * x[d];
+        log_scale[t] = sum * expf(-map->tau[head]);
+    }
+}
+
+#endif
