@@ -55,12 +55,9 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
 
 /* Whether some of these angles are beyond what vsincos takes. */
 INLINE int far_away(const float *angle, long count) {
-    vf high = {0}, low = {0};
-    for (long i = 0; i < count; i += W) {
-        high = larger(load(angle + i), high);
-        low = smaller(load(angle + i), low);
-    }
-    vi some = (high > FAR) | (low < -FAR);
+    vf top = {0};
+    for (long i = 0; i < count; i += W) top = farther(load(angle + i), top);
+    vi some = top > FAR;
     int any = 0;
     for (int i = 0; i < W; i++) any |= some[i];
     return any;

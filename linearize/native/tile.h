@@ -75,15 +75,12 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
-/* So the smaller. */
-INLINE vf smaller(vf a, vf b) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX__)
-    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+/* The larger of |a| and b, which is not negative; b where a is not a number. */
+INLINE vf farther(vf a, vf b) {
+#if defined(__AVX512DQ__)
+    return (vf)_mm512_range_ps((__m512)a, (__m512)b, 11);
 #else
-    vi where = a < b;
-    return (vf)((where & (vi)a) | (~where & (vi)b));
+    return larger(larger(a, -a), b);
 #endif
 }
 
