@@ -105,7 +105,7 @@ class FeatureMapMixer(Mixer):
 
     def _map(self, map: FeatureMap, x: Tensor, scaling: float, *, keys: bool, positions: Tensor | None) -> Features:
         """Map x [B, H, T, D] in the scale that the map wants, in fp32."""
-        native, factor = None if torch.compiler.is_compiling() else engine(), self._factor(scaling)
+        native, factor = engine(), self._factor(scaling)
         if native is not None and native.takes(x, x, x) and (known := map.native()) is not None:
             return Features(*map_with_gradient(known, x, factor))
         x = x.float()
@@ -190,7 +190,7 @@ class FeatureMapMixer(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: MixerState | None, return_state: bool
     ) -> tuple[Tensor, MixerState | None] | None:
         """Attend through the native op; None where it is not there or cannot."""
-        if self.window is not None or self.inputs is not None or torch.compiler.is_compiling():
+        if self.window is not None or self.inputs is not None:
             return None
         native = engine()
         if native is None or call.positions is not None or not native.takes(q, k, v):
@@ -248,7 +248,7 @@ class FeatureMapMixer(Mixer):
         if self.window is not None:
             return super().decode(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state)
         held = State(state["kv"], state["log_scale"])
-        native = None if self.inputs is not None or torch.compiler.is_compiling() else engine()
+        native = engine() if self.inputs is None else None
         if native is not None and native.steps(q, k, v, *held) and (maps := self._packed_maps(native, scaling)):
             return native.step(maps, q, k, v, held, eps=self.eps, mask=key_padding_mask), state
         positions, seen = self._positions(k, key_padding_mask, state)

@@ -11,6 +11,7 @@ import importlib
 import os
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 SWITCH = "LINEARIZE_NATIVE"
@@ -24,7 +25,7 @@ class NativeMap(NamedTuple):
     """A feature map in terms of what the native op has. Weights are those of `FeatureMap`, heads first.
 
     Attributes:
-        kind: name of a map of `linearize.native.calls.KINDS`.
+        kind: name of a map of `linearize.native.structures.KINDS`.
         first: [H, n, D] projection.
         second: [H, n, D] another, or None.
         bias: [H, n] or None.
@@ -46,8 +47,8 @@ class NativeMap(NamedTuple):
 
 
 def engine() -> Any:
-    """Return the `linearize.native.calls.Engine` that was built for this machine, or None."""
-    return None if os.environ.get(SWITCH) == "0" else _engine()
+    """Return the `linearize.native.calls.Engine` that was built for this machine, or None; None while compiling too."""
+    return None if torch.compiler.is_compiling() or os.environ.get(SWITCH) == "0" else _engine()
 
 
 @functools.lru_cache(maxsize=1)

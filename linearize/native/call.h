@@ -155,7 +155,7 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
         rounded = (const uint16_t *)s->rounded[which];
         if (s->rounded_head[which] != index) round_weights(map, index, (uint16_t *)s->rounded[which]);
         s->rounded_head[which] = index;
-        turned_pairs(from, step[2], count, map->size, s->x, wide);
+        turned(from, PAIRED, step[2], count, map->size / 2, 1.0f, s->x, wide);
     } else turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
     map_tile(map, rounded, index, s->x, phi, s->other, s->scale, wide, s->keep);
 }
@@ -217,9 +217,14 @@ INLINE void take_up_keys(const call_t *c, scratch_t *s, long count) {
     take_up(c, s->phi_k, s->values, s->weight, s->width, count, s->kv, s->z);
 }
 
+/* One of a thread's arrays times a factor. */
+INLINE void multiply(float *row, long size, float factor) {
+    for (long j = 0; j < size; j += W) store(row + j, load(row + j) * factor);
+}
+
 INLINE void fade(const call_t *c, long width, float *kv, float *z, float factor) {
-    for (long i = 0; i < c->features * width; i += W) store(kv + i, load(kv + i) * factor);
-    for (long i = 0; i < c->features; i++) z[i] *= factor;
+    multiply(kv, c->features * width, factor);
+    multiply(z, c->features, factor);
 }
 
 /* The weights of a tile's keys, 0 or 1 so far, times exp(log-scale - top). */
@@ -237,11 +242,16 @@ INLINE void row_sums(const call_t *c, const float *phi, const float *z, long cou
     }
 }
 
-/* Rows = query features x state, and their sums. */
-PART void read_out(const call_t *c, scratch_t *s, long count) {
-    long wide = padded(count);
-    product(0, count, s->width, c->features, s->phi_q, 1, wide, s->kv, s->width, s->mixed, s->width);
-    row_sums(c, s->phi_q, s->z, count, wide, s->sums);
+/* Rows = query features x state: `count` rows of a tile from `first` on. */
+PART void read_rows(const call_t *c, scratch_t *s, long first, long count, long wide) {
+    product(0, count, s->width, c->features, s->phi_q + first, 1, wide, s->kv, s->width, s->mixed + first * s->width,
+            s->width);
+}
+
+/* A tile's rows, and their sums. */
+INLINE void read_out(const call_t *c, scratch_t *s, long count) {
+    read_rows(c, s, 0, count, padded(count));
+    row_sums(c, s->phi_q, s->z, count, padded(count), s->sums);
 }
 
 /* Ask for the places of a tile's output before they are written. */

@@ -69,7 +69,6 @@ class Engine:
             function = getattr(self.library, f"linearize_{name}")
             gradient = [ctypes.POINTER(Back)] if name.endswith("gradient") else []
             function.argtypes, function.restype = [ctypes.c_char_p, *gradient], ctypes.c_int
-        self._step = self.library.linearize_step
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Tell whether it reads such tensors: plain ones on the CPU, of a type it knows, last axis in one piece."""
@@ -220,9 +219,8 @@ class Engine:
         Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
         """
         out = v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3])
-        mask = None if mask is None else mask.to(torch.bool).contiguous()
-        threads = torch.get_num_threads() if self.parallel else 1
-        if self._step(call(maps, q, k, v, out, eps=eps, threads=threads, exact=False, mask=mask, state=state)):
+        more = self._more(k, mask)
+        if self.library.linearize_step(call(maps, q, k, v, out, eps=eps, exact=False, state=state, **more)):
             raise MemoryError("native op: no memory for a step")
         return out
 

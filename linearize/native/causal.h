@@ -47,10 +47,6 @@ INLINE void lift(scratch_t *s, long count, const powers_t *p) {
     for (long j = 0; j < count; j++) s->weight[j] *= power(p->own[j] - p->end);
 }
 
-INLINE void multiply(float *row, long size, float factor) {
-    for (long j = 0; j < size; j += W) store(row + j, load(row + j) * factor);
-}
-
 /* Bring rows from `first` to `last` that were read out of a state of power `from` to powers of their own. */
 INLINE void reach(scratch_t *s, long first, long last, float from, const powers_t *p) {
     for (long i = first; i < last; i++) multiply(s->mixed + i * s->width, s->width, power(from - p->top[i]));
@@ -97,7 +93,7 @@ static void alone_scores(const call_t *c, scratch_t *s, long count, long wide, c
         if (p->steep) {
             end = p->top[last - 1];
             for (long j = i; j < last; j++) weight[j - i] *= power(p->own[j] - end);
-            for (long n = 0; n < c->features; n++) s->z[n] *= power(at - end);
+            multiply(s->z, c->features, power(at - end));
             at = end;
         }
         take_up_sums(c, s->phi_k + i, wide, weight, last - i, s->z);
@@ -152,7 +148,7 @@ PART void walk_rows(const call_t *c, scratch_t *s, long i, long wide) {
 static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long wide, float at, const powers_t *p) {
     long width = s->width, rows = least(MR, last - i);
     float end = p->top[i + rows - 1], *values = s->values + i * width;
-    product(0, MR, width, c->features, s->phi_q + i, 1, wide, s->kv, width, s->mixed + i * width, width);
+    read_rows(c, s, i, MR, wide);
     reach(s, i, i + rows, at, p);
     own_rows(s, i, i, wide);
     for (long r = 0; r < rows; r++) multiply(values + r * width, width, power(p->own[i + r] - end));
@@ -180,7 +176,7 @@ static void alone_rows(const call_t *c, scratch_t *s, long count, long wide, con
 /* A tile's rows out of the state before it, and what they have of the tile's own keys. */
 static void shared_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     strip_scores(c, s, 0, count, wide, p->before, p);
-    product(0, count, s->width, c->features, s->phi_q, 1, wide, s->kv, s->width, s->mixed, s->width);
+    read_rows(c, s, 0, count, wide);
     if (p->steep) reach(s, 0, count, p->before, p);
     for (long i = 0; i < count; i += MR) own_rows(s, 0, i, wide);
 }

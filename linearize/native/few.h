@@ -5,24 +5,23 @@
 
 #include "call.h"
 
-/* Room for tokens of a step, each `*_step` numbers behind the other. */
+/* Room for tokens of a step: inputs `x_step` numbers one behind the other, features and projections `step`. */
 typedef struct {
     float *x, *phi, *other;
-    long x_step, phi_step, other_step;
+    long x_step, step;
 } few_t;
+
+INLINE few_t few_at(const call_t *c, float *memory, long tokens) {
+    few_t f = {.x = memory, .x_step = padded(c->keys.size), .step = padded(c->features) + 2 * UNIT};
+    f.phi = f.x + tokens * f.x_step;
+    f.other = f.phi + tokens * f.step;
+    return f;
+}
 
 /* Numbers that `tokens` tokens need of all of it. */
 INLINE long few_size(const call_t *c, long tokens) {
-    return tokens * (padded(c->keys.size) + 2 * padded(c->features) + 4 * UNIT);
-}
-
-INLINE few_t few_at(const call_t *c, float *memory, long tokens) {
-    few_t f = {.x_step = padded(c->keys.size), .phi_step = padded(c->features) + 2 * UNIT};
-    f.other_step = f.phi_step;
-    f.x = memory;
-    f.phi = f.x + tokens * f.x_step;
-    f.other = f.phi + tokens * f.phi_step;
-    return f;
+    few_t f = few_at(c, 0, 0);
+    return tokens * (f.x_step + 2 * f.step);
 }
 
 /* One row of weights times a token: whole vectors of it, and what is left in `rest`. */
@@ -123,11 +122,11 @@ PART void map_few(const call_t *c, const map_t *map, long head, const few_t *f, 
     int rounded = rounds(c, map);
     head = map->heads == 1 ? 0 : head;
     float *to = map->kind == BANK ? f->other : f->phi;
-    project_few(map, map->first + head * all, rounded, f->x, f->x_step, tokens, to, f->phi_step);
+    project_few(map, map->first + head * all, rounded, f->x, f->x_step, tokens, to, f->step);
     if (map->second)
-        project_few(map, map->second + head * all, rounded, f->x, f->x_step, tokens, f->other, f->other_step);
+        project_few(map, map->second + head * all, rounded, f->x, f->x_step, tokens, f->other, f->step);
     for (long t = 0; t < tokens; t++) {
-        log_scale[t] = activate_row(map, head, f->phi + t * f->phi_step, f->other + t * f->other_step);
+        log_scale[t] = activate_row(map, head, f->phi + t * f->step, f->other + t * f->step);
         if (!map->tau) continue;
         const float *x = f->x + t * f->x_step;
         float sum = 0;

@@ -51,8 +51,8 @@ class _Native(torch.autograd.Function):
         log_scale: Tensor | None,
         *weights: Tensor | None,
     ) -> Tensor:
-        ctx.map, ctx.again, ctx.options = map, again, options
-        out, kv, top = engine().attend(
+        ctx.map, ctx.again, ctx.options, ctx.engine = map, again, options, engine()
+        out, kv, top = ctx.engine.attend(
             [] if map is None else [map], q, k, v, log_scale=log_scale, exact=True, **options
         )
         # The weights too, so that a change in place before the backward is noticed.
@@ -64,7 +64,7 @@ class _Native(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
         maps = [] if ctx.map is None else [ctx.map._replace(**dict(zip(WEIGHTS, weights, strict=True)))]
-        found = engine().gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
+        found = ctx.engine.gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
         if found is None:
             return None, None, None, *_in_pytorch(ctx.again, (q, k, v, log_scale), weights, grad)
         scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
@@ -87,9 +87,9 @@ class _Mapped(torch.autograd.Function):
     def forward(
         ctx: Any, map: NativeMap, scale: float, x: Tensor, *weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.map, ctx.scale = map, scale
+        ctx.map, ctx.scale, ctx.engine = map, scale, engine()
         ctx.save_for_backward(x, *weights)
-        found: tuple[Tensor, Tensor | None] = engine().features(map, x, scale=scale)
+        found: tuple[Tensor, Tensor | None] = ctx.engine.features(map, x, scale=scale)
         return found
 
     @staticmethod
@@ -97,7 +97,7 @@ class _Mapped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> Any:
         x, *weights = ctx.saved_tensors
         map = ctx.map._replace(**dict(zip(WEIGHTS, weights, strict=True)))
-        found, grads = engine().features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
+        found, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
         return None, None, found, *grads
 
 

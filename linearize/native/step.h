@@ -40,7 +40,7 @@ static void step_head(const call_t *c, long n, const few_t *f, float *value, flo
     int together = c->queries.first == c->keys.first;
     few_t key = *f, query = *f;
     query.x += f->x_step;
-    query.phi += f->phi_step;
+    query.phi += f->step;
     token(c->k, c->type, c->k_step, b, h, size, c->keys.scale, key.x);
     if (together) token(c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, query.x);
     map_few(c, &c->keys, h, &key, together ? 2 : 1, scales);

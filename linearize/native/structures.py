@@ -56,7 +56,7 @@ class Maps(NamedTuple):
     Attributes:
         features: how many features F they give.
         data: both, with the addresses of their weights.
-        held: those weights, or copies of them; they have to live, as long as `data` is used.
+        held: those weights, or copies of them; they have to live as long as `data` is used.
     """
 
     features: int

@@ -220,8 +220,8 @@ INLINE void product(int add, long m, long n, long depth, const float *a, long ar
     blocks(0, add, 1.0f, m, n, depth, a, ar, ak, b, ldb, c, ldc);
 }
 
-/* What the caller's tensors hold. */
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
+/* What the caller's tensors hold; PAIRED: bf16 numbers that are taken two at a time, as they are. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, PAIRED = 2 };
 
 INLINE float number(const void *p, int type, long i) {
     if (type == FLOAT32) return ((const float *)p)[i];
@@ -312,39 +312,36 @@ INLINE void ahead(const void *x, int type, long step, long tokens, long size) {
         for (long i = 0; i < size * bytes; i += 64) __builtin_prefetch((const char *)x + t * step * bytes + i, 0, 2);
 }
 
-/* Read tokens rows of size numbers, `step` numbers apart, and lay them out [size, wide]: tokens side by side. */
+/* W numbers from the d-th on of a row that begins at number i, times a factor; PAIRED ones as they are. */
+INLINE vf row_numbers(const void *x, int type, long i, long d, float scale) {
+    if (type != PAIRED) return numbers(x, type, i + d) * scale;
+    vf bits;
+    memcpy(&bits, (const uint16_t *)x + i + 2 * d, sizeof bits);
+    return bits;
+}
+
+INLINE float row_number(const void *x, int type, long i, long d, float scale) {
+    if (type != PAIRED) return number(x, type, i + d) * scale;
+    float bits;
+    memcpy(&bits, (const uint16_t *)x + i + 2 * d, sizeof bits);
+    return bits;
+}
+
+/* Read tokens rows of size numbers, `step` numbers apart, and lay them out [size, wide]: tokens side by side. PAIRED
+   rows have size pairs. */
 INLINE void turned(const void *x, int type, long step, long tokens, long size, float scale, float *to, long wide) {
     for (long t = 0; t < wide; t += W)
         for (long d = 0; d < size; d += W) {
             if (t + W <= tokens && d + W <= size) {
                 vf row[W];
-                for (int i = 0; i < W; i++) row[i] = numbers(x, type, (t + i) * step + d) * scale;
+                for (int i = 0; i < W; i++) row[i] = row_numbers(x, type, (t + i) * step, d, scale);
                 transpose(row);
                 for (int i = 0; i < W; i++) store(to + (d + i) * wide + t, row[i]);
                 continue;
             }
             for (long i = d; i < d + W && i < size; i++)
                 for (long j = t; j < t + W; j++)
-                    to[i * wide + j] = j < tokens ? number(x, type, j * step + i) * scale : 0.0f;
-        }
-}
-
-/* `turned` for bf16 numbers that stay what they are: [size / 2, wide] pairs of them; size is even. */
-INLINE void turned_pairs(const uint16_t *x, long step, long tokens, long size, float *to, long wide) {
-    for (long t = 0; t < wide; t += W)
-        for (long d = 0; d < size / 2; d += W) {
-            if (t + W <= tokens && d + W <= size / 2) {
-                vf row[W];
-                for (int i = 0; i < W; i++) memcpy(row + i, x + (t + i) * step + 2 * d, sizeof(vf));
-                transpose(row);
-                for (int i = 0; i < W; i++) store(to + (d + i) * wide + t, row[i]);
-                continue;
-            }
-            for (long i = d; i < d + W && i < size / 2; i++)
-                for (long j = t; j < t + W; j++) {
-                    if (j < tokens) memcpy(to + i * wide + j, x + j * step + 2 * i, sizeof(float));
-                    else to[i * wide + j] = 0.0f;
-                }
+                    to[i * wide + j] = j < tokens ? row_number(x, type, j * step, i, scale) : 0.0f;
         }
 }
 

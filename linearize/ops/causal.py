@@ -38,7 +38,7 @@ def causal_attention(
     Under `torch.compile` and `torch.export` the same chunks are written as plain tensor operations.
     """
 
-    native = None if torch.compiler.is_compiling() or not normalize else engine()
+    native = engine() if normalize else None
     if native is not None and native.takes(phi_q, phi_k, v):
         given = [x for x in (phi_q, phi_k, v, log_scale) if x is not None]
         options = {"causal": True, "scale": 1.0, "eps": eps, "mask": key_padding_mask}

@@ -182,6 +182,20 @@ def test_bfloat16(switch, name, args, causal, size):
         assert ((ours.float() - theirs.float()).abs() > 2**-8 * theirs.abs().float() + 1e-3).float().mean() < 0.005
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["hedgehog", "flexformer_s"])
+def test_few_bfloat16_numbers_differ(switch, name, causal):
+    mixer = learned(name, {}, causal=causal)
+    inputs = tokens(130, dtype=torch.bfloat16)
+    ours, _ = attend(mixer, *inputs)
+    if engine().pairs:
+        round_projections(mixer)
+    switch(False)
+    theirs, _ = attend(mixer, *inputs)
+    close(ours, theirs, 2**-8)
+    assert (ours != theirs).float().mean() < 0.01
+
+
 @pytest.mark.parametrize(("name", "args"), CASES)
 def test_bfloat16_steps_round_as_the_whole_does(switch, name, args):
     mixer = learned(name, args, causal=True)
@@ -206,6 +220,10 @@ def test_bfloat16_weights_are_left_alone_where_gradients_are_taken(switch):
     round_projections(mixer)
     rounded = mixer(q, k, v, scaling=D**-0.5)[0]
     assert (rounded != theirs).float().mean() > 0.1
+
+
+def copied(state):
+    return {name: x.clone() for name, x in state.items()}
 
 
 def swapped(mixer):
@@ -239,14 +257,14 @@ def test_steps_see_weights_that_change(switch, change):
     mixer = learned("hedgehog", {}, causal=True, size=24)
     _, state = attend(mixer, *tokens(5, size=24))
     token = tokens(1, size=24)
-    mixer.decode(*token, scaling=D**-0.5, state={name: x.clone() for name, x in state.items()})
+    mixer.decode(*token, scaling=D**-0.5, state=copied(state))
     mixer = change(mixer) or mixer
     if change is copy.deepcopy:
         in_place(mixer)
     found = []
     for on in (True, False):
         switch(on)
-        found.append(mixer.decode(*token, scaling=D**-0.5, state={name: x.clone() for name, x in state.items()})[0])
+        found.append(mixer.decode(*token, scaling=D**-0.5, state=copied(state))[0])
     close(*found)
 
 
@@ -255,7 +273,7 @@ def test_compiled_steps_leave_it_alone(switch):
     mixer = learned("hedgehog", {}, causal=True)
     _, state = attend(mixer, *tokens(5))
     step = lambda q, k, v, state: mixer.decode(q, k, v, scaling=D**-0.5, state=state)[0]  # noqa: E731
-    expected = step(*tokens(1), {name: x.clone() for name, x in state.items()})
+    expected = step(*tokens(1), copied(state))
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     close(compiled(*tokens(1), state), expected)
 
