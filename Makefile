@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test install lint types unit format clean
+.PHONY: demo test install lint types unit slow format clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,9 @@ types: install
 
 unit: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+slow: install
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow --timeout 1800
 
 format: install
 	$(BIN)/ruff check --fix .
