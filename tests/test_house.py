@@ -30,6 +30,7 @@ ROOMS = [
     "data",
     "fidelity",
     "distillation",
+    "alignment",
     "finetune",
     "synthetic",
     "bench",

@@ -1,0 +1,1 @@
+"""Alignment of a whole converted model with its original: hidden states, pooled output and logits."""
