@@ -1,9 +1,19 @@
-"""The native op, compiled once for these tests, into a cache of their own."""
+"""The native op, compiled once for these tests, into a cache of their own.
+
+`LINEARIZE_TEST_FLAGS` stands for `-march=native`: "-mavx2 -mfma" or "-msse2" compile what other processors get
+(for test_attention.py, test_features.py and test_gradients.py: processes of their own do not know of it).
+"""
+
+import os
 
 import pytest
 
 from linearize import native
+from linearize.native import build as building
 from linearize.native.build import build, compiler
+
+if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
+    building.FLAGS = (*(flag for flag in building.FLAGS if not flag.startswith("-march")), *flags.split())
 
 
 @pytest.fixture(scope="session")

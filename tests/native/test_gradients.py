@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from in_double import allowed, deviation, gradients_in_double
 from test_attention import CASES, D, V, close, learned, padding, tokens
 
 from linearize.native.gradient import _Native
@@ -29,19 +30,28 @@ def equal(ours, theirs, tolerance=2e-5):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "args"), SHARED)
-def test_equal_those_of_the_ops_in_pytorch(switch, watch, name, args, causal):
+def test_as_exact_as_fp32_allows(switch, watch, name, args, causal):
+    """Native and in PyTorch: both against written-out weights in fp64."""
     calls = watch("gradients")
     mixer = learned(name, args, causal=causal)
     for count, masked in itertools.product((2, 64, 150), (False, True)):
         mask = padding(count) if masked else None
-        switch(True)
-        ours = gradients(mixer, count, mask)
-        switch(False)
-        theirs = gradients(mixer, count, mask)
-        assert calls == ["gradients"]
-        calls.clear()
-        # Signed weights: a sum near zero makes a row's rounding large.
-        equal(ours, theirs, 2e-5 if mixer.info.positive else 5e-4)
+        inputs = tokens(count)
+        towards = torch.randn(2, 4, count, V, generator=torch.Generator().manual_seed(7))
+        written_out = gradients_in_double(mixer, mask, D**-0.5)
+        exact, moves = deviation(written_out, [*inputs, towards, *mixer.parameters()])
+        # Projection, scores and their gradient, keys, queries; a weight's gradient: all tokens of the head's queries
+        # and keys in the batch of two. No sum is longer.
+        terms = D + mixer.feature_dim + V + 2 * count + 2 * 3 * count
+        for on in (True, False):
+            switch(on)
+            found = gradients(mixer, count, mask)
+            assert calls == (["gradients"] if on else [])
+            calls.clear()
+            names = ["out", "q", "k", "v", *(name for name, _ in mixer.named_parameters())]
+            for which, ours, wanted, move in zip(names, found, exact, moves, strict=True):
+                error = (ours - wanted).abs().max().item()
+                assert error <= allowed(move, terms), (which, count, masked, on, error / allowed(move, terms))
 
 
 def test_a_map_of_the_queries_own_goes_to_pytorch(switch):
