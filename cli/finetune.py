@@ -49,8 +49,9 @@ def job_from(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: for values that are not allowed.
     """
+    from linearize.adapters import parse_lora
     from linearize.cli._tasks import rows_from, task_from
-    from linearize.finetune.config import TuneConfig, parse_lora
+    from linearize.finetune.config import TuneConfig
     from linearize.finetune.job import TuneJob
 
     names = ("learning_rate", "batch_size", "epochs", "steps", "weight_decay", "warmup", "schedule", "eval_every")

@@ -29,6 +29,7 @@ ROOMS = [
     "loading",
     "data",
     "fidelity",
+    "adapters",
     "distillation",
     "alignment",
     "finetune",

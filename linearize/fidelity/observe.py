@@ -41,16 +41,20 @@ def body_of(model: PreTrainedModel) -> Any:
 
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
     """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
-    body = body_of(model)
+    return run_module(body_of(model), model.config, batch)
+
+
+def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
+    """Run a model, or its body, on a batch, without a cache and labels; columns that it does not take are left out."""
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
-    names = inspect.signature(body.forward).parameters
+    names = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
         inputs = {name: value for name, value in inputs.items() if name in names}
     if "use_cache" in names:
         inputs["use_cache"] = False
-    if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
+    if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs:
         inputs.setdefault("decoder_input_ids", inputs["input_ids"])
-    return body(**inputs)
+    return module(**inputs)
 
 
 def has_rows(layer: LinearAttention) -> bool:

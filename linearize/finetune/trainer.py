@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from linearize.adapters import add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.errors import CheckpointError, TrainingError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.lora import add_lora, merge_lora
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.tasks import score_of

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tiny_tasks import WORDS, write
 
 import linearize
+from linearize.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
-from linearize.finetune.config import LoraConfig, TuneConfig, parse_lora
+from linearize.finetune.config import TuneConfig
 from linearize.finetune.job import TuneJob, evaluate_checkpoint, finetune_checkpoint, init_checkpoint
 from linearize.finetune.kinds.language import strided
 from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.lora import add_lora, merge_lora, target_modules
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import TASKS, recovered, score_of, task

@@ -5,13 +5,54 @@ What they go into is found in the model: the linear maps inside every attention,
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from linearize.errors import ConfigError, unknown_name
 
-from linearize.attention.interface import linear_attentions
-from linearize.errors import ConfigError
-from linearize.finetune.config import LoraConfig
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank updates instead of full tuning; kernels and new heads are tuned in full in any case."""
+
+    r: int = _option(8, "rank of the updates")
+    alpha: float = _option(16.0, "their scale is alpha / r")
+    dropout: float = _option(0.0, "on their input")
+    targets: str | None = _option(None, "endings of the modules' names, joined by +; by default those of the attention")
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ConfigError(f"lora: got r={self.r}, expected a rank of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"lora: got dropout={self.dropout}, expected a number from 0 to below 1")
+
+
+def parse_lora(text: str) -> LoraConfig:
+    """Read `r=8,alpha=16,dropout=0.05,targets=query+value`.
+
+    Raises:
+        ConfigError: for an unknown name, or a value that is no number.
+    """
+    kinds = {"r": int, "alpha": float, "dropout": float, "targets": str}
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if name not in kinds:
+            raise unknown_name("lora option", name, kinds)
+        try:
+            values[name] = kinds[name](value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"lora: got {part!r}, expected {name}=NUMBER, such as r=8,alpha=16")
+    return LoraConfig(**values)
 
 
 def add_lora(model: Any, config: LoraConfig) -> list[str]:
@@ -92,6 +133,8 @@ def target_modules(model: Any, endings: str | None = None) -> list[str]:
 
 def _hosts(model: Any) -> list[str]:
     """Names of the attention modules; of a softmax model they are found by a trial run."""
+    from linearize.attention.interface import linear_attentions
+
     converted = list(linear_attentions(model))
     if converted:
         return converted
@@ -102,4 +145,6 @@ def _hosts(model: Any) -> list[str]:
 
 
 def _linear(module: nn.Module) -> bool:
+    from torch import nn
+
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -1,0 +1,234 @@
+"""The error of a student on a batch: end to end against its teacher's outputs, or block by block on its inputs.
+
+Every term is a mean over the tokens or rows of the batch, and is multiplied with the share of the tokens or rows of the
+whole step that lie in it. So the gradient is that of one mean over the step, whatever its split over batches or
+processes. Squared errors are divided by the teacher's variances on held-out data, which do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linearize.alignment.config import AlignConfig
+from linearize.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
+from linearize.alignment.pair import Block, Outputs, Pair, first_tensor
+from linearize.attention.interface import linear_attentions
+from linearize.fidelity.observe import run_body
+
+POOLED, LOGITS = "pooled", "logits"
+FAR_BELOW = -1e4
+"""What padding counts as among logits over tokens: never an answer."""
+
+
+@dataclass
+class Share:
+    """How much of a step lies in a batch.
+
+    Attributes:
+        tokens: share of its tokens.
+        rows: share of its rows.
+    """
+
+    tokens: float = 1.0
+    rows: float = 1.0
+
+
+def size_of(batch: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return a batch's number of tokens (rows, where it has no mask) and of rows."""
+    rows = len(next(iter(batch.values())))
+    mask = batch.get("attention_mask")
+    return (rows if mask is None else int(mask.sum())), rows
+
+
+@dataclass
+class Scales:
+    """What errors are divided by: variances of the teacher's states, per token, summed over channels.
+
+    Attributes:
+        states: by block, and of the last hidden state.
+        attentions: by block, of what its attention gives after the output projection.
+        numbers: of logits that are numbers rather than classes, by name.
+    """
+
+    states: dict[str, float] = field(default_factory=dict)
+    attentions: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def is_regression(config: Any) -> bool:
+    """Tell whether a head's logits are numbers."""
+    return getattr(config, "problem_type", None) == "regression" or (
+        getattr(config, "num_labels", 2) == 1 and getattr(config, "problem_type", None) is None
+    )
+
+
+class Objective:
+    """Computes the terms of the alignment.
+
+    Attributes:
+        pair: student and teacher.
+        config: weights and temperature.
+        scales: see `Scales`; `measure_scales` fills them.
+    """
+
+    def __init__(self, pair: Pair, config: AlignConfig) -> None:
+        self.pair, self.config = pair, config
+        self.head = config.logits_weight > 0
+        self.scales = Scales()
+
+    @torch.no_grad()
+    def measure_scales(self, batches: list[dict[str, Tensor]]) -> None:
+        """Measure the teacher's variances, as means over held-out batches weighted by tokens."""
+        total, sums = 0.0, Scales()
+        for batch in batches:
+            tokens = size_of(batch)[0]
+            total += tokens
+            with self._kept_attentions() as kept:
+                taught = self.pair.teach(batch, head=self.head)
+            for name, state in taught.states.items():
+                _add(sums.states, name, variance(state, taught.mask), tokens)
+            for block in self.pair.blocks:
+                _add(sums.attentions, block.name, variance(kept[block.name], taught.mask), tokens)
+            if is_regression(self.pair.teacher.config):
+                for name, value in taught.logits.items():
+                    _add(sums.numbers, name, variance(value), tokens)
+        for found in (sums.states, sums.attentions, sums.numbers):
+            for name in found:
+                found[name] /= max(total, 1.0)
+        self.scales = sums
+
+    def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+        """Return the terms of whole models: one per hidden state, `POOLED`, and one per kind of logits."""
+        taught = self.pair.teach(batch, head=self.head)
+        learned = self.pair.learn(batch, head=self.head)
+        terms = {
+            name: share.tokens * self._error(learned.states[name], target, taught.mask, self.scales.states[name])
+            for name, target in taught.states.items()
+        }
+        mine, target = (pooled(flat(side.last), side.mask) for side in (learned, taught))
+        terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
+        for name, value in taught.logits.items():
+            terms[f"{LOGITS}/{name}"] = self._logits(name, learned.logits[name], value, taught.mask, share)
+        return terms
+
+    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Return the weighted sum of `end_to_end`'s terms: the mean over hidden states, the pooled output, logits."""
+        hidden = [term for name, term in terms.items() if name != POOLED and not name.startswith(LOGITS)]
+        logits = [term for name, term in terms.items() if name.startswith(LOGITS)]
+        config = self.config
+        loss = config.hidden_weight * torch.stack(hidden).mean() + config.pooled_weight * terms[POOLED]
+        return loss + config.logits_weight * torch.stack(logits).mean() if logits else loss
+
+    def blockwise(self, batch: Mapping[str, Tensor], share: Share, *, train: bool) -> dict[str, float]:
+        """Run the teacher, and each of the student's blocks on what the teacher's block was given.
+
+        A block's error is that of its attention after the output projection plus that of its output. With `train` its
+        gradient is taken as soon as it has run; nothing of it is kept.
+        """
+        terms: dict[str, float] = {}
+        mask = batch.get("attention_mask")
+
+        def after(block: Block) -> Any:
+            student = self.pair.student.get_submodule(block.name)
+
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                if block.name in terms:
+                    return
+                terms[block.name] = 0.0
+                target, attended = first_tensor(output).detach(), kept[block.name]
+                with torch.set_grad_enabled(train), _as_kernel(student), self._kept_attentions(block) as mine:
+                    found = first_tensor(student(*args, **kwargs))
+                    scales = self.scales
+                    error = self._error(found, target, mask, scales.states[block.name])
+                    if block.attention != block.name:
+                        error = error + self._error(mine[block.name], attended, mask, scales.attentions[block.name])
+                    error = share.tokens * error
+                    if train and error.requires_grad:
+                        error.backward()  # type: ignore[no-untyped-call]
+                terms[block.name] = float(error.detach())
+                kept.pop(block.name, None)
+
+            return hook
+
+        handles = []
+        with self._kept_attentions() as kept:
+            try:
+                for block in self.pair.blocks:
+                    module = self.pair.teacher.get_submodule(block.name)
+                    handles.append(module.register_forward_hook(after(block), with_kwargs=True))
+                with torch.no_grad(), self.pair.softmax():
+                    run_body(self.pair.teacher, batch)
+            finally:
+                for handle in handles:
+                    handle.remove()
+        return terms
+
+    def _error(self, mine: Tensor, target: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        rows = masked_rows(target, mask).shape[0]
+        return squared_error(mine, target, mask) / (max(rows, 1) * scale)
+
+    def _logits(self, name: str, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share) -> Tensor:
+        per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
+        if name in self.scales.numbers:
+            error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.scales.numbers[name])
+            return share.rows * error
+        if mask is not None and not per_token and target.shape == mask.shape:
+            # One logit per token, of which one is chosen (the start of an answer): padding cannot be.
+            mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
+        first, second = masked_rows(mine, mask), masked_rows(target, mask)
+        found = divergence(first, second, temperature=self.config.temperature) / max(len(first), 1)
+        return (share.tokens if per_token else share.rows) * found
+
+    @contextlib.contextmanager
+    def _kept_attentions(self, only: Block | None = None) -> Iterator[dict[str, Tensor]]:
+        """Keep what the attentions give after their output projection: the teacher's, or one of the student's."""
+        kept: dict[str, Tensor] = {}
+        model = self.pair.teacher if only is None else self.pair.student
+        handles = []
+
+        def keep(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                # Where teacher and student are one model, the student's run inside the teacher's comes second.
+                kept.setdefault(name, first_tensor(output))
+
+            return hook
+
+        try:
+            for block in self.pair.blocks if only is None else [only]:
+                handles.append(model.get_submodule(block.attention).register_forward_hook(keep(block.name)))
+            yield kept
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextlib.contextmanager
+def _as_kernel(block: nn.Module) -> Iterator[None]:
+    """Have a block attend with its kernels, also where the model that it is part of runs as its own teacher."""
+    layers = list(linear_attentions(block).values())
+    observers = [layer.observer for layer in layers]
+    try:
+        for layer in layers:
+            layer.observer = None
+        yield
+    finally:
+        for layer, observer in zip(layers, observers, strict=True):
+            layer.observer = observer
+
+
+def flat(states: Tensor) -> Tensor:
+    """Return states [B, T, C] of [B, T, C] or of a grid [B, H, W, C]."""
+    return states if states.ndim == 3 else states.flatten(1, -2)
+
+
+def _add(sums: dict[str, float], name: str, value: Tensor, weight: float) -> None:
+    sums[name] = sums.get(name, 0.0) + float(value) * weight
+
+
+__all__ = ["LOGITS", "POOLED", "Objective", "Outputs", "Scales", "Share", "flat", "is_regression", "size_of"]

@@ -1,0 +1,375 @@
+"""Alignment on tiny models: it comes closer, trains what it is told to, resumes to the bit, never ends worse."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import original
+
+import linearize
+from linearize.alignment.config import AlignConfig
+from linearize.alignment.loop import align
+from linearize.alignment.measure import measure
+from linearize.alignment.objective import Objective, Share, size_of
+from linearize.alignment.pair import OUTPUT, find_blocks, make_pair
+from linearize.distillation.state import StateFolder
+from linearize.errors import ConfigError, DataError, TrainingError
+from linearize.surgery.timm import wrap
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distillation"))
+from test_loop import Fixed, batches
+
+QUICK = {"steps": 16, "eval_every": 4, "learning_rate": 2e-3, "kernel_learning_rate": 1e-2}
+
+
+def loud(name, head="AutoModel", **overrides):
+    """A tiny softmax model whose attention is sharp and counts for much, as a trained one's does."""
+    model = original(name, head, **overrides)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in key and "wte" not in key and "wpe" not in key:
+                parameter.mul_(8)
+    return model
+
+
+def sharp(name, head="AutoModel", **options):
+    return linearize.convert(loud(name, head), **options)
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+HEADS = [
+    ("bert", "AutoModel"),
+    ("bert", "AutoModelForSequenceClassification"),
+    ("bert", "AutoModelForMaskedLM"),
+    ("bert", "AutoModelForQuestionAnswering"),
+    ("modernbert", "AutoModel"),
+    ("gpt2", "AutoModelForCausalLM"),
+    ("llama", "AutoModelForCausalLM"),
+    ("bart", "AutoModel"),
+    ("vit", "AutoModelForImageClassification"),
+]
+
+
+@pytest.mark.parametrize("name, head", HEADS)
+def test_the_student_comes_closer(name, head):
+    model = sharp(name, head)
+    result = align(model, Fixed(batches(model)), AlignConfig(**QUICK))
+    assert result.after.loss < 0.8 * result.before.loss
+    assert all(result.after.layers[layer] < result.before.layers[layer] for layer in list(result.before.layers)[-1:])
+    assert (result.before.logits is None) == (head == "AutoModel")
+    assert [step.step for step in result.history] == list(range(1, 17))
+    assert {step.phase for step in result.history} == {"blockwise", "end to end"}
+
+
+def test_the_teacher_is_the_original():
+    """What the student is compared with are the numbers of the softmax model itself."""
+    for name, head in HEADS:
+        if name == "bart":
+            continue
+        model = sharp(name, head)
+        teacher = make_pair(model, None, shared=True)
+        batch = batches(model, 1)[0]
+        shown = teacher.teach(batch, head=True)
+        plain = original(name, head)
+        plain.load_state_dict({k: v for k, v in model.state_dict().items() if ".linear_attention." not in k})
+        with torch.no_grad():
+            expected = plain(**batch, output_hidden_states=True)
+        keep = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
+        last = expected.hidden_states[-1]
+        if name == "vit":
+            last = plain.vit.layernorm(last) if not torch.equal(last, shown.last) else last
+        torch.testing.assert_close(shown.last[keep], last[keep], atol=2e-5, rtol=1e-4)
+        for kind, logits in shown.logits.items():
+            torch.testing.assert_close(logits[keep] if logits.ndim == 3 else logits, _of(expected, kind, keep))
+
+
+def _of(output, kind, keep):
+    logits = output[kind]
+    return logits[keep] if logits.ndim == 3 else logits
+
+
+@pytest.mark.parametrize("train", ["kernels", "attention", "blocks", "lora"])
+def test_only_what_is_asked_for_is_trained(train):
+    model = sharp("bert", "AutoModelForSequenceClassification")
+    before, flags = state(model), [p.requires_grad for p in model.parameters()]
+    result = align(model, Fixed(batches(model)), AlignConfig(**QUICK, train=train))
+    assert result.after.loss < result.before.loss
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert before.keys() == model.state_dict().keys()
+    kernels = {name for name in changed if ".linear_attention." in name}
+    assert kernels
+    rest = changed - kernels
+    if train == "kernels":
+        assert not rest
+    elif train == "lora":
+        assert rest and all(name.endswith(("query.weight", "key.weight", "value.weight")) for name in rest)
+    elif train == "attention":
+        assert rest and all(".attention." in name for name in rest)
+    else:
+        assert any(".intermediate." in name for name in rest) and all("encoder.layer" in name for name in rest)
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training
+
+
+def test_a_given_teacher_is_left_as_it_was_and_equals_the_own_softmax():
+    model = sharp("bert")
+    teacher = original("bert")
+    teacher.load_state_dict({k: v for k, v in model.state_dict().items() if ".linear_attention." not in k})
+    before = state(teacher)
+    one, two = copy.deepcopy(model), copy.deepcopy(model)
+    config = AlignConfig(**QUICK)
+    first = align(one, Fixed(batches(model)), config, teacher=teacher)
+    second = align(two, Fixed(batches(model)), config)
+    assert type(teacher).__name__ == "BertModel" and all(torch.equal(before[k], v) for k, v in state(teacher).items())
+    assert first.after == second.after
+    assert all(torch.equal(a, b) for a, b in zip(state(one).values(), state(two).values(), strict=True))
+
+
+def test_blockwise_gradients_are_those_of_the_blocks_under_the_teachers_inputs():
+    """Against autograd over everything at once."""
+    model = sharp("bert")
+    batch = batches(model, 1)[0]
+    pair = make_pair(model, None, shared=False)
+    objective = Objective(pair, AlignConfig())
+    objective.measure_scales([batch])
+    model.requires_grad_(True)
+    terms = objective.blockwise(batch, Share(), train=True)
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    mask, keep = batch["attention_mask"], batch["attention_mask"].bool()
+    inputs, outputs, attended = {}, {}, {}
+    handles = []
+    for block in pair.blocks:
+        module = pair.teacher.get_submodule(block.name)
+        handles.append(
+            module.register_forward_hook(
+                lambda m, a, o, n=block.name: (inputs.update({n: a[0]}), outputs.update({n: o}))[0] and None
+            )
+        )
+        child = pair.teacher.get_submodule(block.attention)
+        handles.append(child.register_forward_hook(lambda m, a, o, n=block.name: attended.update({n: o[0]})))
+    pair.teach(batch, head=False)
+    for handle in handles:
+        handle.remove()
+    total = 0.0
+    for block in pair.blocks:
+        layer = model.get_submodule(block.name)
+        mine = layer.attention(inputs[block.name], mask)[0]
+        whole = layer(inputs[block.name], mask)
+        for got, target in ((mine, attended[block.name]), (whole, outputs[block.name])):
+            target = target[keep]
+            spread = (target - target.mean(dim=0)).square().sum() / len(target)
+            total = total + (got[keep] - target).square().sum() / len(target) / spread
+    total.backward()
+    torch.testing.assert_close(torch.tensor(sum(terms.values())), total.detach())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+        else:
+            assert name not in found
+
+
+@pytest.mark.parametrize("options", [{}, {"train": "kernels"}, {"train": "lora"}, {"gradient_accumulation": 2}])
+@pytest.mark.parametrize("stop_at", [3, 10])
+def test_resumed_equals_uninterrupted_to_the_bit(options, stop_at, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def run(folder, stop=None, resume=False):
+        model = sharp("bert")
+
+        def on_step(report):
+            if report.step == stop:
+                raise Stop
+
+        config = AlignConfig(**QUICK | options, save_every=2, folder=str(tmp_path / folder), resume=resume)
+        try:
+            result = align(model, Fixed(batches(model)), config, on_step=on_step)
+        except Stop:
+            return None
+        return state(model), result
+
+    whole, result = run("whole")
+    assert run("cut", stop=stop_at) is None
+    resumed, again = run("cut", resume=True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert (again.steps, again.best_step, again.after) == (result.steps, result.best_step, result.after)
+    assert [step.losses for step in again.history] == [step.losses for step in result.history]
+    assert StateFolder(tmp_path / "cut", 2).steps() == [14, 16]
+
+
+def test_resume_with_other_options_is_refused(tmp_path):
+    model = sharp("bert")
+    align(model, Fixed(batches(model)), AlignConfig(**QUICK, save_every=4, folder=str(tmp_path)))
+    config = AlignConfig(**QUICK | {"learning_rate": 1e-3}, folder=str(tmp_path), resume=True)
+    with pytest.raises(ConfigError, match=r"started with learning_rate=0\.002, now it is 0\.001"):
+        align(sharp("bert"), Fixed(batches(model)), config)
+
+
+def test_a_batch_split_over_steps_of_accumulation_gives_the_same_gradient():
+    model = sharp("bert", "AutoModelForSequenceClassification")
+    whole = batches(model, 1)[0]
+    parts = [{name: value[rows] for name, value in whole.items()} for rows in (slice(0, 1), slice(1, 4))]
+    pair = make_pair(model, None, shared=False)
+    objective = Objective(pair, AlignConfig())
+    objective.measure_scales([whole])
+    tokens, rows = size_of(whole)
+
+    def gradient(given):
+        model.zero_grad()
+        for batch in given:
+            share = Share(size_of(batch)[0] / tokens, size_of(batch)[1] / rows)
+            objective.total(objective.end_to_end(batch, share)).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    one, two = gradient([whole]), gradient(parts)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=1e-4)
+
+
+def test_padding_does_not_matter():
+    model = sharp("bert")
+    batch = batches(model, 1)[0]
+    longer = {
+        name: torch.nn.functional.pad(value, (0, 5), value=7 * (name == "input_ids")) for name, value in batch.items()
+    }
+    objective = Objective(make_pair(model, None, shared=True), AlignConfig())
+    objective.measure_scales([batch])
+    one, two = measure(objective, [batch]), measure(objective, [longer])
+    assert one.cosine == pytest.approx(two.cosine, abs=1e-6)
+    assert one.layers == pytest.approx(two.layers, rel=1e-5)
+
+
+def test_it_never_ends_worse_than_it_began():
+    """At a rate that throws the weights about, those of the start come back."""
+    model = sharp("bert")
+    align(model, Fixed(batches(model)), AlignConfig(**QUICK))
+    before = state(model)
+    wild = AlignConfig(steps=6, eval_every=1, learning_rate=50.0, kernel_learning_rate=50.0, patience=1, warmup=0.0)
+    result = align(model, Fixed(batches(model)), wild, teacher=loud("bert"))
+    assert (result.best_step, result.after) == (0, result.before)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert result.stopped == "early stopping"
+
+
+def test_a_worse_look_twice_halves_the_rate_and_goes_back():
+    model = sharp("bert")
+    wild = AlignConfig(**QUICK | {"learning_rate": 0.3, "kernel_learning_rate": 0.3, "eval_every": 1, "blockwise": 0.0})
+    rates = [step.learning_rate for step in align(model, Fixed(batches(model)), wild).history]
+    assert min(rates[1:8]) < 0.3 / 1.9
+
+
+def test_divergence_names_layer_and_step_and_keeps_the_best():
+    model = sharp("bert")
+    before = state(model)
+    made = batches(model)
+    poisoned = sharp("bert")
+    data = Fixed(made)
+
+    class Poison(Fixed):
+        def train_batches(self, start=0, rank=0, world_size=1):
+            for number, batch in enumerate(super().train_batches(start, rank, world_size)):
+                if number == 3:
+                    with torch.no_grad():
+                        model.encoder.layer[1].output.dense.weight.fill_(float("nan"))
+                yield batch
+
+    data = Poison(made)
+    config = AlignConfig(**QUICK | {"blockwise": 0.0}, patience=0, train="kernels")
+    with pytest.raises(TrainingError, match=r"error of encoder\.layer\.1 became nan at step 4"):
+        align(model, data, config)
+    kernels = {name: tensor for name, tensor in model.state_dict().items() if ".linear_attention." in name}
+    assert all(tensor.isfinite().all() for tensor in kernels.values())
+    assert before.keys() == model.state_dict().keys() and poisoned is not model
+
+
+def test_regression_logits_count_as_numbers():
+    model = sharp("bert", "AutoModelForSequenceClassification")
+    plain = original("bert", "AutoModelForSequenceClassification", num_labels=1)
+    model = linearize.convert(plain)
+    batch = batches(model, 1)[0]
+    objective = Objective(make_pair(model, None, shared=True), AlignConfig())
+    objective.measure_scales([batch])
+    found = measure(objective, [batch])
+    taught = objective.pair.teach(batch, head=True).logits["logits"]
+    with torch.no_grad():
+        learned = objective.pair.learn(batch, head=True).logits["logits"]
+    expected = (taught - learned).square().mean() / (taught - taught.mean()).square().mean()
+    assert found.logits == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_blocks_of_nested_models():
+    assert [b.name for b in find_blocks(sharp("bert"))] == ["encoder.layer.0", "encoder.layer.1"]
+    assert find_blocks(sharp("bert"))[0].attention == "encoder.layer.0.attention"
+    assert find_blocks(sharp("gpt2", "AutoModelForCausalLM"))[0].attention == "transformer.h.0.attn"
+    assert len(find_blocks(sharp("bart"))) == 4
+
+
+def test_timm():
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 4, "num_classes": 3}
+    plain = timm.create_model("vit_tiny_patch16_224", **sizes)
+    with torch.no_grad():
+        for parameter in plain.blocks.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    model = linearize.convert(wrap(plain, model_args=sizes))
+    assert find_blocks(model)[0].attention.endswith("blocks.0.attn")
+    data = Fixed([{"pixel_values": torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))}])
+    result = align(model, data, AlignConfig(**QUICK))
+    assert result.after.loss < 0.8 * result.before.loss and result.after.logits is not None
+
+
+@pytest.mark.parametrize(
+    "teacher, match",
+    [
+        (lambda: sharp("bert"), "got a converted model"),
+        (lambda: original("roberta"), "model of type 'roberta', expected 'bert'"),
+        (lambda: original("bert", hidden_size=16), "another size"),
+        (lambda: original("bert", num_hidden_layers=3), "only the teacher has the weight"),
+        (lambda: original("bert", vocab_size=120), "another size"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(teacher, match):
+    model = sharp("bert")
+    before = state(model)
+    with pytest.raises(ConfigError, match=match):
+        align(model, Fixed(batches(model)), AlignConfig(**QUICK), teacher=teacher())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_teacher_of_another_head_or_label_set_is_refused():
+    model = sharp("bert", "AutoModelForSequenceClassification")
+    data = Fixed(batches(model))
+    with pytest.raises(ConfigError, match="whose logits it has to give"):
+        align(model, data, AlignConfig(**QUICK), teacher=original("bert"))
+    with pytest.raises(ConfigError, match="same label set"):
+        named = original("bert", "AutoModelForSequenceClassification", id2label={0: "bad", 1: "good"})
+        align(model, data, AlignConfig(**QUICK), teacher=named)
+
+
+def test_bad_options_and_data():
+    model = sharp("bert")
+    with pytest.raises(ConfigError, match="expected a converted model"):
+        align(original("bert"), Fixed(batches(model)))
+    with pytest.raises(ConfigError, match="holdout_batches"):
+        align(model, [1, 2])
+    with pytest.raises(DataError, match="no held-out batch"):
+        empty = Fixed(batches(model))
+        empty.held_out = []
+        align(model, empty)
+    for bad in ({"steps": -1}, {"blockwise": 2.0}, {"train": "all"}, {"learning_rate": float("nan")}, {"resume": True}):
+        with pytest.raises(ConfigError, match="alignment"):
+            AlignConfig(**bad)
+    with pytest.raises(ConfigError, match="all 0"):
+        AlignConfig(hidden_weight=0.0, pooled_weight=0.0, logits_weight=0.0)
+    assert align(model, Fixed(batches(model)), AlignConfig(steps=0)).steps == 0
+    assert OUTPUT == "output"
