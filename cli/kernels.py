@@ -46,8 +46,9 @@ def describe(info: Any) -> dict[str, Any]:
         "extra_parameters_bert_base": count_parameters(info.name, {}, shape, BERT_BASE["layers"]),
         "parameters_per_head": info.parameters_formula,
         **{flag: getattr(info, flag) for flag in flags},
+        "positive": info.is_positive(config),
         "arguments": arguments,
-        "stage_one": dataclasses.asdict(info.stage_one),
+        "stage_one": dataclasses.asdict(info.training(config)),
     }
 
 

@@ -56,7 +56,8 @@ class KernelInfo:
         parameters: (config, head_dim) -> learnable numbers of one map of one head.
         parameters_formula: the same in words.
         learnable: whether stage one has anything to train.
-        positive: whether weights can never be negative.
+        positive: whether weights can never be negative; where that depends on the arguments, (config) -> bool. Read it
+            through `is_positive`.
         normalized: whether weights sum to one.
         random: whether random numbers are drawn at conversion (kept in buffers, saved).
         estimates: for random features, the kernel that phi(x) . phi(y) estimates, as a function of x . y.
@@ -70,7 +71,10 @@ class KernelInfo:
         output_parameters: (config, value_dim) -> learnable numbers per query head behind the attention (norms, powers).
         preset: (config, layers) -> (kernel, arguments) for each layer, for a name that stands for a whole layer plan;
             such a name has no mixer of its own.
-        stage_one: default training of stage one.
+        stage_one: default training of stage one; where that depends on the arguments, (config) -> `StageOne`. Read it
+            through `training`.
+        unsaid: what arguments stand for that a checkpoint does not mention, where their defaults were others when it
+            was written; from then on checkpoints always mention them.
     """
 
     name: str
@@ -84,7 +88,7 @@ class KernelInfo:
     parameters: Callable[[Any, int], int]
     parameters_formula: str
     learnable: bool
-    positive: bool
+    positive: bool | Callable[[Any], bool]
     normalized: bool = True
     random: bool = False
     positional: bool = False
@@ -97,12 +101,21 @@ class KernelInfo:
     output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
     estimates: Callable[[Any], Any] | None = None
     preset: Callable[[Any, int], list[tuple[str, dict[str, Any]]]] | None = None
-    stage_one: StageOne = field(default_factory=StageOne)
+    stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def windowed(self) -> bool:
         """Whether a softmax window can be joined to it: it has a feature map and a denominator to share."""
         return self.feature_dim is not None and self.normalized
+
+    def is_positive(self, config: Any) -> bool:
+        """Tell whether the weights of a kernel with these arguments can never be negative."""
+        return self.positive(config) if callable(self.positive) else self.positive
+
+    def training(self, config: Any) -> StageOne:
+        """Return how stage one trains a kernel with these arguments unless the user says otherwise."""
+        return self.stage_one(config) if callable(self.stage_one) else self.stage_one
 
 
 WINDOW = "window"

@@ -53,7 +53,7 @@ class FeatureMapMixer(Mixer):
         self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
         tied = getattr(config, "tied", True)
         self.queries: FeatureMap | None = None if tied else build(config, shape.heads, shape.head_dim)
-        self.eps = EPS if info.positive else SIGNED_EPS
+        self.eps = EPS if self.positive else SIGNED_EPS
         assert info.feature_dim is not None
         self.feature_dim = info.feature_dim(config, shape.head_dim)
         self._packed: Any = None
@@ -276,7 +276,7 @@ class FeatureMapMixer(Mixer):
     def close(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Do what follows the sums [B, H, T, V] in fp32, and go back to the host's dtype."""
         out = self.finish(mixed)
-        if not self.info.positive and dtype == torch.float16:
+        if not self.positive and dtype == torch.float16:
             # Signed weights can be large, and fp16 ends at 65504.
             limit = torch.finfo(dtype).max
             out = out.clamp(-limit, limit)

@@ -51,11 +51,20 @@ class HeadShape:
 
 
 class Mixer(nn.Module, abc.ABC):
-    """Turns q, k, v into the heads' outputs at linear cost."""
+    """Turns q, k, v into the heads' outputs at linear cost.
+
+    Attributes:
+        info: the kernel's facts.
+        config: its arguments.
+        shape: sizes and direction.
+        positive: whether its weights can never be negative.
+        output: what follows the weighted sum of the values, or None.
+    """
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
         super().__init__()
         self.info, self.config, self.shape = info, config, shape
+        self.positive = info.is_positive(config)
         self.output: Output | None = None
         if info.build is not None and issubclass(info.build, Kernel):
             self.output = info.build.output(config, shape.heads, shape.value_dim)

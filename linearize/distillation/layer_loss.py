@@ -15,6 +15,7 @@ from linearize.distillation.losses import output_loss
 from linearize.distillation.targets import Targets
 from linearize.errors import ConfigError
 from linearize.fidelity.observe import has_rows, softmax_output
+from linearize.registry import StageOne
 
 
 @dataclass
@@ -38,6 +39,11 @@ class LayerLoss:
     penalty: float | None
     total: float = 0.0
     count: float = 0.0
+
+    @property
+    def training(self) -> StageOne:
+        """How the layer's kernel is trained unless asked otherwise."""
+        return self.layer.mixer.info.training(self.layer.mixer.config)
 
     def reset(self) -> None:
         """Start a new sum."""
@@ -89,17 +95,17 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     Raises:
         ConfigError: if the loss that was asked for does not fit the kernel.
     """
-    info = layer.mixer.info
+    info, own = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
     walkable = info.normalized and has_rows(layer)
     kind = config.loss
     if kind == "auto":
-        kind = info.stage_one.loss if walkable else "output"
+        kind = own.loss if walkable else "output"
     if kind in ("weights", "both") and not walkable:
         raise ConfigError(
             f"stage one: kernel {info.name!r} has no normalised weights to compare with softmax's; use --loss output"
         )
     penalty = None
-    if not info.positive:
-        penalty = info.stage_one.negative_penalty if config.negative_penalty is None else config.negative_penalty
+    if not layer.mixer.positive:
+        penalty = own.negative_penalty if config.negative_penalty is None else config.negative_penalty
     output = {"weights": 0.0, "output": 1.0, "both": config.output_weight}[kind]
     return LayerLoss(name, layer, float(kind in ("weights", "both")), output, penalty)

@@ -42,7 +42,7 @@ class KernelTrainer:
         groups: list[dict[str, Any]] = []
         rates: list[tuple[float, float]] = []
         for loss in self.layers:
-            own = loss.layer.mixer.info.stage_one
+            own = loss.training
             decay = own.weight_decay if config.weight_decay is None else config.weight_decay
             rate = own.learning_rate if config.learning_rate is None else config.learning_rate
             warmup = own.warmup if config.warmup is None else config.warmup
@@ -69,7 +69,7 @@ class KernelTrainer:
             parameters = [p for p in loss.layer.parameters() if p.grad is not None]
             for parameter in parameters:
                 parameter.grad.div_(loss.count)  # type: ignore[union-attr]
-            norm = nn.utils.clip_grad_norm_(parameters, loss.layer.mixer.info.stage_one.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
             if not math.isfinite(float(norm)):
                 raise diverged(loss.name, step, f"the gradient became {float(norm)}")
         self.optimizer.step()

@@ -118,25 +118,22 @@ def _luna_psi(kernel: Any, mine: int, u: Tensor) -> Tensor:
     return ((out[..., None] * hidden).sum(dim=-2) + kernel.out_bias[mine].float().cpu()[:, None]).relu()
 
 
-def _frequencies(*names: str) -> Drawing:
-    """Make the drawing of Fourier kernels: the learned frequencies, in the parameters of these names."""
-
-    def draw(maps: Sequence[LayerMaps]) -> Figure:
-        figure = new_figure(9.0, 0.4 + 2.0 * -(-len(maps) // 3))
-        for axes, layer, title in zip(
-            axes_grid(figure, len(maps), 3), maps, layer_names([m.module for m in maps]), strict=True
-        ):
-            _spectrum(axes, layer, names)
-            tidy(axes, title, "frequency (one coordinate)", "density")
-        figure.axes[0].legend(fontsize=6, frameon=False, loc="upper right")
-        return figure
-
-    return draw
+def frequencies(maps: Sequence[LayerMaps]) -> Figure:
+    """Draw the learned frequencies of Fourier kernels."""
+    figure = new_figure(9.0, 0.4 + 2.0 * -(-len(maps) // 3))
+    for axes, layer, title in zip(
+        axes_grid(figure, len(maps), 3), maps, layer_names([m.module for m in maps]), strict=True
+    ):
+        _spectrum(axes, layer)
+        tidy(axes, title, "frequency (one coordinate)", "density")
+    figure.axes[0].legend(fontsize=6, frameon=False, loc="upper right")
+    return figure
 
 
 @torch.no_grad()
-def _spectrum(axes: Any, layer: LayerMaps, names: Sequence[str]) -> None:
-    values = {name: getattr(_map(layer), name).float().cpu().flatten().numpy() for name in names}
+def _spectrum(axes: Any, layer: LayerMaps) -> None:
+    found = _map(layer).frequencies(layer.scaling)
+    values = {name: numbers.float().cpu().flatten().numpy() for name, numbers in found.items()}
     reach = max(2.5, *(float(np.quantile(np.abs(v), 0.999)) for v in values.values()))
     x = np.linspace(-reach, reach, 200)
     for (name, numbers), colour, dashes in zip(values.items(), (SOFTMAX, LINEAR), ("-", "--"), strict=False):
@@ -157,10 +154,10 @@ register_picture(
     "LUNA's learned scalar functions (one line per channel) of head 0, layer by layer; grey behind them: the numbers "
     "that they get from queries and keys of the first input.",
 )
-for _name, _parameters in (("flexformer_s", ("weight",)), ("flexformer_n", ("a", "b"))):
+for _name in ("flexformer_s", "flexformer_n"):
     register_picture(
         _name,
-        _frequencies(*_parameters),
+        frequencies,
         "Flexformer's learned frequencies, all heads of a layer, against the Gaussian density whose random features "
         "would give softmax itself.",
     )

@@ -1,15 +1,16 @@
-"""What the two Flexformer kernels share: the norm factor h(x) with its learned width, and the size of the start."""
+"""What the two Flexformer kernels share: their arguments, the norm factor h(x) with its learned width, and waves."""
 
 from __future__ import annotations
 
+import abc
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap
-from linearize.registry import option
+from linearize.kernels.base import FeatureMap, orthonormal
+from linearize.registry import StageOne, option
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,32 @@ class SpectralConfig:
     """Arguments of `flexformer_s` and `flexformer_n`."""
 
     frequencies: int | None = option(None, "number n of frequencies per head; none: the head size", low=1, high=4096)
-    init_scale: float = option(
-        0.2, "deviation of the starting frequencies; 1 is softmax's own spectral density", low=0.0, high=10.0
+    init_scale: float | None = option(
+        None, "deviation of the starting frequencies (softmax's own: 1); none: by form", low=0.0, high=10.0
     )
     tied: bool = option(True, "whether queries and keys share one map")
 
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
         return self.frequencies if self.frequencies is not None else head_dim
+
+    def deviation(self, usual: float) -> float:
+        """Return the deviation of the starting frequencies, `usual` where none was asked for."""
+        return usual if self.init_scale is None else self.init_scale
+
+    @property
+    def positive(self) -> bool:
+        """Whether weights can never be negative."""
+        raise NotImplementedError
+
+
+UNSAID = {"form": "paper"}
+"""The only form that there was when checkpoints did not say it."""
+
+
+def spectral_stage_one(config: SpectralConfig) -> StageOne:
+    """Train as hedgehog is trained; where weights can be negative, with a penalty on that."""
+    return StageOne(learning_rate=1e-2, negative_penalty=0.0 if config.positive else 1.0)
 
 
 class SpectralMap(FeatureMap):
@@ -34,6 +53,14 @@ class SpectralMap(FeatureMap):
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)
         self.tau = self.learned() if norm else None
+
+    @abc.abstractmethod
+    def frequencies(self, scaling: float) -> dict[str, Tensor]:
+        """Return the waves' frequencies by name [H, n, D], for inputs whose dot product is the score that softmax sees.
+
+        Args:
+            scaling: what the host multiplies scores with.
+        """
 
     def reset_tau(self) -> None:
         """Start at softmax's own width: exp(x . y) = exp(|x|^2 / 2) exp(-|x - y|^2 / 2) exp(|y|^2 / 2)."""
@@ -46,6 +73,24 @@ class SpectralMap(FeatureMap):
         """Return log h(x) [B, H, T]."""
         assert self.tau is not None
         return x.square().sum(dim=-1) * torch.exp(-self.tau.float())[:, None]
+
+
+def signed_directions(heads: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
+    """Draw unit vectors [heads, rows, size]: an orthonormal basis, minus it, and then another one.
+
+    A softmax over projections on both signs of a basis sees the size of every coordinate on either side, as hedgehog's
+    two do; over one sign it ended stage one as low.
+    """
+    blocks = -(-rows // (2 * size))
+    basis = orthonormal(heads, blocks * size, size, generator).reshape(heads, blocks, 1, size, size)
+    return torch.cat([basis, -basis], dim=2).reshape(heads, 2 * blocks * size, size)[:, :rows].float()
+
+
+def halves(angle: Tensor, envelope: Tensor) -> Tensor:
+    """Return [cos^2(angle + pi/4) ; sin^2(angle + pi/4)] * envelope, none below 0: [..., n] each -> [..., 2 n]."""
+    half = 0.5 * envelope
+    wave = (2.0 * angle).sin() * half
+    return torch.cat([half - wave, half + wave], dim=-1)
 
 
 def waves(angle: Tensor, envelope: Tensor) -> Tensor:

@@ -147,6 +147,16 @@ def draw_uniform(parameter: Tensor, generator: torch.Generator, bound: float) ->
         parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
 
 
+def orthonormal(heads: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
+    """Draw unit vectors [heads, rows, size] in fp64, each orthogonal to the others of its block of `size` rows."""
+    blocks = -(-rows // size)
+    square = torch.randn(heads, blocks, size, size, generator=generator, dtype=torch.float64)
+    basis, upper = torch.linalg.qr(square)
+    # Without the signs of the diagonal the basis would not be uniformly distributed.
+    basis = basis * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    return basis.transpose(-1, -2).reshape(heads, blocks * size, size)[:, :rows]
+
+
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Apply per-head weights [H, F, D] to x [B, H, T, D] -> [B, H, T, F]."""
     return x @ weight.float().transpose(-1, -2)

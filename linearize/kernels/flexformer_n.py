@@ -1,21 +1,31 @@
 """Flexformer, nonstationary: pairs of learned frequencies.
 
 Paper: Zhang and Zhou 2026, "Flexformer: Flexible Linear Transformer with Learnable Attention Kernel",
-https://arxiv.org/abs/2606.27748, section 3.2 with eq. 6.
+https://arxiv.org/abs/2606.27748, section 3.2 with eq. 6. `form="paper"`:
 
     phi(x) = h(x) [cos a_i . x cos b_i . x ; sin a_i . x cos b_i . x]_{i <= n} / sqrt(n),   h(x) = exp(|x|^2 / exp(tau))
 
 a, b: [n, d] and tau are learned per head; n = d by default, so F = 2 n. Weights can be negative.
 
-`form="damped"` is not in the paper: the frequencies are complex, so that a wave comes with an exponential, and the
-exponentials are normalised as hedgehog's are:
+`form="positive"`, the default, is ours. Its squares are never negative, so no weight is; the envelope is hedgehog's:
+
+    phi(x) = [s_i cos^2(a_i . x + pi/4) ; s_i sin^2(a_i . x + pi/4)]_{i <= n},   s = softmax_i(b_i . x)
+
+The squares are (1 - sin 2 a_i . x) / 2 and (1 + sin 2 a_i . x) / 2: one sine, whose frequency 2 a_i is learned, is
+split into two features that add up to s_i. Inputs come unscaled, as hedgehog's. At the start `a` is close to zero
+(`init_scale` 0.05) and b an orthonormal basis, minus it from the (d + 1)-th row on, then another basis. (Hedgehog's
+identity instead, with one sign or both, ended stage one 1 to 3 % higher.)
+
+`form="damped"` is not in the paper either: the frequencies are complex, so that a wave comes with an exponential, and
+the exponentials are normalised as above. Weights can be negative.
 
     phi(x) = [s_i cos a_i . x ; s_i sin a_i . x]_{i <= n},   s = softmax_i(b_i . x)
 
 b starts at hedgehog's identity (and minus it from the (d + 1)-th on), a close to zero, where nothing is negative.
 
-Differs from the paper: `a` starts at 0.2 of softmax's Gaussian density (`init_scale`) and `b` at a tenth of that, so
-that the map starts close to `flexformer_s`; the factor sigma / 2 of eq. 6 cancels in the normalised weights.
+Differs from the paper in its own form: `a` starts at 0.2 of softmax's Gaussian density (`init_scale`) and `b` at a
+tenth of that, so that the map starts close to `flexformer_s`; the factor sigma / 2 of eq. 6 cancels in the normalised
+weights.
 """
 
 from __future__ import annotations
@@ -25,17 +35,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels._spectral import SpectralConfig, SpectralMap, waves
+from linearize.kernels._spectral import (
+    UNSAID,
+    SpectralConfig,
+    SpectralMap,
+    halves,
+    signed_directions,
+    spectral_stage_one,
+    waves,
+)
 from linearize.kernels.base import Features, draw_normal, project
 from linearize.native import NativeMap
-from linearize.registry import KernelInfo, StageOne, option, register_kernel
+from linearize.registry import KernelInfo, option, register_kernel
 
 
 @dataclass(frozen=True)
 class FlexformerNConfig(SpectralConfig):
     """Arguments of `flexformer_n`."""
 
-    form: str = option("paper", "the paper's pairs, or complex (damped) frequencies", choices=("paper", "damped"))
+    form: str = option(
+        "positive", "never negative, the paper's pairs, or damped frequencies", choices=("positive", "paper", "damped")
+    )
+
+    @property
+    def positive(self) -> bool:
+        """Whether weights can never be negative."""
+        return self.form == "positive"
 
 
 class FlexformerN(SpectralMap):
@@ -45,31 +70,46 @@ class FlexformerN(SpectralMap):
 
     def __init__(self, config: FlexformerNConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim, norm=config.form == "paper")
+        self.scale_inputs = not config.positive
         self.a = self.learned(self.n, head_dim)
         self.b = self.learned(self.n, head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw `a` from the scaled-down Gaussian density, and start `b` close to zero or at the identity."""
-        draw_normal(self.a, generator, self.config.init_scale)
-        draw_normal(self.b, generator, 0.1 * self.config.init_scale)
+        """Draw `a` from a narrow Gaussian density, and start `b` close to zero or at the identity."""
+        positive = self.config.positive
+        scale = self.config.deviation(0.05 if positive else 0.2)
+        draw_normal(self.a, generator, scale)
+        draw_normal(self.b, generator, 0.1 * scale)
         self.reset_tau()
-        if self.config.form == "damped":
-            # Inputs are scaled by d^-1/4 as a rule; hedgehog's are not.
-            eye = torch.eye(self.head_dim) * self.head_dim**0.25
-            rows = torch.cat([eye, -eye])[: self.n]
-            with torch.no_grad():
+        with torch.no_grad():
+            if positive:
+                self.b.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
+            elif self.config.form == "damped":
+                # Inputs are scaled by d^-1/4 as a rule; hedgehog's are not.
+                eye = torch.eye(self.head_dim) * self.head_dim**0.25
+                rows = torch.cat([eye, -eye])[: self.n]
                 self.a.mul_(0.25)
                 self.b[:, : len(rows)] = rows.to(self.b)
 
     def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         angle, envelope = project(x, self.a), project(x, self.b)
-        if self.config.form == "damped":
-            return Features(waves(angle, envelope.softmax(dim=-1)))
-        return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
+        if self.config.form == "paper":
+            return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
+        envelope = envelope.softmax(dim=-1)
+        return Features(halves(angle, envelope) if self.config.positive else waves(angle, envelope))
 
-    def native(self) -> NativeMap:
+    def frequencies(self, scaling: float) -> dict[str, Tensor]:
+        """See `SpectralMap.frequencies`."""
+        if self.config.positive:
+            return {"2 a": 2.0 * self.a * scaling**-0.5}
+        found: dict[str, Tensor] = {"a": self.a}
+        return found | {"b": self.b} if self.config.form == "paper" else found
+
+    def native(self) -> NativeMap | None:
         """See `FeatureMap.native`."""
+        if self.config.positive:
+            return None
         if self.config.form == "damped":
             return NativeMap("damped_waves", self.a, self.b)
         return NativeMap("wave_pairs", self.a, self.b, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
@@ -79,17 +119,19 @@ register_kernel(
     KernelInfo(
         name="flexformer_n",
         summary="learned pairs of Fourier frequencies, nonstationary kernel",
-        formula="phi(x) = exp(|x|^2 / exp(tau)) [cos a_i.x cos b_i.x ; sin a_i.x cos b_i.x]_i / sqrt(n), "
-        "x scaled by scaling^1/2; damped: softmax_i(b_i.x) [cos a_i.x ; sin a_i.x]_i",
-        source="Zhang and Zhou 2026 (Flexformer), eq. 6, section 3.2",
+        formula="phi(x) = softmax_i(b_i.x) [cos^2(a_i.x + pi/4) ; sin^2(a_i.x + pi/4)]_i; damped: softmax_i(b_i.x) "
+        "[cos a_i.x ; sin a_i.x]_i; paper: exp(|x|^2 / exp(tau)) [cos a_i.x cos b_i.x ; sin a_i.x cos b_i.x]_i "
+        "/ sqrt(n); x scaled by scaling^1/2 in the last two",
+        source="Zhang and Zhou 2026 (Flexformer), eq. 6, section 3.2; the positive form is ours",
         url="https://arxiv.org/abs/2606.27748",
         config=FlexformerNConfig,
         build=FlexformerN,
         feature_dim=lambda config, d: 2 * config.count(d),
         parameters=lambda config, d: 2 * config.count(d) * d + (config.form == "paper"),
-        parameters_formula="2 n d + 1",
+        parameters_formula="2 n d (+ 1 in the paper's form)",
         learnable=True,
-        positive=False,
-        stage_one=StageOne(learning_rate=1e-2, negative_penalty=1.0),
+        positive=lambda config: config.positive,
+        stage_one=spectral_stage_one,
+        unsaid=UNSAID,
     )
 )

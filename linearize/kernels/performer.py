@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, Features, project
+from linearize.kernels.base import FeatureMap, Features, orthonormal, project
 from linearize.registry import KernelInfo, option, register_kernel
 
 
@@ -62,13 +62,9 @@ class Performer(FeatureMap):
 
 def orthogonal_normal(heads: int, rows: int, size: int, *, generator: torch.Generator) -> Tensor:
     """Draw [heads, rows, size]: rows are Gaussian each, and orthogonal to the others of their block of `size`."""
-    blocks = -(-rows // size)
-    square = torch.randn(heads, blocks, size, size, generator=generator, dtype=torch.float64)
-    basis, upper = torch.linalg.qr(square)
-    # Without the signs of the diagonal the basis would not be uniformly distributed.
-    basis = basis * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    directions = orthonormal(heads, rows, size, generator)
     lengths = torch.randn(heads, rows, size, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
-    return (basis.transpose(-1, -2).reshape(heads, blocks * size, size)[:, :rows] * lengths).float()
+    return (directions * lengths).float()
 
 
 register_kernel(

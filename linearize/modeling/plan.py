@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from linearize.attention.mixer import HeadShape
-from linearize.errors import CheckpointError
+from linearize.errors import CheckpointError, ConfigError
+from linearize.registry import kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that stays as it is."""
@@ -23,7 +24,7 @@ class LayerPlan:
         index: number among the self-attentions that can be converted, in the order in which they run; None for others.
         kernel: the kernel's name, or "softmax" where the layer stays.
         shape: sizes and direction.
-        arguments: the kernel's arguments that differ from its defaults.
+        arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.unsaid`.
         reason: why the layer stays.
         cache_index: the host's `layer_idx`, None where it has none.
         window: W of the softmax window joined to the kernel, or None.
@@ -106,4 +107,15 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
         raise ValueError(f"window of a layer: got {window!r}, expected a whole number of tokens or null")
     if not isinstance(values.get("arguments", {}), dict):
         raise TypeError("arguments of a layer are a mapping")
+    if values["kernel"] != SOFTMAX:
+        values["arguments"] = _unsaid(values["kernel"]) | values.get("arguments", {})
     return LayerPlan(**values)
+
+
+def _unsaid(kernel: str) -> dict[str, Any]:
+    """Return what a plan means by arguments that it does not mention."""
+    try:
+        return dict(kernel_info(kernel).unsaid)
+    except ConfigError:
+        # Said, in one place for all mistakes, where the kernel is built.
+        return {}

@@ -64,7 +64,7 @@ def test_weights_sum_to_one_and_a_wide_window_is_softmax(info, arguments, direct
     q, k, _ = make_inputs(TOKENS)
     weights = mixer.weights(q, k, scaling=DIM**-0.5)
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]), rtol=1e-4, atol=1e-4)
-    assert not info.positive or (weights >= 0).all()
+    assert not mixer.positive or (weights >= 0).all()
     wide = make_mixer(info, arguments, causal=direction == "causal", window=3 * TOKENS)
     scores = DIM**-0.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     if direction == "causal":

@@ -269,8 +269,10 @@ def test_kernels_table_one_and_json(capsys):
     assert facts["hedgehog"]["feature_size"] == 128
     # 12 layers, 12 heads: d^2 + d; n d + 1; 2 n d + 1 with n = d = 64.
     assert facts["hedgehog"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 64)
-    assert facts["flexformer_s"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 1)
-    assert facts["flexformer_n"]["extra_parameters_bert_base"] == 144 * (2 * 64 * 64 + 1)
+    assert facts["flexformer_s"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 64)
+    assert facts["flexformer_n"]["extra_parameters_bert_base"] == 144 * 2 * 64 * 64
+    assert facts["flexformer_n"]["positive"] and not facts["rfa"]["positive"]
+    assert facts["flexformer_n"]["stage_one"]["negative_penalty"] == 0
     code, text, _ = run(capsys, "kernels", "flexformer_n")
     assert "cos a_i.x cos b_i.x" in text and "init_scale" in text and "2606.27748" in text
     code, _, err = run(capsys, "kernels", "hedgheog")

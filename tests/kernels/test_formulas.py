@@ -221,9 +221,55 @@ def test_blocks_do_not_overlap(causal):
         assert (weights[:, :, part, part.stop :] == 0).all() and (weights[:, :, part, :start] == 0).all()
 
 
+def test_positive_flexformer_n():
+    kernel, x = make("flexformer_n", frequencies=7)
+    s = torch.einsum("hfd,bhtd->bhtf", kernel.b, x).softmax(-1)
+    angle = torch.einsum("hfd,bhtd->bhtf", kernel.a, x) + math.pi / 4
+    want = torch.cat([s * angle.cos().square(), s * angle.sin().square()], -1)
+    found = kernel(x, keys=True)
+    torch.testing.assert_close(found.phi, want)
+    assert found.log_scale is None and not kernel.scale_inputs
+    torch.testing.assert_close(found.phi.sum(-1), torch.ones(x.shape[:-1]))
+    assert (kernel(1e4 * x, keys=False).phi >= 0).all()
+
+
+@pytest.mark.parametrize("n", [1, 4, 6, 9, 12, 15, 24])
+@pytest.mark.parametrize("name", ["flexformer_n", "flexformer_s"])
+def test_positive_flexformers_start_at_a_basis_and_minus_it(name, n):
+    info = kernel_info(name)
+    kernel = info.build(make_config(info, {"frequencies": n}), HEADS, DIM)
+    kernel.reset_parameters(torch.Generator().manual_seed(0))
+    start = kernel.b if name == "flexformer_n" else kernel.weight
+    basis = start[:, :DIM]
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(min(n, DIM)).expand(HEADS, -1, -1), rtol=0, atol=1e-6)
+    assert torch.equal(start[:, DIM : 2 * DIM], -basis[:, : max(0, n - DIM)])
+    another = start[:, 2 * DIM : 3 * DIM]
+    assert not another.numel() or (another @ basis.mT).abs().max() < 0.999
+
+
+def test_positive_flexformer_s():
+    kernel, x = make("flexformer_s", frequencies=5)
+    y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x)
+    angle = kernel.stretch[:, None] * y[..., [1, 2, 3, 4, 0]] + math.pi / 4
+    want = torch.cat([y.softmax(-1) * angle.cos().square(), y.softmax(-1) * angle.sin().square()], -1)
+    found = kernel(x, keys=True)
+    torch.testing.assert_close(found.phi, want)
+    assert found.log_scale is None and not kernel.scale_inputs
+    assert (kernel(1e4 * x, keys=False).phi >= 0).all()
+
+
+def test_paper_flexformer_n():
+    kernel, x = make("flexformer_n", form="paper")
+    a, b = (torch.einsum("hfd,bhtd->bhtf", w, x) for w in (kernel.a, kernel.b))
+    h = (x.square().sum(-1) / kernel.tau.exp()[:, None]).exp()[..., None]
+    want = h * torch.cat([a.cos() * b.cos(), a.sin() * b.cos()], -1) * DIM**-0.5
+    torch.testing.assert_close(whole(kernel(x, keys=True)), want)
+    assert kernel.scale_inputs
+
+
 def test_squared_flexformer_is_the_square_of_the_plain_one_and_never_negative():
     info = kernel_info("flexformer_s")
-    plain = FlexformerS(make_config(info, {"frequencies": 3}), 2, 8)
+    plain = FlexformerS(make_config(info, {"frequencies": 3, "form": "paper"}), 2, 8)
     squared = FlexformerS(make_config(info, {"frequencies": 3, "form": "squared"}), 2, 8)
     for one in (plain, squared):
         one.reset_parameters(torch.Generator().manual_seed(0))

@@ -61,9 +61,11 @@ def test_facts_are_complete(info):
     assert info.summary and info.formula and info.source and info.parameters_formula
     assert info.url.startswith("https://arxiv.org/abs/")
     assert all(field.metadata["help"] for field in dataclasses.fields(info.config))
-    assert info.stage_one.loss in ("weights", "output")
-    assert info.normalized or info.stage_one.loss == "output"
     config = make_config(info, needed(info))
+    assert info.training(config).loss in ("weights", "output")
+    assert info.normalized or info.training(config).loss == "output"
+    assert set(info.unsaid) <= {field.name for field in dataclasses.fields(info.config)}
+    make_config(info, needed(info) | dict(info.unsaid))
     assert info.feature_dim is None or info.feature_dim(config, 64) >= 1
 
 
@@ -135,7 +137,7 @@ def test_weights_are_what_the_facts_say(info, arguments, direction):
         assert (weights.triu(1) == 0).all()
     if info.normalized:
         torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, HEADS, TOKENS), rtol=1e-4, atol=1e-4)
-    if info.positive:
+    if mixer.positive:
         large, small, _ = make_inputs(TOKENS, scale=4.0)
         for pair in ((q, k), (large, small)):
             assert (mixer.weights(*pair, scaling=DIM**-0.5) >= 0).all()

@@ -81,6 +81,34 @@ def test_second_round_writes_the_same_files(tmp_path):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "three" / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("kernel", ["flexformer_n", "flexformer_s"])
+def test_a_checkpoint_that_does_not_say_its_form_is_the_papers(kernel, tmp_path):
+    """They were written when that was the default, and defaults were not."""
+    model = converted("bert", kernel=kernel, kernel_args={"form": "paper"})
+    linearize.save(model, tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    values = json.loads(file.read_text())
+    for layer in values["linearize"]["layers"]:
+        assert layer["arguments"].pop("form") == "paper"
+    file.write_text(json.dumps(values))
+    inputs = inputs_of(model)
+    for _ in range(2):
+        loaded = AutoModel.from_pretrained(tmp_path / "out")
+        assert {layer.mixer.config.form for layer in linear_attentions(loaded).values()} == {"paper"}
+        assert torch.equal(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
+        # What it is saved as again.
+        linearize.save(loaded, tmp_path / "out", overwrite=True)
+
+
+def test_a_checkpoint_says_the_default_form(tmp_path):
+    model = converted("bert", kernel="flexformer_n")
+    linearize.save(model, tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [layer["arguments"] for layer in values["linearize"]["layers"]] == [{"form": "positive"}] * 2
+    loaded = AutoModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(outputs(loaded, inputs_of(model))[0], outputs(model, inputs_of(model))[0])
+
+
 @pytest.mark.parametrize(
     ("name", "head"), [("bert", "AutoModelForSequenceClassification"), ("vit", "AutoModelForImageClassification")]
 )

@@ -10,11 +10,11 @@ from linearize.attention.mixer import HeadShape, build_mixer
 from linearize.bench.agreement import agreement, check_agreement, native_kernels
 from linearize.native import engine
 from linearize.ops import State, causal_attention, naive_attention
-from linearize.registry import kernel_info
 
+PAPER = {"form": "paper"}
 OPTIONS = {
-    "flexformer_n": ({}, {"form": "damped"}, {"frequencies": 5}, {"tied": False}),
-    "flexformer_s": ({}, {"frequencies": 21}),
+    "flexformer_n": (PAPER, {"form": "damped"}, PAPER | {"frequencies": 5}, PAPER | {"tied": False}),
+    "flexformer_s": (PAPER, PAPER | {"frequencies": 21}),
     "hedgehog": ({}, {"activation": "exp"}, {"bias": False}, {"tied": False}),
     "luna": ({}, {"shared_heads": True, "hidden": 5}, {"shared_mlp": True, "projections": 3, "channels": 1}),
     "t2r": ({}, {"features": 70}),
@@ -80,7 +80,7 @@ def test_equals_the_ops_in_pytorch(switch, name, args, causal, key_heads):
         switch(False)
         theirs, wanted = attend(mixer, *tokens(count, key_heads=key_heads), key_padding_mask=mask)
         # Signed weights: sums near zero make outputs, and rounding, large.
-        close(ours, theirs, 3e-6 if kernel_info(name).positive else 2e-4)
+        close(ours, theirs, 3e-6 if mixer.positive else 2e-4)
         if causal:
             close(after["kv"], wanted["kv"])
             close(after["log_scale"], wanted["log_scale"])
@@ -114,7 +114,7 @@ def test_steps_and_pieces_equal_the_whole(switch, name, args, value, key_heads):
             more = {"scaling": D**-0.5, "key_padding_mask": mask[:, now], "state": state}
             out, state = mixer.decode(*(x[:, :, now] for x in (q, k, v)), **more)
             pieces.append(out)
-    close(torch.cat(pieces, dim=2), whole, 3e-6 if kernel_info(name).positive else 2e-4)
+    close(torch.cat(pieces, dim=2), whole, 3e-6 if mixer.positive else 2e-4)
     close(state["kv"], wanted["kv"])
     close(state["log_scale"], wanted["log_scale"])
 
@@ -144,7 +144,7 @@ def test_padding_does_not_change_real_tokens(switch, name, args, causal, key_hea
     if causal:
         assert torch.equal(padded[:, :, :70], short)
     else:
-        close(padded[:, :, :70], short, 3e-6 if kernel_info(name).positive else 2e-4)
+        close(padded[:, :, :70], short, 3e-6 if mixer.positive else 2e-4)
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def test_bfloat16(switch, name, args, causal, size):
     if causal:
         close(after["kv"], wanted["kv"])
         close(after["log_scale"], wanted["log_scale"])
-    if kernel_info(name).positive:
+    if mixer.positive:
         close(ours, theirs, 2**-8)
         # Of numbers that round to nearest, few differ at all.
         assert (ours != theirs).float().mean() < 0.01
@@ -183,9 +183,9 @@ def test_bfloat16(switch, name, args, causal, size):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["hedgehog", "flexformer_s"])
-def test_few_bfloat16_numbers_differ(switch, name, causal):
-    mixer = learned(name, {}, causal=causal)
+@pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("flexformer_s", PAPER)])
+def test_few_bfloat16_numbers_differ(switch, name, args, causal):
+    mixer = learned(name, args, causal=causal)
     inputs = tokens(130, dtype=torch.bfloat16)
     ours, _ = attend(mixer, *inputs)
     if engine().pairs:
@@ -211,7 +211,7 @@ def test_bfloat16_steps_round_as_the_whole_does(switch, name, args):
 
 
 def test_bfloat16_weights_are_left_alone_where_gradients_are_taken(switch):
-    mixer = learned("flexformer_n", {}, causal=True)
+    mixer = learned("flexformer_n", PAPER, causal=True)
     q, k, v = tokens(40, dtype=torch.bfloat16)
     ours = mixer(q, k, v, scaling=D**-0.5)[0]
     switch(False)
@@ -346,15 +346,15 @@ def test_steep_log_scales(switch, climb, key_heads):
 
 def test_far_angles_and_no_numbers(switch):
     """Sines of large angles come from the C library; what is no number stays none, and stays in its own row."""
-    mixer = learned("flexformer_s", {})
+    mixer = learned("flexformer_s", PAPER)
     q, k, v = tokens(40)
     far, _ = attend(mixer, q * 1e6, k, v)
     switch(False)
     theirs, _ = attend(mixer, q * 1e6, k, v)
     # Angles of 1e6 are known to 0.1 only: both see the same, so both agree far better than that says.
     assert torch.isfinite(far).all() and far.shape == theirs.shape
-    for name in ("hedgehog", "flexformer_s"):
-        mixer = learned(name, {})
+    for name, args in (("hedgehog", {}), ("flexformer_s", PAPER)):
+        mixer = learned(name, args)
         q[0, 0, 7] = float("nan")
         switch(True)
         ours, _ = attend(mixer, q, k, v)
