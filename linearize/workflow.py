@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from linearize.alignment.config import AlignConfig
+from linearize.alignment.job import alignment_record, run_alignment
+from linearize.data import DataConfig
 from linearize.errors import ConfigError
 from linearize.modeling.plan import Plan
 
-DISTILL_LENGTH = 256
-"""Tokens per training row unless asked otherwise: attention is learned well on short rows and these are cheap."""
+ALIGN_SHARE = 0.4
+"""Steps of the alignment unless asked otherwise, as a share of stage one's."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class ConvertOptions(StageOneOptions):
     revision: str | None = None
     max_length: int | None = None
     positions: str = "tile"
+    align: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the alignment that differ from their defaults; see `AlignConfig`."""
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<model-name>-<kernel>`."""
@@ -91,6 +96,7 @@ class ConvertResult:
     data: str | None
     parameters_added: int
     seconds: float
+    alignment: Any = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -113,6 +119,7 @@ class ConvertResult:
             "data": self.data,
             "parameters_added": self.parameters_added,
             "distillation": distilled,
+            "alignment": None if self.alignment is None else alignment_record(self.alignment),
             "seconds": self.seconds,
         }
 
@@ -306,22 +313,8 @@ def _extend(options: ConvertOptions, loaded: Any) -> Any:
 
 
 def _load_data(options: StageOneOptions, loaded: Any) -> Any:
-    from linearize.data import DataConfig, load_source
-    from linearize.surgery.positions import current_length
+    from linearize.distillation.batches import batches_for
 
-    if loaded.modality == "other":
-        raise ConfigError(
-            f"stage one knows text and images, but {type(loaded.model).__name__} takes "
-            f"{loaded.model.main_input_name}; pass --distill-steps 0, or call linearize.distill with your own batches"
-        )
-    if loaded.processor is None:
-        kind = "tokenizer" if loaded.modality == "text" else "image processor"
-        raise ConfigError(
-            f"{loaded.name!r} has no {kind}, which stage one needs; add one to the folder, or pass --distill-steps 0"
-        )
-    length = options.distill_length or DISTILL_LENGTH
-    if loaded.modality == "text":
-        length = min(length, current_length(loaded.model) or length)
     data = DataConfig(
         dataset=options.dataset,
         text_column=options.text_column,
@@ -329,12 +322,29 @@ def _load_data(options: StageOneOptions, loaded: Any) -> Any:
         streaming=options.streaming,
         packing=options.packing,
         bucketing=options.bucket_by_length,
-        max_length=length,
         batch_size=options.batch_size,
         seed=options.seed,
         holdout=options.holdout,
     )
-    return load_source(data, loaded.processor, loaded.modality)
+    return batches_for(loaded, data, options.distill_length, "--distill-steps 0 --align-steps 0")
+
+
+def _align_config(options: ConvertOptions | DistillOptions) -> AlignConfig:
+    """Return the options of the alignment: as given, else its defaults and what stage one was told."""
+    if not isinstance(options, ConvertOptions):
+        return AlignConfig(steps=0)
+    keeps = options.save_every is not None or options.resume
+    shared: dict[str, Any] = {
+        "steps": round(ALIGN_SHARE * options.distill_steps),
+        "gradient_accumulation": options.gradient_accumulation,
+        "precision": options.precision,
+        "save_every": options.save_every,
+        "keep": options.keep_states,
+        "resume": options.resume,
+        "folder": f"{options.target().rstrip('/')}.align" if keeps else None,
+        "seed": options.seed,
+    }
+    return AlignConfig(**shared | dict(options.align))
 
 
 def _training(options: StageOneOptions, result: ConvertResult) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""`log.jsonl`: what happened step by step in stage one and stage two, one JSON object per line, beside the weights.
+"""`log.jsonl`: what happened step by step in every stage, one JSON object per line, beside the weights.
 
-Every line has `stage` ("distillation" or "finetuning") and `step`. Stage one's lines also have `steps`, `losses` (by
-module), `held_out`, `rate` and `seconds`; stage two's are the entries of transformers' Trainer (`loss`, `eval_loss`,
+Every line has `stage` ("distillation", "alignment" or "finetuning") and `step`. Lines of the first two also have `steps`,
+`losses` (by module), `held_out`, `learning_rate` and `seconds`; stage two's are the entries of transformers' Trainer (`loss`, `eval_loss`,
 `eval_score` ...).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from linearize.errors import CheckpointError
 
 LOG = "log.jsonl"
-STAGE_ONE, STAGE_TWO = "distillation", "finetuning"
+STAGE_ONE, ALIGNMENT, STAGE_TWO = "distillation", "alignment", "finetuning"
 
 
 def log_file(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()) -> dict[str, str]:
@@ -29,9 +29,18 @@ def log_file(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, 
         earlier: lines of the checkpoint that this one was made from. Those of the same stage are dropped, as the
             checkpoint's config too tells of the last run of each stage only.
     """
-    lines = [entry for entry in earlier if entry["stage"] != stage]
-    lines += [{"stage": stage, **(dict(entry) if isinstance(entry, Mapping) else asdict(entry))} for entry in entries]
+    lines = log_lines(stage, entries, earlier)
     return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
+
+
+def log_lines(
+    stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()
+) -> list[Mapping[str, Any]]:
+    """Return the lines that `log_file` writes, to be the earlier ones of a further stage."""
+    lines = [entry for entry in earlier if entry["stage"] != stage]
+    return lines + [
+        {"stage": stage, **(dict(entry) if isinstance(entry, Mapping) else asdict(entry))} for entry in entries
+    ]
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:

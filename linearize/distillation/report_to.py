@@ -1,4 +1,4 @@
-"""Stage one's curves for TensorBoard, when asked for; the plain log is written in any case."""
+"""Curves for TensorBoard, when asked for; the plain log is written in any case."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ KINDS = ("none", "tensorboard")
 
 
 @contextlib.contextmanager
-def reporter(kind: str, folder: str | Path) -> Iterator[Callable[[Any], None]]:
+def reporter(kind: str, folder: str | Path, tag: str = "stage_one") -> Iterator[Callable[[Any], None]]:
     """Give a function that is called with every `StepReport` while the block runs.
 
     Args:
         kind: one of `KINDS`.
         folder: for TensorBoard's files.
+        tag: what the curves' names begin with.
 
     Raises:
         UnknownNameError: for another kind.
@@ -42,7 +43,7 @@ def reporter(kind: str, folder: str | Path) -> Iterator[Callable[[Any], None]]:
         values |= {f"layer/{name}": loss for name, loss in report.losses.items()}
         for name, value in values.items():
             if value is not None:
-                writer.add_scalar(f"stage_one/{name}", value, report.step)
+                writer.add_scalar(f"{tag}/{name}", value, report.step)
 
     try:
         yield write

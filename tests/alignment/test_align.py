@@ -316,7 +316,7 @@ def test_blocks_of_nested_models():
 def test_timm():
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    sizes = {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 4, "num_classes": 3}
+    sizes = {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 4}
     plain = timm.create_model("vit_tiny_patch16_224", **sizes)
     with torch.no_grad():
         for parameter in plain.blocks.parameters():

@@ -1,0 +1,42 @@
+"""Batches for a loaded model, as stage one and the alignment take them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from linearize.data import DataConfig, Source, load_source
+from linearize.errors import ConfigError
+from linearize.surgery.positions import current_length
+
+DISTILL_LENGTH = 256
+"""Tokens per training row unless asked otherwise: attention is learned well on short rows and these are cheap."""
+
+
+def batches_for(loaded: Any, data: DataConfig, length: int | None, skip: str) -> Source:
+    """Open a data set for a model.
+
+    Args:
+        loaded: what `linearize.loading` gave: model, processor, modality and name.
+        data: which data; its `max_length` is replaced.
+        length: tokens per row; None: `DISTILL_LENGTH`. Never more than the model takes.
+        skip: the option that does without data, for the errors.
+
+    Raises:
+        ConfigError: if the model reads neither text nor images, or has no tokenizer or image processor.
+        DataError: if the data cannot be found, read or used.
+    """
+    if loaded.modality == "other":
+        raise ConfigError(
+            f"stage one knows text and images, but {type(loaded.model).__name__} takes "
+            f"{loaded.model.main_input_name}; pass {skip}, or call linearize.distill with your own batches"
+        )
+    if loaded.processor is None:
+        kind = "tokenizer" if loaded.modality == "text" else "image processor"
+        raise ConfigError(
+            f"{loaded.name!r} has no {kind}, which stage one needs; add one to the folder, or pass {skip}"
+        )
+    tokens = length or DISTILL_LENGTH
+    if loaded.modality == "text":
+        tokens = min(tokens, current_length(loaded.model) or tokens)
+    return load_source(dataclasses.replace(data, max_length=tokens), loaded.processor, loaded.modality)
