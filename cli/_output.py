@@ -103,11 +103,24 @@ def fidelity_table(before: Any, after: Any) -> Group:
     return table(title, columns, rows, right=(2, 3, 4, 5))
 
 
+def closeness_table(result: Any) -> Group:
+    """Show how close the whole model is to its teacher, before and after the alignment."""
+    before, after = result.before, result.after
+    rows = [[name, f"{old:.3f} > {after.layers[name]:.3f}"] for name, old in before.layers.items()]
+    rows = [[f"hidden state, {name}", "relative error", figure] for name, figure in rows]
+    rows.append(["pooled output", "cosine", f"{before.cosine:.4f} > {after.cosine:.4f}"])
+    if before.logits is not None:
+        rows.append(["logits", "divergence", f"{before.logits:.4f} > {after.logits:.4f}"])
+    kept = f"kept step {result.best_step}" if result.best_step else "nothing better than the start was found"
+    title = f"Whole model against its original, before > after {result.steps} steps of alignment ({kept})"
+    return table(title, ["what", "figure", "before > after"], rows, right=(2,))
+
+
 ROOMY = 90
 """Columns of a terminal that has room for a bar and the layers' losses beside the count, the time and the loss."""
 
 
-class StageOneProgress:
+class StepProgress:
     """A bar with the loss on a terminal (without the bar on a narrow one), plain lines elsewhere."""
 
     def __init__(self, out: Console) -> None:
@@ -124,24 +137,30 @@ class StageOneProgress:
         roomy = self.out.width >= ROOMY
         if self.bar is None:
             count, loss = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}")
-            columns = [TextColumn("stage one"), count, TimeRemainingColumn(), loss]
+            columns = [TextColumn("{task.description}"), count, TimeRemainingColumn(), loss]
             if roomy:
                 columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
             self.bar = Progress(*columns, console=self.out)
-            self.task = self.bar.add_task("stage one", total=report.steps, loss="")
+            self.task = self.bar.add_task(self._stage(report), total=report.steps, loss="")
             self.bar.start()
         losses = list(report.losses.values())
         text = f"loss {report.loss:.3f}" + (f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy else "")
-        self.bar.update(self.task, completed=report.step, loss=text)
+        self.bar.update(self.task, description=self._stage(report), completed=report.step, loss=text)
         if report.held_out is not None:
             self.bar.console.print(self._line(report))
 
     @staticmethod
-    def _line(report: Any) -> str:
+    def _stage(report: Any) -> str:
+        phase = getattr(report, "phase", None)
+        return "stage one" if phase is None else f"alignment, {phase}"
+
+    @classmethod
+    def _line(cls, report: Any) -> str:
         layers = " ".join(f"{loss:.2f}" for loss in report.losses.values())
         held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
         left = report.seconds / report.step * (report.steps - report.step)
-        where = f"step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
+        stage = "" if getattr(report, "phase", None) is None else f"{cls._stage(report)}, "
+        where = f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
         return f"{where}: loss {report.loss:.4f}{held_out}; per layer {layers}"
 
     def stop(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
-    """Declare the options of stage one, its data and the output."""
+def add_data(parser: argparse.ArgumentParser) -> Any:
+    """Declare the options of the data, and return their group."""
     data = parser.add_argument_group("data")
     add = data.add_argument
     add(
@@ -22,6 +22,22 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add("--packing", action="store_true", help="join short texts to rows of full length")
     add("--bucket-by-length", action="store_true", help="batch texts of similar length together, to pad less")
     add("--streaming", action="store_true", help="read while training; for very large sets")
+    return data
+
+
+def add_output(parser: argparse.ArgumentParser, default_output: str) -> None:
+    """Declare the options of the output."""
+    out = parser.add_argument_group("output")
+    add = out.add_argument
+    add("--output", metavar="DIR", help=f"folder to make ({default_output})")
+    add("--overwrite", action="store_true", help="replace the folder if it holds something")
+    add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps or auto (auto)")
+    add("--json", action="store_true", help="print the result as JSON on stdout")
+
+
+def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
+    """Declare the options of stage one, its data and the output."""
+    add_data(parser)
     stage = parser.add_argument_group("stage one")
     add = stage.add_argument
     add("--distill-steps", type=int, default=1000, metavar="N", help="steps; 0 skips stage one (1000)")
@@ -53,21 +69,19 @@ def add_stage_one(parser: argparse.ArgumentParser, default_output: str) -> None:
     add("--resume", action="store_true", help="go on from the newest state in OUTPUT.stage1")
     add("--seed", type=int, default=0, metavar="S", help="of kernels, data order and sampling (0)")
     add("--report-to", default="none", metavar="R", help="none or tensorboard, into OUTPUT.tensorboard (none)")
-    out = parser.add_argument_group("output")
-    add = out.add_argument
-    add("--output", metavar="DIR", help=f"folder to make ({default_output})")
-    add("--overwrite", action="store_true", help="replace the folder if it holds something")
-    add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps or auto (auto)")
-    add("--json", action="store_true", help="print the result as JSON on stdout")
+    add_output(parser, default_output)
 
 
-def kept_states(target: str) -> str:
-    """Say what an interrupted stage one has left on disk."""
+def kept_states(target: str, *endings: str) -> str:
+    """Say what an interrupted stage one, or alignment, has left on disk (folders `<target>.<ending>`)."""
     from linearize.distillation.state import StateFolder
 
-    folder = f"{target.rstrip('/')}.stage1"
-    steps = StateFolder(folder, 1).steps()
-    if not steps:
+    for ending in endings or ("align", "stage1"):
+        folder = f"{target.rstrip('/')}.{ending}"
+        steps = StateFolder(folder, 1).steps()
+        if steps:
+            break
+    else:
         return "nothing was written; --save-every N keeps a state every N steps"
     return f"the state of step {steps[-1]} lies in {folder}; go on with the same line and --resume"
 
@@ -75,7 +89,8 @@ def kept_states(target: str) -> str:
 def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_json: bool) -> int:
     """Run a conversion or distillation, show what happens, and print its result."""
     from linearize.cli._output import (
-        StageOneProgress,
+        StepProgress,
+        closeness_table,
         console,
         fidelity_table,
         on_interrupt,
@@ -88,7 +103,7 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_j
     out = console(to_stderr=as_json)
     # Of several processes one speaks.
     out.quiet = not is_main()
-    progress = StageOneProgress(out)
+    progress = StepProgress(out)
 
     def listen(event: str, data: Any) -> None:
         if event == "plan":
@@ -97,12 +112,17 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_j
             out.print(f"Stage one learns from: {data}", markup=False)
         elif event == "positions" and data is not None:
             out.print(f"Inputs: {data.note}", markup=False)
-        elif event == "step":
+        elif event in ("step", "align step"):
             progress(data)
+        elif event == "note":
+            out.print(data, markup=False)
         elif event == "distilled" and data is not None:
             progress.stop()
             _say_distilled(out, data)
             out.print(fidelity_table(data.before, data.after))
+        elif event == "aligned":
+            progress.stop()
+            out.print(closeness_table(data))
 
     try:
         with on_interrupt(lambda: kept_states(target)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from linearize.cli._options import add_config, take_config
 from linearize.cli._stage_one import add_stage_one, show
 from linearize.errors import ConfigError
 
@@ -14,10 +15,15 @@ EPILOG = """examples:
   linearize convert gpt2 --kernel hedgehog --kernel-arg activation=exp --keep-softmax 0,11
   linearize convert google/vit-base-patch16-224 --dataset ./photos --output vit-linear
   linearize convert roberta-base --save-every 200        # and after a crash the same line with --resume
+  linearize convert roberta-base --align-steps 1000      # a longer alignment; 0 skips it
   linearize convert roberta-base --dry-run
 
 Without --dataset, text models learn from a stated Hub data set or, offline, from the prose inside Python;
 vision models likewise or from two sample photographs. The choice is printed."""
+
+
+SHARED = ("gradient_accumulation", "precision", "save_every", "keep", "folder", "resume", "seed")
+"""Options of the alignment that are those of stage one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--private", action="store_true", help="make a new repository on the Hub private")
     add("--dry-run", action="store_true", help="print the plan and change nothing")
     add_stage_one(parser, "<model-name>-<kernel>")
+    from linearize.alignment.config import AlignConfig
+
+    group = parser.add_argument_group("alignment, after stage one")
+    group.add_argument(
+        "--align-steps",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="steps; 0 skips the alignment (two fifths of those of stage one)",
+    )
+    add_config(group, AlignConfig, prefix="align", leave_out=("steps", *SHARED))
 
 
 def options_from(args: argparse.Namespace) -> Any:
@@ -53,14 +70,16 @@ def options_from(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: for text that cannot be read.
     """
+    from linearize.alignment.config import AlignConfig
     from linearize.surgery.layers import parse_indices
     from linearize.workflow import ConvertOptions
 
     same = vars(args).copy()
+    align = take_config(same, AlignConfig, prefix="align")
     for name in ("kernel_arg", "dry_run", "json", "keep_softmax", "finetune", "push_to_hub", "private"):
         same.pop(name)
     kept = tuple(parse_indices(args.keep_softmax, "--keep-softmax")) if args.keep_softmax else ()
-    return ConvertOptions(**same, kernel_args=parse_pairs(args.kernel_arg), keep_softmax=kept)
+    return ConvertOptions(**same, kernel_args=parse_pairs(args.kernel_arg), keep_softmax=kept, align=align)
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:

@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
-    from linearize.cli._output import StageOneProgress, console, fidelity_table, on_interrupt, print_json, table
+    from linearize.cli._output import StepProgress, console, fidelity_table, on_interrupt, print_json, table
     from linearize.demo import run_demo
 
     out = console(to_stderr=args.json)
-    progress = StageOneProgress(out)
+    progress = StepProgress(out)
     saved = False
 
     def kept() -> str:

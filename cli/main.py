@@ -14,6 +14,7 @@ from linearize.errors import ConfigError, LinearizeError, unknown_name
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
     "distill": "go on with the distillation of a converted checkpoint",
+    "align": "bring a converted checkpoint as a whole close to its original",
     "finetune": "tune a checkpoint on a task",
     "evaluate": "measure a checkpoint on a task, beside the original",
     "init": "make an untrained linear model from a config",

@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Plan": "linearize.modeling.plan",
     "LinearizeError": "linearize.errors",
+    "align": "linearize.alignment.loop",
     "apply": "linearize.surgery.apply",
     "convert": "linearize.surgery.apply",
     "distill": "linearize.distillation.loop",
@@ -30,6 +31,7 @@ _PUBLIC = {
 }
 
 if TYPE_CHECKING:
+    from linearize.alignment.loop import align as align
     from linearize.checkpoint.save import save as save
     from linearize.distillation.loop import distill as distill
     from linearize.errors import LinearizeError as LinearizeError

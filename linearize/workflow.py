@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 from linearize.alignment.config import AlignConfig
 from linearize.alignment.job import alignment_record, run_alignment
 from linearize.data import DataConfig
-from linearize.errors import ConfigError
+from linearize.errors import ConfigError, TrainingError
 from linearize.modeling.plan import Plan
 
 ALIGN_SHARE = 0.4
@@ -168,9 +169,10 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
         make_config(kernel_info(options.kernel), options.kernel_args)
     check_target(options.target(), overwrite=options.overwrite)
     config = _distill_config(options)
+    _align_config(options)
     loaded, plan = make_plan(options)
     tell("plan", plan)
-    source = _load_data(options, loaded) if options.distill_steps else None
+    source = _load_data(options, loaded) if options.distill_steps or _align_config(options).steps else None
     positions = _extend(options, loaded)
     tell("positions", positions)
     apply(loaded.model, plan)
@@ -201,6 +203,11 @@ def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) 
     tell("plan", plan)
     source = _load_data(options, loaded)
     provenance = dict(loaded.model.config.linearize.get("provenance") or {})
+    if (provenance.get("alignment") or {}).get("train", "kernels") != "kernels":
+        raise ConfigError(
+            f"{options.model!r} was aligned with its original, so that its own softmax, which stage one imitates, is "
+            f"no longer the original's; go on with: linearize align {options.model} --teacher ORIGINAL"
+        )
     return _distil_and_save(options, loaded, plan, source, config, None, provenance, tell, start, earlier)
 
 
@@ -220,35 +227,74 @@ def _distil_and_save(
     from linearize.modeling.model import kernel_parameters
 
     tell("data", None if source is None else source.description)
-    distillation = None
-    if source is not None:
-        from linearize.distillation.loop import distill
-        from linearize.distillation.report_to import reporter
+    distillation = _distil(options, loaded, source, config, tell)
+    align = _align_config(options)
+    alignment, failure = _align(options, loaded, source, align, tell)
+    added = sum(p.numel() for p in kernel_parameters(loaded.model))
+    description = None if source is None else source.description
+    result = ConvertResult(Path(options.target()), plan, distillation, positions, description, added, 0.0, alignment)
+    loaded.model.to("cpu")
+    if is_main():
+        record = provenance | _training(options, result)
+        if alignment is not None:
+            record["alignment"] = alignment_record(alignment, config=align)
+        _save(options, loaded, (config, align), record, _log_files(result, earlier))
+    wait_for_all()
+    result.seconds = time.perf_counter() - start
+    tell("saved", result)
+    if failure is not None:
+        raise TrainingError(f"{failure}; {str(result.output)!r} holds that state") from failure
+    return result
 
-        with reporter(options.report_to if is_main() else "none", f"{options.target()}.tensorboard") as write:
+
+def _distil(options: StageOneOptions, loaded: Any, source: Any, config: Any, tell: Listener) -> Any:
+    """Run stage one; None where it is skipped."""
+    from linearize.distillation.loop import distill
+    from linearize.distillation.processes import is_main
+    from linearize.distillation.report_to import reporter
+
+    result = None
+    if source is not None and config.steps:
+        with reporter(options.report_to if is_main() else "none", f"{_folder(options)}.tensorboard") as write:
 
             def on_step(report: Any) -> None:
                 write(report)
                 tell("step", report)
 
-            distillation = distill(loaded.model, source, config, on_step=on_step)
-    tell("distilled", distillation)
-    added = sum(p.numel() for p in kernel_parameters(loaded.model))
-    description = None if source is None else source.description
-    result = ConvertResult(Path(options.target()), plan, distillation, positions, description, added, 0.0)
-    loaded.model.to("cpu")
-    if is_main():
-        _save(options, loaded, config, provenance | _training(options, result), _log_files(distillation, earlier))
-    wait_for_all()
-    result.seconds = time.perf_counter() - start
-    tell("saved", result)
+            result = distill(loaded.model, source, config, on_step=on_step)
+    tell("distilled", result)
     return result
+
+
+def _align(
+    options: StageOneOptions, loaded: Any, source: Any, config: AlignConfig, tell: Listener
+) -> tuple[Any, TrainingError | None]:
+    """Run the alignment with the model's own softmax as the teacher; None where it is skipped.
+
+    What stage one has learned is not thrown away when the alignment leaves the numbers: the error comes back, too.
+    """
+    if source is None or not config.steps:
+        return None, None
+    from linearize.distillation.processes import several
+
+    if several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        tell("note", "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align")
+        return None, None
+    try:
+        board = f"{_folder(options)}.tensorboard"
+        return run_alignment(loaded.model, source, config, None, tell, options.report_to, board), None
+    except TrainingError as error:
+        return None, error
+
+
+def _folder(options: Any) -> str:
+    return str(options.target()).rstrip("/")
 
 
 def _save(
     options: ConvertOptions | DistillOptions,
     loaded: Any,
-    config: Any,
+    configs: tuple[Any, ...],
     provenance: dict[str, Any],
     files: dict[str, str],
 ) -> None:
@@ -266,8 +312,9 @@ def _save(
             provenance=provenance,
             extra_files=files,
         )
-    if config.folder is not None:
-        StateFolder(config.folder, config.keep).remove()
+    for config in configs:
+        if config.folder is not None:
+            StateFolder(config.folder, config.keep).remove()
 
 
 def _first_device(options: StageOneOptions) -> str:
@@ -366,8 +413,9 @@ def _training(options: StageOneOptions, result: ConvertResult) -> dict[str, Any]
     }
 
 
-def _log_files(distillation: Any, earlier: list[dict[str, Any]]) -> dict[str, str]:
+def _log_files(result: ConvertResult, earlier: list[dict[str, Any]]) -> dict[str, str]:
     """Return the per-step log as a file of the checkpoint."""
-    from linearize.checkpoint.log import STAGE_ONE, log_file
+    from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 
-    return log_file(STAGE_ONE, [] if distillation is None else distillation.history, earlier)
+    lines = log_lines(STAGE_ONE, [] if result.distillation is None else result.distillation.history, earlier)
+    return log_file(ALIGNMENT, [] if result.alignment is None else result.alignment.history, lines)

@@ -174,10 +174,10 @@ def check_own_softmax(provenance: dict[str, Any]) -> None:
     aligned = (provenance.get("alignment") or {}).get("train", "kernels") != "kernels"
     stage = "tuned on a task" if "finetuning" in provenance else "aligned" if aligned else None
     if stage is not None:
-        base = provenance.get("base_model", "ORIGINAL")
+        given = "TUNED-ORIGINAL" if "finetuning" in provenance else provenance.get("base_model", "ORIGINAL")
         raise ConfigError(
             f"this checkpoint was {stage}, so that its own softmax is no longer the original's; "
-            f"say what it is to be aligned with: --teacher {base if 'finetuning' not in provenance else 'TUNED-ORIGINAL'}"
+            f"say what it is to be aligned with: --teacher {given}"
         )
 
 
@@ -192,8 +192,8 @@ def check_rows(teacher: Any, length: int, modality: str) -> None:
     most = current_length(teacher) if modality == "text" else None
     if most is not None and length > most:
         raise ConfigError(
-            f"teacher: got rows of {length} tokens, but it takes at most {most}; lower --length, or leave --teacher out: "
-            "the checkpoint's own softmax has its longer positions"
+            f"teacher: got rows of {length} tokens, but it takes at most {most}; lower --length, or leave --teacher "
+            "out: the checkpoint's own softmax has its longer positions"
         )
 
 

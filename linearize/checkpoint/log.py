@@ -1,8 +1,8 @@
 """`log.jsonl`: what happened step by step in every stage, one JSON object per line, beside the weights.
 
-Every line has `stage` ("distillation", "alignment" or "finetuning") and `step`. Lines of the first two also have `steps`,
-`losses` (by module), `held_out`, `learning_rate` and `seconds`; stage two's are the entries of transformers' Trainer (`loss`, `eval_loss`,
-`eval_score` ...).
+Every line has `stage` ("distillation", "alignment" or "finetuning") and `step`. Lines of the first two also have
+`steps`, `losses` (by module), `held_out`, `learning_rate` and `seconds`; stage two's are the entries of transformers'
+Trainer (`loss`, `eval_loss`, `eval_score` ...).
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def log_file(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, 
     return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
 
 
-def log_lines(
-    stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()
-) -> list[Mapping[str, Any]]:
+def log_lines(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
     """Return the lines that `log_file` writes, to be the earlier ones of a further stage."""
     lines = [entry for entry in earlier if entry["stage"] != stage]
     return lines + [

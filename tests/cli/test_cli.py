@@ -99,7 +99,10 @@ def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, ca
         parameter.data = parameter.data.clone()
     assert torch.equal(logits(loaded, name), kept["logits"])
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [(line["stage"], line["step"]) for line in log] == [("distillation", step) for step in (1, 2, 3)]
+    assert [(line["stage"], line["step"]) for line in log] == [
+        *(("distillation", step) for step in (1, 2, 3)),
+        ("alignment", 1),
+    ]
     assert pipeline(task, str(out), device="cpu").model.config.model_type == "linearize"
 
 

@@ -11,7 +11,7 @@ import pytest
 from report_models import make_original, make_text, texts
 
 from linearize.cli import main
-from linearize.cli._output import StageOneProgress, console, print_json, table
+from linearize.cli._output import StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
 from linearize.distillation.loop import StepReport
@@ -124,7 +124,7 @@ def report(step, held_out=None):
 
 
 def show(*reports):
-    progress = StageOneProgress(console())
+    progress = StepProgress(console())
     for one in reports:
         progress(one)
     progress.stop()
