@@ -24,7 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
-    from linearize.cli._output import StepProgress, console, fidelity_table, on_interrupt, print_json, table
+    from linearize.cli._output import (
+        StepProgress,
+        closeness_table,
+        console,
+        fidelity_table,
+        on_interrupt,
+        print_json,
+        table,
+    )
     from linearize.demo import run_demo
 
     out = console(to_stderr=args.json)
@@ -39,11 +47,14 @@ def run(args: argparse.Namespace) -> int:
         saved = saved or event == "saved"
         if event == "data" and data is not None:
             out.print(f"Stage one learns from: {data}", markup=False)
-        elif event == "step":
+        elif event in ("step", "align step"):
             progress(data)
         elif event == "distilled" and data is not None:
             progress.stop()
             out.print(fidelity_table(data.before, data.after))
+        elif event == "aligned":
+            progress.stop()
+            out.print(closeness_table(data))
         elif event == "note":
             out.print(data, markup=False)
 

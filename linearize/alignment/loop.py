@@ -7,7 +7,6 @@ logits are the teacher's, on unlabelled data. It never ends worse than it began.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -26,8 +25,9 @@ from linearize.alignment.measure import Closeness, measure
 from linearize.alignment.objective import Objective
 from linearize.alignment.pair import Pair, make_pair
 from linearize.alignment.trainer import AlignTrainer, Diverged, diverged, trained_parameters
+from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.distillation.loop import Batches, make_accelerator
-from linearize.distillation.state import RunState, StateFolder, check_same_run
+from linearize.distillation.state import RunState, StateFolder
 from linearize.errors import ConfigError
 from linearize.modeling.model import is_linearized
 
@@ -166,6 +166,7 @@ class _Run:
         self.objective = Objective(pair, config)
         self.history: list[AlignStep] = []
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
+        self.identity = {} if self.states is None else self._identity()
         self.start, self.earlier = time.perf_counter(), 0.0
 
     def run(self) -> AlignResult:
@@ -299,23 +300,21 @@ class _Run:
         if self.on_step is not None:
             self.on_step(report)
 
-    def _options(self) -> dict[str, Any]:
-        """What has to be the same when a run is resumed."""
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same when a run is resumed, the models' weights among it."""
         free = {"resume", "folder", "keep", "save_every"}
         named = {name: value for name, value in asdict(self.config).items() if name not in free}
         data = {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
-        data["data"] = getattr(self.data, "description", None)
         named |= {"processes": self.accelerator.num_processes, **data}
-        # As it will be read back: pairs become lists.
-        found: dict[str, Any] = json.loads(json.dumps(named))
-        return found
+        named["teacher weights"] = weights_digest(self.pair.teacher, kernel=False)
+        return fingerprint(model=self.pair.student, data=self.data, options=named)
 
     def _load(self, parameters: dict[str, Any]) -> RunState | None:
         """Read the newest state, if there is one to go on from, and put its weights into the student."""
         saved = self.states.load() if self.states is not None and self.config.resume else None
         if saved is None:
             return None
-        check_same_run(saved.record["options"], self._options())
+        check_same(saved.record["options"], self.identity)
         self.history = [AlignStep(**report) for report in saved.record["history"]]
         self.earlier = self.history[-1].seconds if self.history else 0.0
         for name, parameter in parameters.items():
@@ -334,7 +333,7 @@ class _Run:
             "phase": number,
             "progress": asdict(progress),
             "history": [asdict(report) for report in self.history],
-            "options": self._options(),
+            "options": self.identity,
         }
         self.states.save(done + progress.step, RunState(record, tensors))
 

@@ -206,12 +206,25 @@ def test_resumed_equals_uninterrupted_to_the_bit(options, stop_at, tmp_path):
     assert StateFolder(tmp_path / "cut", 2).steps() == [14, 16]
 
 
-def test_resume_with_other_options_is_refused(tmp_path):
-    model = sharp("bert")
-    align(model, Fixed(batches(model)), AlignConfig(**QUICK, save_every=4, folder=str(tmp_path)))
-    config = AlignConfig(**QUICK | {"learning_rate": 1e-3}, folder=str(tmp_path), resume=True)
+def test_resume_with_anything_else_is_refused_by_name(tmp_path):
+    def run(model=None, data=None, teacher=None, **options):
+        model = model or sharp("bert")
+        data = data or Fixed(batches(model))
+        align(model, data, AlignConfig(**QUICK | options, folder=str(tmp_path)), teacher=teacher)
+
+    run(save_every=4)
     with pytest.raises(ConfigError, match=r"started with learning_rate=0\.002, now it is 0\.001"):
-        align(sharp("bert"), Fixed(batches(model)), config)
+        run(resume=True, learning_rate=1e-3)
+    with pytest.raises(ConfigError, match="data contents"):
+        run(resume=True, data=Fixed(batches(sharp("bert"))[::-1]))
+    with pytest.raises(ConfigError, match="kernels"):
+        run(resume=True, model=sharp("bert", kernel_args={"activation": "exp"}))
+    other = loud("bert")
+    with torch.no_grad():
+        other.encoder.layer[0].output.dense.weight[0, 0] += 1
+    with pytest.raises(ConfigError, match="teacher weights"):
+        run(resume=True, teacher=other)
+    run(resume=True)
 
 
 def test_a_batch_split_over_steps_of_accumulation_gives_the_same_gradient():

@@ -314,7 +314,7 @@ def test_states_resume_and_going_on(folders, tmp_path, capsys, monkeypatch):
     """A run cut off in the middle goes on with --resume and ends like an uninterrupted one; `distill` goes further."""
     base = [
         "convert", folders / "gpt2", "--dataset", folders / "data.jsonl", "--holdout", 8, "--batch-size", 4,
-        "--distill-steps", 6, "--save-every", 2, "--device", "cpu",
+        "--distill-steps", 6, "--save-every", 2, "--device", "cpu", "--align-train", "kernels",
     ]  # fmt: skip
     assert run(capsys, *base, "--output", tmp_path / "whole")[0] == 0
     real = trainer.KernelTrainer.step

@@ -9,12 +9,14 @@ from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
 
 STAGE_ONE = "--dataset texts.jsonl --text-column text --distill-steps 1 --holdout 4 --batch-size 4 --device cpu"
+ALIGN = "--dataset texts.jsonl --text-column text --steps 2 --holdout 4 --batch-size 4 --device cpu"
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
 LOOK = "--dataset texts.jsonl --text-column text --inputs 2 --max-length 16 --lengths none --device cpu"
 # Verb -> what is typed behind it, and keys that the document has (of its first entry, where it is a list).
 CASES = {
     "convert": (f"bert {STAGE_ONE} --output a", {"plan", "distillation", "parameters_added"}),
     "distill": (f"linear {STAGE_ONE} --output b", {"plan", "distillation", "parameters_added"}),
+    "align": (f"linear {ALIGN} --output b2", {"output", "data", "alignment"}),
     "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps"}),
     "evaluate": (f"classifier {TASK}", {"figures", "score", "facts"}),
     "init": ("config.json --kernel elu --output d", {"output", "plan"}),
