@@ -156,7 +156,8 @@ def _load_teacher(job: AlignJob, loaded: Any, provenance: dict[str, Any]) -> Any
     from linearize.alignment.pair import check_teacher
 
     check_teacher(loaded.model, teacher.model)
-    mine, its = (getattr(side.processor, "get_vocab", dict)() for side in (loaded, teacher))
+    mine: dict[str, int] = getattr(loaded.processor, "get_vocab", dict)()
+    its: dict[str, int] = getattr(teacher.processor, "get_vocab", dict)()
     if mine and its and mine != its:
         raise ConfigError(
             f"teacher: {job.teacher!r} has a tokenizer of {len(its):,} pieces that differs from the checkpoint's "
