@@ -9,7 +9,12 @@ EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola
   linearize finetune bert-hedgehog --task text-classification --dataset a.jsonl --columns review --label-column mood
   linearize finetune gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --lora r=8,alpha=16
-  linearize finetune bert-hedgehog --task cola --output bert-cola --resume"""
+  linearize finetune bert-hedgehog --task cola --output bert-cola --resume
+  linearize finetune bert-base --task mrpc --output bert-mrpc                     # the teacher: the original, tuned
+  linearize finetune bert-hedgehog --task mrpc --teacher bert-mrpc --extra-pairs 1 --epochs 10
+
+With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the labels
+join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on with an interrupted run of the same output")
     add("--new-head", action="store_true", help="replace a trained head with another number of labels")
     add("--lora", metavar="r=8,alpha=16", help="low-rank updates of the attention's linear maps, merged when saved")
+    add("--teacher", metavar="DIR", help="the softmax original tuned for the same task, which guides the model")
+    add("--teacher-hidden-weight", type=float, default=1.0, metavar="W", help="of the error of hidden states (1)")
+    add("--teacher-logits-weight", type=float, default=1.0, metavar="W", help="of the divergence of logits (1)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of the softmaxes of that divergence (1)")
+    add("--labels-from", type=float, default=0.5, metavar="S", help="share of the steps before labels join (0.5)")
+    add("--labels-weight", type=float, default=1.0, metavar="W", help="weight of the labels then; 0: never (1)")
+    add("--extra-pairs", type=float, default=0.0, metavar="N", help="pairs made anew per training row, labelled by the "
+        "teacher alone; half of them share words (0)")  # fmt: skip
+    add("--selection-rows", type=int, metavar="N", help="rows held out of training to choose the kept state on "
+        "(5 %%, from 32 to 500); 0: choose on the validation rows")  # fmt: skip
     add("--learning-rate", type=float, default=2e-5, metavar="R", help="peak learning rate (2e-5)")
+    add("--kernel-learning-rate", type=float, metavar="R", help="of the kernels (3e-4 with a teacher, else the same)")
     add("--epochs", type=float, default=3.0, metavar="N", help="passes over the training rows (3)")
     add("--steps", type=int, metavar="N", help="optimizer steps, instead of epochs")
     add("--weight-decay", type=float, default=0.0, metavar="W", help="AdamW's weight decay (0)")
@@ -55,11 +71,13 @@ def job_from(args: argparse.Namespace) -> Any:
     from linearize.finetune.job import TuneJob
 
     names = ("learning_rate", "batch_size", "epochs", "steps", "weight_decay", "warmup", "schedule", "eval_every")
-    names += ("patience", "precision", "report_to", "seed")
+    names += ("patience", "precision", "report_to", "seed", "kernel_learning_rate", "teacher_hidden_weight")
+    names += ("teacher_logits_weight", "temperature", "labels_from", "labels_weight", "selection_rows")
     given = {name: getattr(args, name) for name in names}
     tune = TuneConfig(**given, lora=parse_lora(args.lora) if args.lora else None)
     same = {name: getattr(args, name) for name in ("model", "dataset", "output", "overwrite", "resume", "new_head")}
-    return TuneJob(task=task_from(args), device=args.device, data=rows_from(args, seed=args.seed), tune=tune, **same)
+    rows = rows_from(args, seed=args.seed, extra_pairs=args.extra_pairs)
+    return TuneJob(task=task_from(args), device=args.device, teacher=args.teacher, data=rows, tune=tune, **same)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +89,13 @@ def run(args: argparse.Namespace) -> int:
     result = tune(job, out)
     if args.json:
         print_json(
-            {"output": str(job.target()), "metrics": result.figures, "score": result.score, "steps": result.steps}
+            {
+                "output": str(job.target()),
+                "metrics": result.figures,
+                "score": result.score,
+                "steps": result.steps,
+                "selection": result.selection,
+            }
         )
     return 0
 
@@ -113,7 +137,12 @@ def tune(job: Any, out: Any) -> Any:
     with on_interrupt(lambda: kept_checkpoint(job)):
         target, result = finetune_checkpoint(job, listen)
     figures = ", ".join(f"{name} {value:.4f}" for name, value in result.figures.items())
-    out.print(f"Kept step {result.best_step} of {result.steps} ({result.stopped}): {figures}", markup=False)
+    chosen = result.selection
+    out.print(
+        f"Kept step {result.best_step} of {result.steps} ({result.stopped}), chosen by {chosen['by']} on "
+        f"{chosen['rows']} {chosen['on']}: {figures}",
+        markup=False,
+    )
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)
     return result
 

@@ -1,4 +1,7 @@
-"""A task's rows as the batches of stage one: trained on the training rows, measured on validation rows."""
+"""A task's rows as the batches of stage one: trained on training rows, measured on some that were held out of them.
+
+The rows held out are those of stage two (`linearize.finetune.selection`); the validation rows are only reported.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from linearize.finetune.prepared import TaskData
+from linearize.finetune.selection import hold_out
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 
@@ -18,33 +23,36 @@ class TaskBatches:
     """What stage one asks of a data source, see `linearize.distillation.loop.Batches`.
 
     Args:
-        data: a task's rows.
+        data: a task's rows; pairs made anew are learned from as well.
         batch_size: rows per batch and process.
-        holdout: how many validation rows to measure on.
-        seed: of the order of the training rows, new for each pass.
+        holdout: how many of the rows held out of the training rows to measure on.
+        seed: of the order of the training rows, new for each pass, and of the choice of those held out.
     """
 
     def __init__(self, data: TaskData, batch_size: int, holdout: int, seed: int) -> None:
         self.data, self.batch_size, self.holdout, self.seed = data, batch_size, holdout, seed
+        split = hold_out(data, seed=seed)
+        self.held: Any = split.selection
+        self.train: Any = ConcatDataset([split.train, split.extra]) if split.extra else split.train
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches that make one pass over the training rows."""
-        return max(1, math.ceil(len(self.data.train) / self.batch_size))
+        return max(1, math.ceil(len(self.train) / self.batch_size))
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
         """Give batches for ever; the processes share every `world_size * batch_size` rows."""
         everyone = self.batch_size * world_size
-        rows = len(self.data.train)
+        rows = len(self.train)
         for number in range(start, 2**63):
             places = range(number * everyone + rank * self.batch_size, number * everyone + (rank + 1) * self.batch_size)
-            yield self._batch(self.data.train, [self._place(place, rows) for place in places])
+            yield self._batch(self.train, [self._place(place, rows) for place in places])
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
-        """Give the validation rows to measure on."""
-        count = min(self.holdout, len(self.data.validation))
+        """Give the rows to measure on."""
+        count = min(self.holdout, len(self.held))
         return [
-            self._batch(self.data.validation, list(range(begin, min(begin + self.batch_size, count))))
+            self._batch(self.held, list(range(begin, min(begin + self.batch_size, count))))
             for begin in range(0, count, self.batch_size)
         ]
 

@@ -13,7 +13,7 @@ import yaml
 
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build
-from linearize.experiments.schema import FLOWS, SOFTMAX, Distil, Kernel, Recipe, Step
+from linearize.experiments.schema import FLOWS, SOFTMAX, Distil, Kernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import HEADS
 from linearize.finetune.prepared import DataOptions
@@ -47,7 +47,7 @@ class Job:
     rows: DataOptions
     teacher: TuneConfig
     distil: Distil
-    finetune: TuneConfig
+    finetune: Tune
     config: dict[str, Any]
 
 
@@ -148,6 +148,7 @@ def check(values: Mapping[str, Any], where: str) -> Recipe:
     if twice is not None:
         raise ConfigError(f"{where}.kernels: two rows are called {twice!r}; give one of them another label")
     jobs = resolve(recipe, where)
+    _check_teachers(recipe, jobs, where)
     for row, figures in recipe.figures.items():
         for name in figures:
             if name not in jobs and name != AVERAGE:
@@ -167,7 +168,7 @@ def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
         jobs.setdefault(name, _job(recipe, name, steps.get(name, Step()), f"{where}.sources.{name}"))
     if recipe.pretrain_task is not None:
         job = _job(recipe, "pretrain", recipe.pretrain_task, f"{where}.pretrain_task")
-        tune = build(TuneConfig, {**recipe.pretrain, **recipe.pretrain_task.finetune}, f"{where}.pretrain")
+        tune = build(Tune, {**recipe.pretrain, **recipe.pretrain_task.finetune}, f"{where}.pretrain")
         jobs["pretrain"] = dataclasses.replace(job, finetune=tune)
     return jobs
 
@@ -230,9 +231,22 @@ def _job(recipe: Recipe, name: str, step: Step, where: str) -> Job:
         build(DataOptions, {**recipe.rows, **step.rows}, f"{where}.rows"),
         build(TuneConfig, {**recipe.teacher, **step.teacher}, f"{where}.teacher"),
         build(Distil, {**recipe.distil, **step.distil}, f"{where}.distil"),
-        build(TuneConfig, {**recipe.finetune, **step.finetune}, f"{where}.finetune"),
+        build(Tune, {**recipe.finetune, **step.finetune}, f"{where}.finetune"),
         {**recipe.model.config, **step.model},
     )
+
+
+def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None:
+    for name, job in jobs.items():
+        if job.finetune.teacher and recipe.flow == "scratch":
+            raise ConfigError(
+                f"{where}.tasks.{name}.finetune.teacher: got {job.finetune.teacher}, but flow scratch has no tuned "
+                "softmax model; leave it out"
+            )
+        if job.rows.extra_pairs and not job.finetune.teacher:
+            raise ConfigError(
+                f"{where}.tasks.{name}.rows.extra_pairs: pairs made anew have no label; set finetune.teacher to true"
+            )
 
 
 def _check_kernel(kernel: Kernel, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +29,14 @@ class Entry:
         paper: the paper's figure; None where there is none.
         recovered: share of the softmax model's score, percent.
         seeds: how many seeds ours is a mean of.
+        deviation: standard deviation over the seeds (of a sample, n - 1), in the unit of ours; None of fewer than two.
     """
 
     ours: float | None
     paper: float | None
     recovered: float | None
     seeds: int
+    deviation: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Table:
         title: one line.
         columns: names of the tasks, and "average" where there are several.
         rows: entries by row and column.
+        seeds: how many seeds the recipe has.
         missing: cells that are not there yet.
         damaged: lines of the results file that could not be read.
     """
@@ -53,6 +57,7 @@ class Table:
     rows: dict[str, dict[str, Entry]]
     missing: int
     damaged: int
+    seeds: int = 1
 
 
 def append_row(folder: Path, row: Mapping[str, Any]) -> None:
@@ -141,28 +146,47 @@ def make_table(recipe: Recipe, rows: Sequence[Mapping[str, Any]], name: str, dam
         paper = recipe.figures.get(label, {})
         line = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
         if several:
-            line[AVERAGE] = _average(list(line.values()), paper)
+            line[AVERAGE] = _average(list(line.values()), paper, _by_seed(rows, label, columns))
         table[label] = line
     _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
     missing = sum(cell.key not in done for cell in wanted)
     shown = (*columns, *((AVERAGE,) if several else ()))
     source = f" ({recipe.paper.title}, {recipe.paper.table})" if recipe.paper is not None else ""
-    return Table(f"{name}: {recipe.summary}{source}", shown, table, missing, damaged)
+    return Table(f"{name}: {recipe.summary}{source}", shown, table, missing, damaged, len(recipe.seeds))
 
 
 def _entry(rows: Sequence[Mapping[str, Any]], label: str, column: str, paper: float | None) -> Entry:
     mine = [row for row in rows if row.get("row") == label and row.get("task") == column]
     if not mine:
         return Entry(None, paper, None, 0)
-    ours = sum(row["score"] * (100.0 if row.get("percent") else 1.0) for row in mine) / len(mine)
+    scores = [_scaled(row) for row in mine]
+    ours = sum(scores) / len(scores)
     shares = [row["recovered"] for row in mine if row.get("recovered") is not None]
     recovered = sum(shares) / len(shares) if shares and label != SOFTMAX else None
-    return Entry(ours, paper, recovered, len(mine))
+    return Entry(ours, paper, recovered, len(mine), _deviation(scores))
 
 
-def _average(entries: Sequence[Entry], paper: Mapping[str, float]) -> Entry:
-    """Average a row where all its cells are there."""
+def _scaled(row: Mapping[str, Any]) -> float:
+    return float(row["score"] * (100.0 if row.get("percent") else 1.0))
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _by_seed(rows: Sequence[Mapping[str, Any]], label: str, columns: Sequence[str]) -> list[float]:
+    """Return a row's average over the tasks for each seed with which all of them were run."""
+    found: dict[Any, dict[str, float]] = {}
+    for row in rows:
+        if row.get("row") == label:
+            found.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row)
+    whole = [scores for scores in found.values() if set(columns) <= scores.keys()]
+    return [sum(scores[column] for column in columns) / len(columns) for scores in whole]
+
+
+def _average(entries: Sequence[Entry], paper: Mapping[str, float], by_seed: Sequence[float]) -> Entry:
+    """Average a row where all its cells are there; the deviation is that of the averages of each seed."""
 
     def mean(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -170,7 +194,7 @@ def _average(entries: Sequence[Entry], paper: Mapping[str, float]) -> Entry:
 
     figures = mean([entry.paper for entry in entries])
     ours = mean([entry.ours for entry in entries])
-    return Entry(ours, paper.get(AVERAGE, figures), None, min(entry.seeds for entry in entries))
+    return Entry(ours, paper.get(AVERAGE, figures), None, min(entry.seeds for entry in entries), _deviation(by_seed))
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:

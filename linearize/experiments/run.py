@@ -210,7 +210,7 @@ def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, tea
         "paper": figures.get(cell.job.name),
         "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
         "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
-        "finetune": {k: tuned[k] for k in ("steps", "best_step", "stopped", "seconds")},
+        "finetune": {k: tuned.get(k) for k in ("steps", "best_step", "stopped", "seconds", "selection", "teacher")},
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from linearize.distillation.config import DistillConfig
 from linearize.errors import ConfigError, unknown_name
+from linearize.finetune.config import TuneConfig
 
 FLOWS = ("finetuned", "pretrained", "transfer", "scratch")
 """finetuned: tune the softmax model, convert it, distil, tune. pretrained: the same without the first step. transfer:
@@ -140,12 +141,24 @@ class Distil(DistillConfig):
 
     batch_size: int = field(default=32, metadata={"help": "rows per batch"})
     epochs: float | None = field(default=None, metadata={"help": "passes over the training rows, instead of steps"})
-    holdout: int = field(default=64, metadata={"help": "validation rows that the loss is measured on"})
+    holdout: int = field(default=64, metadata={"help": "rows held out of the training rows, to measure on"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size < 1 or self.holdout < 1 or (self.epochs is not None and self.epochs <= 0):
             raise ConfigError("batch_size, holdout and epochs: expected numbers above 0")
+
+
+@dataclass(frozen=True)
+class Tune(TuneConfig):
+    """Stage two: its own options, and whether the softmax model tuned on the same task and seed is the teacher."""
+
+    teacher: bool | str = field(default=False, metadata={"help": "true, or softmax: that model guides stage two"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher not in (True, False, SOFTMAX):
+            raise ConfigError(f"teacher: got {self.teacher!r}, expected true, false or {SOFTMAX}")
 
 
 @dataclass(frozen=True)
@@ -168,7 +181,7 @@ class Recipe:
         pretrain_task: the task of `pretrain`.
         teacher: how the softmax model is tuned first (`TuneConfig`).
         distil: stage one.
-        finetune: stage two (`TuneConfig`).
+        finetune: stage two (`Tune`).
         figures: the paper's figures by row and task.
         differs: what differs from the paper, one line each.
         device: where to run.

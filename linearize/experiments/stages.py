@@ -27,6 +27,7 @@ from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, l
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.tables import local_folder, raw_table
+from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune
 from linearize.surgery.apply import apply
 from linearize.surgery.plan import plan
@@ -97,7 +98,13 @@ class Workshop:
         """Tune a converted checkpoint on the cell's task; without one, train a fresh linear model."""
         target = self.folder / "cells" / cell.key
         kernel = None if base is not None else cell.kernel
-        return self._tuned(target, base, kernel, cell.job, cell.job.finetune, cell.seed)
+        teacher = self._guide(cell) if cell.job.finetune.teacher else None
+        return self._tuned(target, base, kernel, cell.job, cell.job.finetune, cell.seed, teacher)
+
+    def _guide(self, cell: Cell) -> Path:
+        """Return the softmax model tuned on the cell's task: what was converted, or the table's own softmax row."""
+        tuned = self.teacher if self.recipe.flow == "finetuned" else self.untouched
+        return tuned(cell.job, cell.seed)
 
     def pretrained(self, cell: Cell, job: Job) -> Path:
         """Train a fresh model of the cell's kernel on the recipe's first task, once per kernel and seed."""
@@ -105,7 +112,14 @@ class Workshop:
         return self._tuned(target, None, cell.kernel, job, job.finetune, cell.seed)
 
     def _tuned(
-        self, target: Path, base: Path | None, kernel: Kernel | None, job: Job, config: TuneConfig, seed: int
+        self,
+        target: Path,
+        base: Path | None,
+        kernel: Kernel | None,
+        job: Job,
+        config: TuneConfig,
+        seed: int,
+        teacher: Path | None = None,
     ) -> Path:
         if (target / STAGE).is_file():
             return target
@@ -114,6 +128,9 @@ class Workshop:
         model = self._start(base, kernel, job, data, seed).to(self.device)
         fit_tokenizer(model, processor)
         check_length(model, job.task, job.rows.max_length)
+        guide = None
+        if teacher is not None:
+            guide = load_teacher(str(teacher), data, model, processor, job.rows.max_length)
         work = self.folder / ".work" / target.parent.name / target.name
         result = finetune(
             model,
@@ -123,8 +140,9 @@ class Workshop:
             resume=True,
             on_log=lambda entry: self.tell("log", entry),
             tensorboard=self.folder / "tensorboard" / target.parent.name / target.name,
+            teacher=guide,
         )
-        record = tuning_record(data, config, result)
+        record = tuning_record(data, config, result, None if teacher is None else SOFTMAX)
         earlier = [] if base is None else read_log(base)
         extra = tuning_files(record, result, earlier) | {STAGE: json.dumps(record, indent=2) + "\n"}
         save_model(model, target, processor, stage={"finetuning": record}, extra_files=extra)

@@ -36,6 +36,20 @@ class TuneConfig:
     group_by_length: bool = _option(False, "put texts of similar length in one batch, to pad less")
     precision: str = _option("no", "mixed precision: no, bf16 or fp16")
     freeze_kernels: bool = _option(False, "leave the kernels as they are")
+    kernel_learning_rate: float | None = _option(
+        None, "peak rate of the kernels; by default 3e-4 with a teacher, else learning_rate"
+    )
+    teacher_hidden_weight: float = _option(1.0, "of the hidden states' error to the teacher's, every layer")
+    teacher_logits_weight: float = _option(1.0, "of the divergence from its logits (squared error of numbers)")
+    temperature: float = _option(1.0, "of the softmaxes whose divergence is taken")
+    labels_from: float = _option(0.5, "with a teacher: share of the steps without labels, after which they join")
+    labels_ramp: float = _option(0.2, "share of the steps in which the labels' weight then rises")
+    labels_weight: float = _option(1.0, "the weight that it rises to; 0: the teacher alone")
+    selection_rows: int | None = _option(
+        None,
+        "rows held out of the training rows to choose the kept state on; by default 5 %, from 32 to 500; "
+        "0: choose on the validation rows",
+    )
     seed: int = _option(0, "of the order of the rows, dropout and a new head")
     log_every: int = _option(50, "steps between entries of the log")
     report_to: str = _option("none", "where the trainer reports to: none, tensorboard, wandb ...")
@@ -48,14 +62,34 @@ class TuneConfig:
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1)
         _check("patience", self.patience, 0)
-        for name in ("learning_rate", "weight_decay", "warmup", "max_grad_norm", "epochs"):
+        if self.selection_rows is not None:
+            _check("selection_rows", self.selection_rows, 0)
+        for name in ("learning_rate", "weight_decay", "warmup", "max_grad_norm", "epochs", *_WEIGHTS):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ConfigError(f"stage two, {name}: got {getattr(self, name)}, expected a number of at least 0")
+        self._check_teaching()
         for name, allowed in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"stage two, {name}: got {getattr(self, name)!r}, expected one of {', '.join(allowed)}"
                 )
+
+    def _check_teaching(self) -> None:
+        for name in ("labels_from", "labels_ramp"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"stage two, {name}: got {getattr(self, name)}, expected a share from 0 to 1")
+        if not 0 < self.temperature < 1e9:
+            raise ConfigError(f"stage two, temperature: got {self.temperature}, expected a number above 0")
+        if not self.teacher_hidden_weight and not self.teacher_logits_weight:
+            raise ConfigError("stage two, teacher_hidden_weight and teacher_logits_weight: got 0, expected one above")
+        rate = self.kernel_learning_rate
+        if rate is not None and not 0 <= rate < 1e9:
+            raise ConfigError(f"stage two, kernel_learning_rate: got {rate}, expected a number of at least 0")
+        if rate is not None and self.freeze_kernels:
+            raise ConfigError(f"stage two, kernel_learning_rate: got {rate} and freeze_kernels; drop one of them")
+
+
+_WEIGHTS = ("teacher_hidden_weight", "teacher_logits_weight", "labels_weight")
 
 
 def _check(name: str, value: Any, low: int) -> None:

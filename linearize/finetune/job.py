@@ -14,11 +14,12 @@ from linearize.checkpoint.save import check_target
 from linearize.errors import ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.keep import save_model, tuning_files, tuning_record
-from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
+from linearize.finetune.load import check_trained, fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.report_to import check_report_to
 from linearize.finetune.tasks import Task, recovered, score_of
+from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import TuneResult, finetune, measure_task
 
 Listener = Callable[[str, Any], None]
@@ -36,6 +37,7 @@ class TuneJob:
     resume: bool = False
     new_head: bool = False
     device: str = "auto"
+    teacher: str | None = None
     data: DataOptions = field(default_factory=DataOptions)
     tune: TuneConfig = field(default_factory=TuneConfig)
 
@@ -85,6 +87,10 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     check_target(target, overwrite=job.overwrite)
     device = check_device(job.device)
     check_report_to(job.tune.report_to)
+    if job.data.extra_pairs and job.teacher is None:
+        raise ConfigError(
+            f"extra_pairs: got {job.data.extra_pairs}, but pairs made anew have no label; name a teacher (--teacher)"
+        )
     work = target.with_name(f"{target.name}.training")
     if work.exists() and not job.resume:
         if not job.overwrite:
@@ -100,6 +106,9 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed).to(device)
     fit_tokenizer(model, processor)
     check_length(model, job.task, job.data.max_length)
+    teacher = None
+    if job.teacher is not None:
+        teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)
     result = finetune(
         model,
         data,
@@ -108,8 +117,9 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
         resume=job.resume,
         on_log=lambda entry: tell("log", entry),
         tensorboard=target.with_name(f"{target.name}.tensorboard"),
+        teacher=teacher,
     )
-    record = tuning_record(data, job.tune, result)
+    record = tuning_record(data, job.tune, result, job.teacher)
     save_model(
         model,
         target,
@@ -155,7 +165,7 @@ def evaluate_checkpoint(
     def measured(name: str) -> tuple[TaskData, dict[str, float]]:
         processor = load_processor(name, task.modality)
         data = prepare(task, processor, options, data=dataset)
-        _check_trained(name, task)
+        check_trained(name, task)
         loaded = load_for_task(name, data).to(where).eval()
         fit_tokenizer(loaded, processor)
         check_length(loaded, task, options.max_length)
@@ -255,31 +265,4 @@ def check_length(model: Any, task: Task, length: int) -> None:
         raise ConfigError(
             f"max_length: got {length}, but {type(model).__name__} takes at most {most} tokens; lower it, or "
             "convert with --max-length"
-        )
-
-
-def _check_trained(name: str, task: Task) -> None:
-    """Refuse to measure a head that was never trained.
-
-    Raises:
-        ConfigError: if the checkpoint's class has no head for the task.
-    """
-    from transformers import PreTrainedConfig
-
-    endings = {
-        "text-classification": "ForSequenceClassification",
-        "token-classification": "ForTokenClassification",
-        "question-answering": "ForQuestionAnswering",
-        "image-classification": "ForImageClassification",
-        "fill-mask": "ForMaskedLM",
-    }
-    try:
-        saved = (PreTrainedConfig.get_config_dict(name)[0].get("architectures") or [""])[0]
-    except OSError:
-        return
-    ending = endings.get(task.head)
-    if ending is not None and saved and not saved.endswith(ending):
-        raise ConfigError(
-            f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
-            f"linearize finetune {name} --task {task.name}"
         )

@@ -10,12 +10,11 @@ from typing import Any
 from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.save import atomic_folder, save
 from linearize.finetune.config import TuneConfig
+from linearize.finetune.load import RECORD
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.trainer import TuneResult
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
-
-RECORD = "finetuning.json"
 
 
 def save_model(
@@ -62,7 +61,9 @@ def save_model(
     return Path(target)
 
 
-def tuning_record(data: TaskData, config: TuneConfig, result: TuneResult) -> dict[str, Any]:
+def tuning_record(
+    data: TaskData, config: TuneConfig, result: TuneResult, teacher: str | Path | None = None
+) -> dict[str, Any]:
     """Return what stage two did as plain data; paths stay out of it."""
     return {
         "task": data.task.name,
@@ -72,7 +73,9 @@ def tuning_record(data: TaskData, config: TuneConfig, result: TuneResult) -> dic
         "score": result.score,
         "steps": result.steps,
         "best_step": result.best_step,
+        "selection": result.selection,
         "stopped": result.stopped,
+        "teacher": None if teacher is None else Path(teacher).name,
         "seconds": result.seconds,
         "options": asdict(config),
     }

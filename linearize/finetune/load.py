@@ -13,6 +13,8 @@ from linearize.finetune.tasks import Task
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 
+RECORD = "finetuning.json"
+"""The file of a tuned checkpoint that says what it was tuned for, and how."""
 HEADS = {
     "fill-mask": "AutoModelForMaskedLM",
     "text-generation": "AutoModelForCausalLM",
@@ -27,6 +29,14 @@ _TRAINED = {
     "image-classification": "ForImageClassification",
 }
 """Class name endings of heads that have one output per label."""
+TRAINED_HEADS = {
+    "text-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+    "question-answering": "ForQuestionAnswering",
+    "image-classification": "ForImageClassification",
+    "fill-mask": "ForMaskedLM",
+}
+"""Class name endings of checkpoints with a trained head, by head; a language model's may be tied to its embedding."""
 
 
 def load_processor(name: str, modality: str) -> Any:
@@ -42,16 +52,25 @@ def load_processor(name: str, modality: str) -> Any:
         return auto.from_pretrained(name)
 
 
+def read_config_dict(name: str) -> dict[str, Any]:
+    """Return the values of a checkpoint's config.json.
+
+    Raises:
+        CheckpointError: if it has none that can be read.
+    """
+    from transformers import PreTrainedConfig
+
+    with _explained(name, "its config.json"):
+        return PreTrainedConfig.get_config_dict(name)[0]
+
+
 def usual_length(name: str, most: int = 128) -> int:
     """Return how many tokens a row has where nobody says: `most`, or what a shorter model takes.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    from transformers import PreTrainedConfig
-
-    with _explained(name, "its config.json"):
-        values, _ = PreTrainedConfig.get_config_dict(name)
+    values = read_config_dict(name)
     room = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
     # RoBERTa and its kin count positions from behind the padding token's number.
@@ -141,11 +160,28 @@ def fit_tokenizer(model: Any, processor: Any) -> None:
         model.config.pad_token_id = copy_tokenizer(processor).pad_token_id
 
 
-def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
+def check_trained(name: str, task: Task) -> None:
+    """Refuse a checkpoint whose head was never trained for a task.
+
+    Raises:
+        ConfigError: if the checkpoint's class has no head for the task.
+    """
     from transformers import PreTrainedConfig
 
-    with _explained(name, "its config.json"):
-        values, _ = PreTrainedConfig.get_config_dict(name)
+    try:
+        saved = (PreTrainedConfig.get_config_dict(name)[0].get("architectures") or [""])[0]
+    except OSError:
+        return
+    endings = TRAINED_HEADS.get(task.head)
+    if endings is not None and saved and not saved.endswith(endings):
+        raise ConfigError(
+            f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
+            f"linearize finetune {name} --task {task.name}"
+        )
+
+
+def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
+    values = read_config_dict(name)
     trained = (values.get("architectures") or [""])[0]
     if new_head or task.head not in _TRAINED or not trained.endswith(_TRAINED[task.head]):
         return

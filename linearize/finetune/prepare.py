@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from linearize.errors import DataError
+from linearize.errors import ConfigError, DataError
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.tables import Given, local_folder
 from linearize.finetune.tasks import Task
@@ -34,14 +34,18 @@ def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, d
 
     Raises:
         DataError: if there is no data, or it does not fit the task.
+        ConfigError: if the options do not fit the task.
     """
+    options = options or DataOptions()
+    if options.extra_pairs and _FILES[task.kind] != "text":
+        raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
     given = task.dataset if data is None else data
     if given is None:
         raise DataError(f"task {task.name} has no data set of its own; name one (--dataset NAME_OR_PATH)")
     if isinstance(given, str) and _is_local(given):
         given = local_folder(task, given)
     module = importlib.import_module(f"linearize.finetune.kinds.{_FILES[task.kind]}")
-    return module.prepare(task, given, processor, options or DataOptions())
+    return module.prepare(task, given, processor, options)
 
 
 def _is_local(name: str) -> bool:

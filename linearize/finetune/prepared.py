@@ -33,7 +33,11 @@ class DataOptions:
     stride: int | None = field(default=None, metadata={"help": "new tokens per window"})
     mask_share: float = field(default=0.15, metadata={"help": "tokens to predict, masked language models"})
     augment: bool = field(default=False, metadata={"help": "crop and flip training images at random"})
-    seed: int = field(default=0, metadata={"help": "of held-out rows, masks and crops"})
+    seed: int = field(default=0, metadata={"help": "of held-out rows, masks, crops and re-paired texts"})
+    extra_pairs: float = field(
+        default=0.0,
+        metadata={"help": "texts of pairs paired anew, rows without a label per training row, for a teacher to label"},
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_length", "limit", "validation_limit", "stride"):
@@ -44,6 +48,8 @@ class DataOptions:
             raise ConfigError(f"data, max_length: got {self.max_length}, expected at least 2")
         if not 0 < self.mask_share < 1:
             raise ConfigError(f"data, mask_share: got {self.mask_share}, expected a number between 0 and 1")
+        if not 0 <= self.extra_pairs <= 100:
+            raise ConfigError(f"data, extra_pairs: got {self.extra_pairs}, expected a number from 0 to 100")
 
 
 class Rows(Dataset):
@@ -76,7 +82,8 @@ class TaskData:
         description: one line.
         reduce: (logits, labels) -> what is kept of the logits, on the device; None: all.
         facts: what a reader of the figures must know, such as the stride of a perplexity.
-        vocabulary: names of the labels of a text-to-label model; None without labels.
+        selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
+        extra: re-paired rows without a label (`IGNORED`, or NaN for a number), for a teacher to label; None: none.
     """
 
     task: Task
@@ -87,6 +94,8 @@ class TaskData:
     description: str
     reduce: Callable[[Any, Tensor], Tensor] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    selection: Any = None
+    extra: Rows | None = None
 
     @property
     def num_labels(self) -> int | None:

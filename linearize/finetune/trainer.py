@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ from linearize.errors import CheckpointError, TrainingError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
+from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import score_of
+from linearize.finetune.teacher import check_teacher, freeze
 from linearize.loading import quiet
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -33,6 +34,7 @@ class TuneResult:
         score: the task's one figure.
         steps: optimizer steps done.
         best_step: the step whose weights were kept.
+        selection: what that step was chosen by: `by` (figure), `on` (rows), `rows` (their number), `value`.
         stopped: "steps" or "early stopping".
         history: the trainer's log.
         seconds: duration; after a resume, of the last part only.
@@ -45,6 +47,7 @@ class TuneResult:
     stopped: str
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    selection: dict[str, Any] = field(default_factory=dict)
 
 
 def finetune(
@@ -56,8 +59,13 @@ def finetune(
     resume: bool = False,
     on_log: Callable[[dict[str, Any]], None] | None = None,
     tensorboard: str | Path | None = None,
+    teacher: Any = None,
 ) -> TuneResult:
-    """Tune a model on a task, in place; it ends with the weights that measured best.
+    """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
+
+    With a teacher the loss is the squared error of every layer's hidden states and the divergence from the teacher's
+    logits; the labels join later (CALD, ICLR 2025, arXiv 2410.06846; TinyBERT, arXiv 1909.10351). The kept state is
+    then the one nearest to the teacher's logits, else the one with the smallest loss, on the held-out rows.
 
     Args:
         model: softmax or converted, with the task's head.
@@ -67,16 +75,24 @@ def finetune(
         resume: whether to go on from the last whole checkpoint in that folder, if there is one.
         on_log: told every entry of the log.
         tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
+        teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None: labels
+            alone.
 
     Returns:
         What was done.
 
     Raises:
+        ConfigError: if the teacher cannot be compared with the model.
+        DataError: if there are too few rows to hold some out.
         TrainingError: if the loss becomes NaN or infinite.
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
     """
     config = config or TuneConfig()
     start = time.perf_counter()
+    data = hold_out(data, config.selection_rows, seed=config.seed)
+    if teacher is not None:
+        check_teacher(teacher, model)
+        teacher = freeze(teacher, model)
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     _seed(config.seed)
     if config.lora is not None:
@@ -87,7 +103,7 @@ def finetune(
     last = last_checkpoint(folder) if resume else None
     if last is not None:
         _check_names(model, last)
-    trainer = make_trainer(model, data, config, folder, on_log)
+    trainer = make_trainer(model, data, config, folder, on_log, teacher)
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
     try:
@@ -108,7 +124,9 @@ def finetune(
     best = int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2])
     stopped = "early stopping" if state.global_step < state.max_steps else "steps"
     seconds = time.perf_counter() - start
-    return TuneResult(figures, score_of(data.task, figures), state.global_step, best, stopped, history, seconds)
+    chosen = selection_record(data, teacher is not None, state.best_metric)
+    score = score_of(data.task, figures)
+    return TuneResult(figures, score, state.global_step, best, stopped, history, seconds, chosen)
 
 
 def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision: str = "no") -> dict[str, float]:
@@ -120,11 +138,30 @@ def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision:
         return _measured(make_trainer(model, data, config, folder, None))
 
 
+def selection_record(data: TaskData, taught: bool, value: float | None) -> dict[str, Any]:
+    """Say what the kept state was chosen by, as plain data."""
+    if data.selection is None:
+        by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
+    else:
+        by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
+        if taught:
+            by = "squared error to the teacher" if data.task.kind == "regression" else "divergence from the teacher"
+    return {"by": by, "on": on, "rows": rows, "value": value}
+
+
 def make_trainer(
-    model: Any, data: TaskData, config: TuneConfig, folder: str | Path, on_log: Callable[[dict[str, Any]], None] | None
+    model: Any,
+    data: TaskData,
+    config: TuneConfig,
+    folder: str | Path,
+    on_log: Callable[[dict[str, Any]], None] | None,
+    teacher: Any = None,
 ) -> Any:
-    """Build transformers' trainer for a task."""
+    """Build transformers' trainer for a task; re-paired rows are learned from where there is a teacher."""
+    from torch.utils.data import ConcatDataset
     from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
+
+    from linearize.finetune.tuner import Tuner
 
     def compute(prediction: Any) -> dict[str, float]:
         figures = data.figures(prediction.predictions, prediction.label_ids)
@@ -133,10 +170,15 @@ def make_trainer(
     callbacks: list[Any] = [_watch(on_log)]
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
-    trainer = _trainer_class()(
+    extra = data.extra if teacher is not None else None
+    trainer = Tuner(
+        kind=data.task.kind,
+        config=config,
+        teacher=teacher,
+        selection=data.selection,
         model=model,
         args=training_arguments(model, data, config, folder),
-        train_dataset=data.train,
+        train_dataset=ConcatDataset([data.train, extra]) if extra else data.train,
         eval_dataset=data.validation,
         data_collator=data.collate,
         compute_metrics=compute,
@@ -146,30 +188,6 @@ def make_trainer(
     for printing in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printing)
     return trainer
-
-
-def _trainer_class() -> Any:
-    from transformers import PreTrainedModel, Trainer
-
-    class OwnNames(Trainer):
-        """Writes weights into its checkpoints under the names that the model's modules have.
-
-        transformers saves some models (ViT) under older names, and its trainer looks for the modules' own when it
-        resumes or takes the best checkpoint, and passes over all others without a word.
-        """
-
-        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-            model = self.accelerator.unwrap_model(self.model)
-            if not isinstance(model, PreTrainedModel):
-                super()._save(output_dir, state_dict)
-                return
-            model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # type: ignore[method-assign]
-            try:
-                super()._save(output_dir, state_dict)
-            finally:
-                del model.save_pretrained
-
-    return OwnNames
 
 
 def _check_names(model: Any, checkpoint: Path) -> None:
@@ -201,6 +219,7 @@ def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: s
     """Translate the options for transformers."""
     from transformers import TrainingArguments
 
+    held_out = data.selection is not None
     on_cpu = next(model.parameters()).device.type == "cpu"
     when = "steps" if config.eval_every else "epoch"
     labels = ["start_positions", "end_positions"] if data.task.kind == "question-answering" else ["labels"]
@@ -227,8 +246,8 @@ def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: s
         save_steps=config.eval_every or 500,
         save_total_limit=1,
         load_best_model_at_end=True,
-        metric_for_best_model="score",
-        greater_is_better=not data.task.lower_is_better,
+        metric_for_best_model="selection" if held_out else "score",
+        greater_is_better=not held_out and not data.task.lower_is_better,
         restore_callback_states_from_checkpoint=True,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
@@ -268,7 +287,8 @@ def _whole(path: Path) -> bool:
 def _measured(trainer: Any) -> dict[str, float]:
     with quiet():
         found = trainer.evaluate()
-    skipped = ("loss", "score", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+    skipped = {"loss", "score", "selection", "runtime", "samples_per_second", "steps_per_second"}
+    skipped.add("model_preparation_time")
     named = {name.removeprefix("eval_"): value for name, value in found.items() if name.startswith("eval_")}
     return {name: float(value) for name, value in named.items() if name not in skipped}
 
@@ -282,7 +302,7 @@ def _watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             """See `TrainerCallback.on_log`."""
-            for name in ("loss", "eval_loss", "grad_norm"):
+            for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
                 if name in (logs or {}) and not math.isfinite(logs[name]):
                     raise TrainingError(
                         f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "

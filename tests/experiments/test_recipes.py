@@ -114,6 +114,11 @@ def load(tiny, write, **changes):
         ({"figures": {"elu": {"cola": "high"}}}, r"figures.elu.cola: got 'high', expected a number"),
         ({"summary": None}, r"summary: got nothing, expected text"),
         ({"seeds": ["one"]}, r"seeds\[0\]: got 'one', expected a whole number"),
+        ({"finetune": {"teacher": "bert"}}, r"teacher: got 'bert', expected true, false or softmax"),
+        ({"finetune": {"teacher": 3}}, r"teacher: got 3, expected true or false or text"),
+        ({"teacher": {"teacher": True}}, r"tasks.cola.teacher: unknown key 'teacher'"),
+        ({"rows": {"extra_pairs": 1}}, r"rows.extra_pairs: pairs made anew have no label; set finetune.teacher"),
+        ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got True, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
     ],
 )

@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from linearize.checkpoint.log import read_log
+from linearize.cli import results
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.feed import TaskBatches
 from linearize.experiments.recipe import cells, check, load_recipe
-from linearize.experiments.results import read_rows, tables
+from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
 
 
@@ -113,6 +114,54 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, 
     assert read_rows(tmp_path / "run")[1] == 0
     again = run_recipe(recipe, tmp_path / "run", resume=True, listen=lambda event, data: pytest.fail(event))
     assert figures(again) == figures(rows)
+
+
+def test_the_tuned_softmax_model_is_the_teacher(tiny, sets, tmp_path):
+    """Stage two is guided by the model of the first stage, of the same task and seed; pairs are made anew."""
+    tiny |= {"kernels": ["softmax", "hedgehog"], "tasks": {"mrpc": {"rows": {"extra_pairs": 1}}}, "figures": {}}
+    tiny |= {"seeds": [0, 1], "finetune": {**tiny["finetune"], "teacher": True, "kernel_learning_rate": 1e-4}}
+    recipe = check(tiny, "tiny")
+    rows = run_recipe(recipe, tmp_path / "run")
+    assert [row["cell"] for row in rows] == [
+        "softmax-mrpc-s0", "hedgehog-mrpc-s0", "softmax-mrpc-s1", "hedgehog-mrpc-s1"
+    ]  # fmt: skip
+    for row in rows:
+        taught = row["row"] == "hedgehog"
+        assert row["finetune"]["teacher"] == ("softmax" if taught else None)
+        assert row["finetune"]["selection"]["by"] == ("divergence from the teacher" if taught else "loss")
+        assert row["finetune"]["selection"]["rows"] == 9
+    (table,) = tables(tmp_path / "run")
+    ours = [100 * row["score"] for row in rows if row["row"] == "hedgehog"]
+    entry = table.rows["hedgehog"]["mrpc"]
+    assert table.seeds == 2 and entry.seeds == 2 and entry.ours == pytest.approx(sum(ours) / 2)
+    assert entry.deviation == pytest.approx(abs(ours[0] - ours[1]) / 2**0.5)
+    tiny["finetune"]["teacher"] = "softmax"
+    assert check(tiny, "tiny").finetune["teacher"] == "softmax"
+
+
+@pytest.mark.parametrize("flow", ["pretrained", "transfer"])
+def test_the_softmax_row_is_the_teacher_of_models_that_were_not_tuned_first(tiny, tmp_path, flow):
+    tiny |= {"flow": flow, "kernels": ["hedgehog"], "tasks": {"cola": {}}, "teacher": {}, "figures": {}}
+    tiny["finetune"] |= {"teacher": True}
+    tiny |= {"sources": ["mrpc"]} if flow == "transfer" else {}
+    (row,) = run_recipe(check(tiny, "tiny"), tmp_path / "run")
+    assert row["finetune"]["teacher"] == "softmax" and row["original"] is not None
+    record = json.loads((tmp_path / "run" / "cells" / "softmax-cola-s0" / "stage.json").read_text())
+    assert record["teacher"] is None and row["original"] == record["score"]
+
+
+def test_the_averages_of_seeds_have_a_deviation():
+    values = {"a": (0.5, 0.7), "b": (0.6, 0.4)}
+    rows = [
+        {"cell": f"elu-{task}-s{seed}", "row": "elu", "task": task, "seed": seed, "score": score, "percent": True}
+        for task, scores in values.items()
+        for seed, score in enumerate(scores)
+    ]
+    entry = _average([_entry(rows, "elu", task, None) for task in values], {}, _by_seed(rows, "elu", list(values)))
+    assert entry.ours == pytest.approx(55.0) and entry.deviation == pytest.approx(0.0, abs=1e-9) and entry.seeds == 2
+    assert _entry(rows, "elu", "a", None).deviation == pytest.approx(20 / 2**0.5)
+    assert _entry(rows[:1], "elu", "a", None).deviation is None
+    assert results._cell(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"
 
 
 def test_resume_refuses_another_recipe(finished, tiny):
@@ -263,8 +312,12 @@ def test_batches_of_stage_one_are_the_same_for_any_number_of_processes(sets, che
     one, two = TaskBatches(data, 8, 10, 3), TaskBatches(data, 4, 10, 3)
     whole = next(one.train_batches(2))["attention_mask"].sum()
     parts = sum(next(two.train_batches(2, rank, 2))["attention_mask"].sum() for rank in (0, 1))
-    assert whole == parts and one.steps_per_epoch == 6
-    assert [len(batch["input_ids"]) for batch in one.holdout_batches()] == [8, 2]
+    # 9 of the 48 training rows are held out; the validation rows are left alone.
+    assert whole == parts and one.steps_per_epoch == 5
+    held = one.holdout_batches()
+    assert [len(batch["input_ids"]) for batch in held] == [8, 1]
+    rows = [data.train[place]["input_ids"] for place in one.held.places]
+    assert [ids[: len(row)].tolist() for ids, row in zip(held[0]["input_ids"], rows, strict=False)] == rows[:8]
     assert set(next(one.train_batches())) == {"input_ids", "attention_mask"}
 
 

@@ -48,7 +48,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
         str(glue),
         str(tmp_path / "out"),
         data=SHORT,
-        tune=TuneConfig(learning_rate=1e-2, epochs=6, batch_size=8),
+        tune=TuneConfig(learning_rate=1e-2, epochs=10, batch_size=8, seed=1),
     )
     target, result = finetune_checkpoint(job)
     assert result.figures["matthews"] == result.score == 1.0
@@ -87,7 +87,7 @@ def test_any_text_classification_takes_names_and_holds_rows_out(bert, tmp_path):
 def test_masked_language_model(bert, tmp_path):
     lines = [{"text": " ".join(WORDS)} for _ in range(60)]
     write(tmp_path / "text.jsonl", lines)
-    config = TuneConfig(learning_rate=1e-2, epochs=3, batch_size=4)
+    config = TuneConfig(learning_rate=1e-2, epochs=5, batch_size=4)
     _, data, result = tune("masked-lm", bert, tmp_path / "text.jsonl", tmp_path, config)
     assert result.figures["perplexity"] < len(WORDS)
     rows = [data.train[0], data.train[1]]
@@ -228,7 +228,9 @@ def test_weights_that_are_saved_under_other_names_come_back(vit, tmp_path, kerne
         data = data_for("image-classification", vit, folder)
         model = load_for_task(vit, data, seed=3)
         model = model if kernel is None else linearize.convert(model, kernel)
-        config = TuneConfig(learning_rate=rate, schedule="constant", batch_size=8, epochs=epochs, log_every=1)
+        config = TuneConfig(
+            learning_rate=rate, schedule="constant", batch_size=8, epochs=epochs, log_every=1, selection_rows=0
+        )
         return model, finetune(model, data, config, folder=tmp_path / work, resume=resume, on_log=on_log)
 
     def stop(entry):
@@ -259,12 +261,13 @@ def test_weights_that_are_saved_under_other_names_come_back(vit, tmp_path, kerne
 
 
 def test_early_stopping_keeps_the_best(bert, glue, tmp_path):
-    config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=30, patience=2)
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=30, patience=2, selection_rows=0)
     _, _, result = tune("cola", bert, glue, tmp_path, config)
     assert result.stopped == "early stopping" and result.steps < 30 * 4
     assert result.best_step == result.steps - 2 * 4
     scores = [entry["eval_score"] for entry in result.history if "eval_score" in entry]
     assert max(scores) == pytest.approx(result.score)
+    assert result.selection["on"] == "validation rows" and result.selection["value"] == pytest.approx(result.score)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(bert, glue, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linearize.data.pairs import paired_anew
 from linearize.data.records import Example
-from linearize.errors import DataError
+from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
-from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
+from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.tasks import Task
 
@@ -33,18 +35,41 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         kind = torch.float32 if task.kind == "regression" else torch.long
         return {**pad(tokenizer, rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=kind)}
 
+    examples = splits.train.fetch(range(len(splits.train)))
+    extra = _extra(task, examples, tokenizer, options)
     return TaskData(
         task,
-        _rows(task, splits.train, tokenizer, options),
-        _rows(task, splits.validation, tokenizer, options),
+        _rows(task, examples, tokenizer, options),
+        _rows(task, splits.validation.fetch(range(len(splits.validation))), tokenizer, options),
         collate,
         figures_of(task),
-        splits.description,
+        splits.description + ("" if extra is None else f", {len(extra):,} pairs made anew"),
+        extra=extra,
     )
 
 
-def _rows(task: Task, view: View, tokenizer: Any, options: DataOptions) -> Rows:
-    examples = view.fetch(range(len(view)))
+def _extra(task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions) -> Rows | None:
+    """Make the rows of texts paired anew that the options ask for; their label says that there is none.
+
+    Raises:
+        ConfigError: if the task does not read pairs.
+    """
+    if not options.extra_pairs:
+        return None
+    if examples[0].pair is None:
+        raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
+    seconds = [str(example.pair) for example in examples]
+    count = round(options.extra_pairs * len(examples))
+    sources = paired_anew([example.value for example in examples], seconds, count, options.seed)
+    firsts = [examples[first].value for first, _ in sources]
+    rows = tokenise(tokenizer, firsts, [seconds[second] for _, second in sources], options.max_length)
+    for row, places in zip(rows, sources, strict=True):
+        row["labels"] = math.nan if task.kind == "regression" else IGNORED
+        row["sources"] = places
+    return Rows(rows)
+
+
+def _rows(task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions) -> Rows:
     rows = tokenise(tokenizer, [e.value for e in examples], [e.pair for e in examples], options.max_length)
     for row, label in zip(rows, numbered(task, examples), strict=True):
         row["labels"] = label

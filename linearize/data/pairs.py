@@ -1,0 +1,72 @@
+"""Texts of pairs paired anew: rows without a label, which cost nothing, for a teacher to say something about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NEIGHBOURS = 6
+"""Among so many nearest second texts the hard partner is drawn."""
+CANDIDATES = 20_000
+"""Second texts that are searched for near ones, so that a large set costs no more than a middling one."""
+_STREAM = 0x9A12
+
+
+def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed: int) -> list[tuple[int, int]]:
+    """Pair first texts with other rows' second texts: half at random, half with one that shares words with it.
+
+    Random partners are mostly unrelated; those with common words (cosine of TF-IDF) are the near misses on which a
+    model has to compare the texts. First texts stay first, as the columns of a pair may mean different things.
+
+    Args:
+        firsts: first texts [N].
+        seconds: second texts [N].
+        count: pairs to make.
+        seed: of the choice; the same seed gives the same pairs.
+
+    Returns:
+        `count` pairs (row of the first text, row of the second text), never twice the same row and never the second
+        text that the first one has already; none of fewer than two rows, or where all second texts are the same.
+    """
+    total = len(firsts)
+    if count < 1 or total < 2 or len(set(seconds)) < 2:
+        return []
+    chance = np.random.default_rng([seed, _STREAM])
+    turns = -(-count // total)
+    anchors = np.concatenate([chance.permutation(total) for _ in range(turns)])[:count]
+    hard = np.arange(count) % 2 == 0
+    near = _near(firsts, seconds, anchors[hard], chance)
+    made = []
+    for place, anchor in enumerate(anchors.tolist()):
+        fitting = [other for other in near.get(anchor, ()) if seconds[other] != seconds[anchor] and other != anchor]
+        if hard[place] and fitting:
+            made.append((anchor, fitting[int(chance.integers(len(fitting)))]))
+            continue
+        other = anchor
+        while seconds[other] == seconds[anchor]:
+            other = int(chance.integers(total))
+        made.append((anchor, other))
+    return made
+
+
+def _near(
+    firsts: Sequence[str], seconds: Sequence[str], anchors: np.ndarray, chance: np.random.Generator
+) -> dict[int, list[int]]:
+    """Find, for the first texts of some rows, the rows of the nearest second texts; none where there are no words."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.neighbors import NearestNeighbors
+
+    asked = np.unique(anchors)
+    searched = np.arange(len(seconds))
+    if len(searched) > CANDIDATES:
+        searched = np.sort(chance.choice(searched, CANDIDATES, replace=False))
+    vectors = TfidfVectorizer(token_pattern=r"(?u)\b\w+\b")
+    try:
+        table = vectors.fit_transform([seconds[place] for place in searched.tolist()])
+    except ValueError:  # There is not a single word.
+        return {}
+    queries = vectors.transform([firsts[place] for place in asked.tolist()])
+    index = NearestNeighbors(n_neighbors=min(NEIGHBOURS, len(searched)), metric="cosine", algorithm="brute").fit(table)
+    found = index.kneighbors(queries, return_distance=False)
+    return {int(anchor): searched[row].tolist() for anchor, row in zip(asked, found, strict=True)}

@@ -1,0 +1,179 @@
+"""The teacher of stage two: the softmax model, tuned for the same task, loaded and checked against its student."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import CheckpointError, ConfigError
+from linearize.finetune.load import RECORD, check_trained, load_for_task, load_processor, read_config_dict
+from linearize.finetune.prepared import TaskData
+from linearize.finetune.tasks import Task
+from linearize.modeling.model import is_linearized
+from linearize.surgery.positions import current_length
+
+PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
+"""A text that tokenizers of one vocabulary, but other rules, cut in other ways."""
+
+
+def load_teacher(name: str, data: TaskData, student: Any, processor: Any, max_length: int) -> Any:
+    """Load a tuned softmax model as the teacher of a student.
+
+    Args:
+        name: folder or Hub name.
+        data: the task's rows.
+        student: the model that is tuned, converted or not.
+        processor: the student's tokenizer or image processor.
+        max_length: tokens per row.
+
+    Returns:
+        The teacher, frozen, in evaluation mode, on the student's device.
+
+    Raises:
+        ConfigError: if it is converted itself, was not tuned for the task, or is of another architecture, size,
+            tokenizer, label set or a shorter length than the rows.
+        CheckpointError: if it cannot be loaded.
+    """
+    check_tuned(name, data)
+    check_processor(name, load_processor(name, data.task.modality), processor)
+    teacher = load_for_task(name, data)
+    check_teacher(teacher, student, name=name)
+    check_teacher_length(teacher, data.task, max_length)
+    if getattr(teacher.config, "pad_token_id", 0) is None:
+        teacher.config.pad_token_id = student.config.pad_token_id
+    return freeze(teacher, student)
+
+
+def freeze(teacher: Any, student: Any) -> Any:
+    """Put a teacher beside its student: evaluation mode, no gradients, same device and type of numbers."""
+    like = next(student.parameters())
+    if getattr(teacher.config, "use_cache", False):
+        teacher.config.use_cache = False
+    return teacher.to(device=like.device, dtype=like.dtype).eval().requires_grad_(False)
+
+
+def check_tuned(name: str, data: TaskData) -> None:
+    """Refuse a checkpoint that cannot teach a task, by its config and its record alone.
+
+    Raises:
+        ConfigError: if it is converted, has no trained head for the task, was tuned for another task or other labels.
+    """
+    values = read_config_dict(name)
+    called, task = f"teacher {Path(name).name!r}", data.task
+    if values.get("model_type") == "linearize":
+        raise ConfigError(
+            f"{called}: got a converted model, expected a softmax one; tune the original: linearize finetune ORIGINAL "
+            f"--task {task.name}"
+        )
+    check_trained(name, task)
+    tuned_for = _tuned_for(name)
+    if tuned_for not in (None, task.name):
+        raise ConfigError(
+            f"{called}: got a model tuned for task {tuned_for}, expected one tuned for {task.name}; tune it first: "
+            f"linearize finetune ORIGINAL --task {task.name}"
+        )
+    if data.num_labels is None:
+        return
+    # transformers leaves the names out where a head has its usual two.
+    names = values.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+    has = tuple(str(names[key]) for key in sorted(names, key=int))
+    unnamed = has == tuple(f"LABEL_{number}" for number in range(len(has)))
+    if len(has) != data.num_labels or not (unnamed or task.labels is None or has == task.labels):
+        wanted = "one number" if task.labels is None else f"{', '.join(task.labels[:10])}, in this order"
+        raise ConfigError(
+            f"{called}: got the labels {', '.join(has[:10])}, expected {wanted}; give a teacher tuned for the task"
+        )
+
+
+def check_teacher(teacher: Any, student: Any, *, name: str = "") -> None:
+    """Refuse a teacher whose hidden states and logits cannot be compared with the student's.
+
+    Raises:
+        ConfigError: if it is converted, or of another architecture, size or number of labels.
+    """
+    called = f"teacher {Path(name).name!r}" if name else "teacher"
+    if is_linearized(teacher):
+        raise ConfigError(f"{called}: got a converted model, expected the softmax model tuned for the task")
+    expected = (getattr(student.config, "linearize", None) or {}).get("base_model_type", student.config.model_type)
+    if teacher.config.model_type != expected:
+        raise ConfigError(
+            f"{called}: got a model of type {teacher.config.model_type!r}, expected {expected!r} like the student's"
+        )
+    mine = {key: value for key, value in student.state_dict().items() if ".linear_attention." not in key}
+    theirs = teacher.state_dict()
+    # A student with longer positions than its teacher has one larger table.
+    lengths = current_length(student), current_length(teacher)
+    for key, value in theirs.items():
+        if key in mine and (value.shape == mine[key].shape or _longer(value.shape, mine[key].shape, lengths)):
+            continue
+        got = "none" if key not in mine else str(tuple(mine[key].shape))
+        raise ConfigError(
+            f"{called}: got a model of another size or head ({key}: {tuple(value.shape)}, the student has {got}), "
+            "expected the student's own original, tuned for the task"
+        )
+    if type(teacher).__name__ != type(student).__name__.removeprefix("Linearized"):
+        raise ConfigError(
+            f"{called}: got a {type(teacher).__name__}, expected {type(student).__name__.removeprefix('Linearized')} "
+            "like the student's"
+        )
+
+
+def check_teacher_length(teacher: Any, task: Task, max_length: int) -> None:
+    """Refuse rows that are longer than the teacher takes.
+
+    Raises:
+        ConfigError: if they are.
+    """
+    most = current_length(teacher) if task.modality == "text" else None
+    if most is not None and max_length > most:
+        raise ConfigError(
+            f"teacher: takes at most {most} tokens, but rows have up to {max_length}; lower max_length, or tune "
+            "without a teacher"
+        )
+
+
+def check_processor(name: str, teacher: Any, student: Any) -> None:
+    """Refuse a teacher that reads other numbers than the student: another tokenizer or image processor.
+
+    Raises:
+        ConfigError: if they differ.
+    """
+    called = f"teacher {Path(name).name!r}"
+    if hasattr(student, "get_vocab"):
+        if teacher.get_vocab() != student.get_vocab() or teacher(PROBE)["input_ids"] != student(PROBE)["input_ids"]:
+            raise ConfigError(
+                f"{called}: got another tokenizer than the student's, expected the same; use its original"
+            )
+        return
+    sizes = ("size", "crop_size", "image_mean", "image_std", "rescale_factor", "do_normalize", "do_resize")
+    for key in sizes:
+        got, expected = getattr(teacher, key, None), getattr(student, key, None)
+        if got != expected:
+            raise ConfigError(
+                f"{called}: got images with {key} {got}, expected the student's {expected}; use its original"
+            )
+
+
+def _tuned_for(name: str) -> str | None:
+    """Return the task that a folder was tuned for by linearize; None where nobody says."""
+    file = Path(name).expanduser() / RECORD
+    if not file.is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["task"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} cannot be read ({type(error).__name__}); tune the teacher again"
+        ) from None
+
+
+def _longer(theirs: Any, mine: Any, lengths: tuple[int | None, int | None]) -> bool:
+    """Tell whether a table is larger only because the student takes longer inputs."""
+    own, other = lengths
+    if own is None or other is None or len(theirs) != len(mine):
+        return False
+    return all(one == two or two - one == own - other for one, two in zip(theirs, mine, strict=True)) and own > other
+
+
+__all__ = ["check_processor", "check_teacher", "check_teacher_length", "check_tuned", "freeze", "load_teacher"]

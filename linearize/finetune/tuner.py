@@ -1,0 +1,229 @@
+"""transformers' Trainer with what stage two adds: a teacher, a rate for kernels, and rows to choose on.
+
+The loss with a teacher is CALD's (ICLR 2025, arXiv 2410.06846) and TinyBERT's (arXiv 1909.10351): the hidden states of
+every layer and the logits, with the labels joining later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel, Trainer
+
+from linearize.alignment.losses import hidden_state_loss, logits_loss
+from linearize.errors import ConfigError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.prepared import IGNORED
+from linearize.modeling.model import kernel_parameters
+
+LABELS = ("labels", "start_positions", "end_positions")
+KERNEL_RATE = 3e-4
+"""Peak rate of the kernels where a teacher guides them (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
+FAR_BELOW = -1e4
+"""Logit of a padded place that is no answer."""
+
+
+class Tuner(Trainer):
+    """transformers' Trainer, with a teacher and rows to choose the kept state on where they are given.
+
+    Args:
+        kind: the task's kind (`linearize.finetune.tasks.KINDS`).
+        config: stage two's options.
+        teacher: a frozen softmax model on the model's device; None: labels alone.
+        selection: rows held out of the training rows; None: nothing is chosen on such rows.
+        **options: see `transformers.Trainer`.
+    """
+
+    def __init__(self, *, kind: str, config: TuneConfig, teacher: Any, selection: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.kind, self.tune, self.teacher, self.selection = kind, config, teacher, selection
+        self._parts: dict[str, list[Tensor]] = {}
+        if teacher is not None:
+            # The loss of a pass is a mean over its batch, which accumulation divides.
+            self.loss_is_scaled_for_ga = False
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Build the optimizer; kernels get parameter groups of their own where they have a rate of their own."""
+        made = super().create_optimizer(model)
+        rate = self.tune.kernel_learning_rate
+        if rate is None and self.teacher is not None:
+            rate = KERNEL_RATE
+        if rate is None:
+            return made
+        kernels = {id(parameter) for parameter in kernel_parameters(self.model)}  # type: ignore[arg-type]
+        for group in list(made.param_groups):
+            own = [parameter for parameter in group["params"] if id(parameter) in kernels]
+            if own:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in kernels]
+                made.add_param_group({**group, "params": own, "lr": rate})
+        return made
+
+    def label_weight(self) -> float:
+        """Return the weight of the labels at this step: 0 at first, then a straight rise."""
+        done = self.state.global_step / max(1, self.state.max_steps)
+        late = done - self.tune.labels_from
+        ramp = self.tune.labels_ramp
+        share = 0.0 if late < 0 else 1.0 if late >= ramp else late / ramp
+        return self.tune.labels_weight * share
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch: with a teacher its guidance while training, else the model's own."""
+        if self.teacher is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        weight = self.label_weight()
+        fields = {name: value for name, value in inputs.items() if name not in LABELS}
+        alone = weight == 0 or self.kind in ("classification", "regression")
+        hidden = self.tune.teacher_hidden_weight > 0
+        outputs = model(**(fields if alone else inputs), output_hidden_states=hidden)
+        theirs = self._taught(fields, hidden=hidden)
+        parts = {}
+        if hidden:
+            mask = fields.get("attention_mask")
+            parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(theirs), mask)
+        if self.tune.teacher_logits_weight:
+            parts["logits"] = output_loss(self.kind, outputs, theirs, inputs, temperature=self.tune.temperature)
+        loss = sum(
+            (getattr(self.tune, f"teacher_{name}_weight") * part for name, part in parts.items()),
+            start=torch.zeros((), device=self.args.device),
+        )
+        if weight:
+            parts["task"] = label_loss(self.kind, outputs.logits, inputs["labels"]) if alone else outputs.loss
+            loss = loss + weight * parts["task"]
+        self._note(parts)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the parts of the loss to an entry that has one: means since the last entry."""
+        if "loss" in logs:
+            logs |= {f"loss_{name}": float(torch.stack(parts).mean()) for name, parts in self._parts.items()}
+            self._parts = {}
+        super().log(logs, start_time)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Measure the validation rows, and beside them (`eval_selection`) the rows to choose on."""
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.selection is not None:
+            output.metrics[f"{metric_key_prefix}_selection"] = self.measure_selection()  # type: ignore[index]
+        return output
+
+    @torch.no_grad()
+    def measure_selection(self) -> float:
+        """Return the mean over the held-out rows: the divergence from the teacher, or the model's own loss."""
+        model = self.model
+        model.eval()  # type: ignore[union-attr]
+        total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
+        for batch in self.get_eval_dataloader(self.selection):
+            inputs = self._prepare_inputs(batch)
+            rows = len(next(iter(inputs.values())))
+            with self.compute_loss_context_manager(), self.accelerator.autocast():
+                if self.teacher is None:
+                    value: Any = super().compute_loss(model, inputs)  # type: ignore[arg-type]
+                else:
+                    fields = {name: value for name, value in inputs.items() if name not in LABELS}
+                    mine, theirs = model(**fields), self._taught(fields)  # type: ignore[misc]
+                    value = output_loss(self.kind, mine, theirs, inputs)
+            total += torch.stack([value.float() * rows, torch.tensor(float(rows), device=total.device)])
+        total = self.accelerator.reduce(total, "sum")  # type: ignore[assignment]
+        return float(total[0] / total[1])
+
+    def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
+        """Run the teacher on a batch in the student's precision."""
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.teacher(**fields, output_hidden_states=hidden)
+
+    def _note(self, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part.detach().float())
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write weights under the names that the model's modules have.
+
+        transformers saves some models (ViT) under older names, and its trainer looks for the modules' own when it
+        resumes or takes the best checkpoint, and passes over all others without a word.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, PreTrainedModel):
+            super()._save(output_dir, state_dict)
+            return
+        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # type: ignore[method-assign]
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del model.save_pretrained
+
+
+def layer_states(outputs: Any) -> tuple[Tensor, ...]:
+    """Return the hidden states [B, T, C] after every layer; those of the embeddings are left out.
+
+    Raises:
+        ConfigError: if the model gives none.
+    """
+    names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+    found = [states[1:] for name in names if (states := getattr(outputs, name, None))]
+    if not found:
+        raise ConfigError(
+            "teacher: the model gives no hidden states; set teacher_hidden_weight to 0, to learn from the logits alone"
+        )
+    return tuple(state for states in found for state in states)
+
+
+def output_loss(
+    kind: str, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
+) -> Tensor:
+    """Return how far a model's outputs are from the teacher's on a batch, where the task looks at them.
+
+    Args:
+        kind: the task's kind.
+        student: the model's outputs.
+        teacher: the teacher's outputs.
+        inputs: the batch with its labels.
+        temperature: of both softmaxes.
+
+    Returns:
+        A scalar: a mean over rows; over tokens where each has a prediction; a squared error for numbers.
+    """
+    if kind == "question-answering":
+        mask = inputs.get("attention_mask")
+        pairs = [(student.start_logits, teacher.start_logits), (student.end_logits, teacher.end_logits)]
+        if mask is not None:
+            pairs = [(a.masked_fill(mask == 0, FAR_BELOW), b.masked_fill(mask == 0, FAR_BELOW)) for a, b in pairs]
+        return torch.stack([logits_loss(a, b, temperature=temperature) for a, b in pairs]).mean()
+    mine, theirs = student.logits, teacher.logits
+    if mine.ndim == 2:
+        return logits_loss(mine, theirs, temperature=temperature, regression=kind == "regression")
+    labels = inputs["labels"]
+    if kind in ("causal-lm", "recall"):
+        # The prediction at a place is of the next token.
+        mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
+    return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
+
+
+def label_loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss on the labels [B] of the rows that have one; 0 where none has.
+
+    Args:
+        kind: classification (cross-entropy) or regression (squared error).
+        logits: [B, C] or [B, 1].
+        labels: classes, `IGNORED` for none; or numbers, NaN for none.
+    """
+    known = ~labels.isnan() if kind == "regression" else labels != IGNORED
+    if not known.any():
+        return logits.float().sum() * 0.0
+    mine, target = logits[known].float(), labels[known]
+    if kind == "regression":
+        return functional.mse_loss(mine.squeeze(-1), target.float())
+    return functional.cross_entropy(mine, target)

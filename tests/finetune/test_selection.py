@@ -1,0 +1,156 @@
+"""Honest selection: rows held out of training choose what is kept, validation rows nothing; texts paired anew."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_tasks import WORDS, write
+
+from linearize.data.pairs import paired_anew
+from linearize.errors import DataError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.load import load_for_task, load_processor
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import IGNORED, DataOptions, Rows
+from linearize.finetune.selection import hold_out, selection_size
+from linearize.finetune.tasks import task
+from linearize.finetune.trainer import finetune
+
+SHORT = DataOptions(max_length=16)
+
+
+def data_for(name, folder, path, options=SHORT):
+    return prepare(task(name), load_processor(folder, task(name).modality), options, data=str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(64, 12), (160, 32), (1_000, 50), (3_668, 183), (100_000, 500), (4, 1), (2, 1)]
+)
+def test_how_many_are_held_out(rows, expected):
+    assert selection_size(rows) == expected and selection_size(rows, 7) == 7
+
+
+def test_rows_are_parted_by_the_seed(bert, glue):
+    data = data_for("cola", bert, glue)
+    one, again, other = (hold_out(data, seed=seed) for seed in (3, 3, 4))
+    assert one.train.places == again.train.places and one.selection.places == again.selection.places
+    assert one.selection.places != other.selection.places
+    assert sorted(one.train.places + one.selection.places) == list(range(64))
+    assert len(one.selection) == 12 and len(hold_out(data, 20).selection) == 20
+    assert hold_out(one, 20) is one and hold_out(data, 0) is data
+    with pytest.raises(DataError, match="got 64 rows to train on and 64 to choose"):
+        hold_out(data, 64)
+
+
+def test_rows_of_one_question_stay_together(bert, glue):
+    data = data_for("cola", bert, glue)
+    rows = Rows([{**data.train[place], "owner": place // 4} for place in range(64)])
+    held = hold_out(replace(data, train=rows), 5)
+    owners = {rows[place]["owner"] for place in held.selection.places}
+    assert len(held.selection) == 4 * len(owners)
+    assert not owners & {rows[place]["owner"] for place in held.train.places}
+
+
+def test_nothing_is_random_in_held_out_rows(bert, glue):
+    data = data_for("cola", bert, glue)
+    rows = Rows([{**data.train[place], "augment": True, "fixed": False} for place in range(64)])
+    held = hold_out(replace(data, train=rows))
+    assert not held.selection[0]["augment"] and held.selection[0]["fixed"]
+    assert held.train[0]["augment"] and not held.train[0]["fixed"]
+
+
+def turned(rows):
+    return Rows([{**rows[place], "labels": 1 - rows[place]["labels"]} for place in range(len(rows))])
+
+
+@pytest.mark.parametrize("which", ["validation", "selection"])
+def test_what_is_kept_depends_on_the_held_out_rows_alone(bert, glue, tmp_path, which):
+    """With the labels of the validation rows turned round the same weights are kept, with other figures."""
+    config = TuneConfig(learning_rate=1e-2, batch_size=8, epochs=4, log_every=100, seed=1)
+    kept = []
+    for turn in (False, True):
+        data = hold_out(data_for("cola", bert, glue), seed=1)
+        if turn:
+            data = replace(data, **{which: turned(getattr(data, which))})
+        model = load_for_task(bert, data)
+        kept.append((model, finetune(model, data, config, folder=tmp_path / str(turn))))
+    (one, first), (two, second) = kept
+    assert first.figures["matthews"] == 1.0
+    if which == "selection":
+        assert first.best_step != second.best_step
+        return
+    assert second.figures["matthews"] == -1.0
+    assert first.best_step == second.best_step and first.selection == second.selection
+    assert all(map(torch.equal, one.state_dict().values(), two.state_dict().values()))
+
+
+def test_the_selection_figure_is_the_mean_loss_of_the_held_out_rows(bert, glue, tmp_path):
+    data = data_for("stsb", bert, glue)
+    model = load_for_task(bert, data)
+    config = TuneConfig(learning_rate=1e-3, batch_size=8, eval_batch_size=5, epochs=2)
+    result = finetune(model, data, config, folder=tmp_path / "work")
+    held = hold_out(data, seed=config.seed).selection
+    batch = data.collate([held[place] for place in range(len(held))])
+    with torch.no_grad():
+        expected = float(
+            (model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, 0] - batch["labels"]).pow(2).mean()
+        )
+    assert result.selection == {
+        "by": "loss", "on": "rows held out of the training rows", "rows": 12, "value": pytest.approx(expected, rel=1e-5)
+    }  # fmt: skip
+    assert set(result.figures) == {"pearson", "spearman"}
+    assert all("eval_score" in entry for entry in result.history if "eval_selection" in entry)
+
+
+def test_early_stopping_looks_at_the_held_out_rows(bert, glue, tmp_path):
+    config = TuneConfig(learning_rate=1e-1, schedule="constant", batch_size=8, epochs=30, patience=2)
+    data = data_for("cola", bert, glue)
+    result = finetune(load_for_task(bert, data), data, config, folder=tmp_path / "work")
+    values = [entry["eval_selection"] for entry in result.history if "eval_selection" in entry]
+    assert result.stopped == "early stopping" and min(values) == values[-3] == pytest.approx(result.selection["value"])
+
+
+def test_pairs_are_made_anew_by_the_seed():
+    firsts = [f"the {word} was good" for word in WORDS]
+    seconds = [f"a {word} is bad" for word in WORDS]
+    made = paired_anew(firsts, seconds, 30, 5)
+    assert made == paired_anew(firsts, seconds, 30, 5) != paired_anew(firsts, seconds, 30, 6)
+    assert len(made) == 30 and all(one != two for one, two in made)
+    assert {one for one, _ in made} == set(range(12)), "every row takes part"
+    assert paired_anew(firsts, ["same"] * 12, 5, 0) == [] == paired_anew(["a"], ["b"], 3, 0)
+    assert len(paired_anew(["?", "!"], ["...", "--"], 4, 0)) == 4, "texts without words are paired as well"
+
+
+def test_half_of_the_pairs_made_anew_share_words():
+    firsts = [f"alpha{n} beta{n} gamma{n}" for n in range(40)]
+    seconds = [f"delta{n} alpha{(n + 1) % 40} epsilon{n}" for n in range(40)]
+    made = paired_anew(firsts, seconds, 40, 0)
+    shared = [bool(set(firsts[one].split()) & set(seconds[two].split())) for one, two in made]
+    near = sum(two == (one - 1) % 40 for one, two in made)
+    assert near >= 3 and sum(shared) == near, "the one row that shares a word is found among the nearest"
+
+
+@pytest.mark.parametrize("name", ["mrpc", "stsb"])
+def test_rows_made_anew_have_no_label_and_no_held_out_text(bert, glue, name):
+    data = data_for(name, bert, glue, replace(SHORT, extra_pairs=1.5))
+    assert len(data.extra) == 96 and "96 pairs made anew" in data.description
+    split = hold_out(data)
+    held = set(split.selection.places)
+    assert 0 < len(split.extra) < 96 and not any(held & set(row["sources"]) for row in split.extra.rows)
+    batch = data.collate([data.train[0], data.extra[0]])
+    label = batch["labels"][1]
+    assert math.isnan(label) if name == "stsb" else label == IGNORED
+    assert int((batch["input_ids"][1] == 3).sum()) == 2, "both texts are there"
+    first = data.extra[0]["sources"][0]
+    end = data.train[first]["input_ids"].index(3)
+    assert data.extra[0]["input_ids"][: end + 1] == data.train[first]["input_ids"][: end + 1]
+
+
+def test_a_set_too_small_to_hold_rows_out(bert, tmp_path):
+    write(tmp_path / "rows.jsonl", [{"text": "good film", "label": n % 2} for n in range(2)])
+    data = data_for("text-classification", bert, tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="lower selection_rows"):
+        hold_out(data)

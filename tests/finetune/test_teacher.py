@@ -1,0 +1,395 @@
+"""A teacher in stage two: its losses by hand, the kernels' rate, resume, every kind of task, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_tasks import WORDS, word_tokenizer, write
+from torch.nn import functional
+
+import linearize
+from linearize.cli.main import main
+from linearize.errors import CheckpointError, ConfigError
+from linearize.finetune.config import LoraConfig, TuneConfig
+from linearize.finetune.job import TuneJob, finetune_checkpoint
+from linearize.finetune.load import load_for_task, load_processor
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import IGNORED, DataOptions
+from linearize.finetune.selection import hold_out
+from linearize.finetune.tasks import task
+from linearize.finetune.teacher import check_processor, check_teacher, load_teacher
+from linearize.finetune.trainer import finetune, make_trainer
+from linearize.finetune.tuner import KERNEL_RATE, label_loss, output_loss
+
+SHORT = DataOptions(max_length=16)
+CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, epochs=2, eval_every=3, log_every=1)
+
+
+def data_for(name, folder, path, options=SHORT, **changes):
+    chosen = task(name, **changes)
+    return prepare(chosen, load_processor(folder, chosen.modality), options, data=str(path))
+
+
+def pair_of(folder, data, kernel="hedgehog"):
+    """A teacher, and a converted student with other weights."""
+    teacher = load_for_task(folder, data, seed=1)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    student = load_for_task(folder, data, seed=2)
+    return teacher, student if kernel is None else linearize.convert(student, kernel)
+
+
+def batch_of(data, count=6):
+    return data.collate([data.train[place] for place in range(count)])
+
+
+def trainer_for(student, data, teacher, tmp_path, config=CONFIG):
+    data = hold_out(data, config.selection_rows, seed=config.seed)
+    trainer = make_trainer(student, data, config, tmp_path / "work", None, teacher.eval())
+    trainer.state.max_steps = 10
+    return trainer, data
+
+
+def by_hand(student, teacher, batch, regression=False):
+    """Hidden states and logits in plain fp64, token by token."""
+    fields = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        mine, theirs = (model(**fields, output_hidden_states=True) for model in (student, teacher.eval()))
+    keep = batch["attention_mask"].bool()
+    terms = []
+    for one, two in zip(mine.hidden_states[1:], theirs.hidden_states[1:], strict=True):
+        x, y = one[keep].double(), two[keep].double()
+        terms.append(float((x - y).pow(2).sum(1).mean() / (y - y.mean(0)).pow(2).sum(1).mean()))
+    p, q = (out.logits.detach().double() for out in (theirs, mine))
+    if regression:
+        return sum(terms) / len(terms), float((p - q).pow(2).mean())
+    p, q = p.log_softmax(-1), q.log_softmax(-1)
+    return sum(terms) / len(terms), float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["mrpc", "stsb"])
+def test_the_loss_is_its_parts(bert, glue, tmp_path, name):
+    data = data_for(name, bert, glue)
+    teacher, student = pair_of(bert, data)
+    config = replace(CONFIG, teacher_hidden_weight=2.0, teacher_logits_weight=0.5, labels_weight=3.0)
+    trainer, data = trainer_for(student, data, teacher, tmp_path, config)
+    for module in student.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    batch = batch_of(data)
+    hidden, logits = by_hand(student.eval(), teacher, batch, name == "stsb")
+    student.train()
+    assert trainer.compute_loss(student, batch).item() == pytest.approx(2.0 * hidden + 0.5 * logits, rel=1e-4)
+    trainer.state.global_step = 9
+    own = student(**batch).loss
+    expected = 2.0 * hidden + 0.5 * logits + 3.0 * own.item()
+    assert trainer.compute_loss(student, batch).item() == pytest.approx(expected, rel=1e-4)
+    # Half the batch without labels: the labels' part is the mean of the other half's.
+    half = {**batch, "labels": batch["labels"].clone()}
+    half["labels"][3:] = math.nan if name == "stsb" else IGNORED
+    fields = {key: value for key, value in batch.items() if key != "labels"}
+    found = student(**fields).logits[:3]
+    known = batch["labels"][:3]
+    want = functional.mse_loss(found[:, 0], known) if name == "stsb" else functional.cross_entropy(found, known)
+    assert trainer.compute_loss(student, half).item() == pytest.approx(expected + 3.0 * (want - own).item(), rel=1e-4)
+    half["labels"][:] = math.nan if name == "stsb" else IGNORED
+    assert trainer.compute_loss(student, half).item() == pytest.approx(2.0 * hidden + 0.5 * logits, rel=1e-4)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_labels_join_later(bert, glue, tmp_path):
+    data = data_for("cola", bert, glue)
+    teacher, student = pair_of(bert, data)
+    config = replace(CONFIG, labels_from=0.5, labels_ramp=0.2, labels_weight=2.0)
+    trainer, _ = trainer_for(student, data, teacher, tmp_path, config)
+    weights = []
+    for step in range(10):
+        trainer.state.global_step = step
+        weights.append(trainer.label_weight())
+    assert weights == pytest.approx([0.0] * 6 + [1.0] + [2.0] * 3)
+    trainer.tune = replace(config, labels_from=0.0, labels_ramp=0.0)
+    trainer.state.global_step = 0
+    assert trainer.label_weight() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "taught", "expected"), [(None, True, KERNEL_RATE), (None, False, 1e-3), (5e-4, False, 5e-4)]
+)
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2)])
+def test_kernels_have_a_rate_of_their_own(bert, glue, tmp_path, given, taught, expected, lora):
+    from linearize.finetune.lora import add_lora
+
+    data = data_for("cola", bert, glue)
+    teacher, student = pair_of(bert, data, "hedgehog")
+    if lora is not None:
+        add_lora(student, lora)
+    config = replace(CONFIG, kernel_learning_rate=given, weight_decay=0.1)
+    trainer = make_trainer(student, data, config, tmp_path / "work", None, teacher if taught else None)
+    optimizer = trainer.create_optimizer()
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+    assert len(rates) == len(trained) and any(".linear_attention." in name for name in trained)
+    for name, parameter in trained.items():
+        assert rates[id(parameter)] == (expected if ".linear_attention." in name else 1e-3), name
+    assert len({id(p) for group in optimizer.param_groups for p in group["params"]}) == len(trained)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, alpha=4)])
+def test_resume_with_a_teacher_is_exact(bert, glue, tmp_path, lora):
+    config = replace(CONFIG, lora=lora)
+
+    def run(folder, resume=False, on_log=None):
+        data = data_for("stsb", bert, glue, replace(SHORT, extra_pairs=0.5))
+        teacher, student = pair_of(bert, data)
+        before = {name: value.clone() for name, value in teacher.state_dict().items()}
+        result = finetune(student, data, config, folder=folder, resume=resume, on_log=on_log, teacher=teacher)
+        assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+        return student, result
+
+    def stop(entry):
+        if entry["step"] == 11:
+            raise KeyboardInterrupt
+
+    whole, expected = run(tmp_path / "whole")
+    # 52 rows and what is left of 32 pairs made anew, in batches of 8.
+    assert expected.steps > 2 * 7
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", on_log=stop)
+    resumed, result = run(tmp_path / "cut", resume=True)
+    assert result.selection == expected.selection and result.best_step == expected.best_step
+    assert result.figures == pytest.approx(expected.figures, abs=1e-6)
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+    assert {"loss_hidden", "loss_logits"} <= {key for entry in result.history for key in entry}
+    assert any("loss_task" in entry for entry in result.history)
+
+
+def test_a_student_learns_from_its_teacher_without_labels(bert, glue, tmp_path):
+    data = data_for("cola", bert, glue)
+    teacher, student = load_for_task(bert, data), linearize.convert(load_for_task(bert, data), "hedgehog")
+    config = TuneConfig(learning_rate=1e-2, batch_size=8, epochs=6, log_every=1, seed=1)
+    assert finetune(teacher, data, config, folder=tmp_path / "teacher").score == 1.0
+    config = replace(config, labels_weight=0.0)
+    before = trainer_for(student, data, teacher, tmp_path, config)[0].measure_selection()
+    result = finetune(student, data, config, folder=tmp_path / "work", teacher=teacher)
+    values = [entry["eval_selection"] for entry in result.history if "eval_selection" in entry]
+    assert result.score == 1.0 and not any("loss_task" in entry for entry in result.history)
+    assert result.selection["value"] == pytest.approx(min(values)) and min(values) < 0.2 * before
+    assert result.selection["by"] == "divergence from the teacher"
+    errors = [entry["loss_hidden"] for entry in result.history if "loss_hidden" in entry]
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def tagged(path):
+    chance = np.random.default_rng(0)
+    rows = [{"tokens": [str(w) for w in chance.choice(WORDS, 6)]} for _ in range(40)]
+    write(path, [row | {"ner_tags": ["B-X" if word == "song" else "O" for word in row["tokens"]]} for row in rows])
+
+
+def asked(path):
+    rows = []
+    for number in range(24):
+        context = " ".join([*WORDS[: number % 5], "song", *WORDS[5:9]])
+        answer = {"text": ["song"], "answer_start": [context.index("song")]}
+        rows.append({"id": str(number), "question": "is the", "context": context, "answers": answer})
+    write(path, rows)
+
+
+def texts(path):
+    write(path, [{"text": " ".join(WORDS)} for _ in range(60)])
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "make"),
+    [
+        ("token-classification", "bert", tagged),
+        ("question-answering", "bert", asked),
+        ("masked-lm", "bert", texts),
+        ("causal-lm", "gpt2", texts),
+        ("image-classification", "vit", None),
+    ],
+)
+def test_every_kind_of_task_has_a_teacher(name, base, make, request, tmp_path):
+    folder = request.getfixturevalue(base)
+    if make is None:
+        from test_tuning import photos
+
+        path = photos(tmp_path)
+    else:
+        path = tmp_path / "rows.jsonl"
+        make(path)
+    data = data_for(name, folder, path)
+    teacher, student = pair_of(folder, data)
+    config = TuneConfig(learning_rate=1e-3, batch_size=4, steps=4, eval_every=2, log_every=1)
+    result = finetune(student, data, config, folder=tmp_path / "work", teacher=teacher)
+    last = [entry for entry in result.history if "loss_task" in entry]
+    assert last and all(math.isfinite(entry["loss_task"]) and entry["loss_logits"] >= 0 for entry in last)
+    # A student that is its teacher has nothing to learn.
+    batch = data.collate([data.train[place] for place in range(3)])
+    fields = {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")}
+    with torch.no_grad():
+        mine, theirs = student.eval()(**fields), teacher(**fields)
+        assert float(output_loss(data.task.kind, theirs, theirs, batch)) == pytest.approx(0.0, abs=1e-7)
+        assert float(output_loss(data.task.kind, mine, theirs, batch)) > 1e-9
+
+
+def test_only_places_with_a_prediction_count():
+    chance = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(2, 5, 7, generator=chance).double() for _ in range(2))
+    labels = torch.tensor([[1, 2, IGNORED, 3, IGNORED], [IGNORED, 4, 5, IGNORED, IGNORED]])
+    pack = type("Out", (), {})
+
+    def out(logits):
+        made = pack()
+        made.logits = logits
+        return made
+
+    def kl(places):
+        p, q = two.log_softmax(-1), one.log_softmax(-1)
+        return float(torch.stack([(p[b, t].exp() * (p[b, t] - q[b, t])).sum() for b, t in places]).mean())
+
+    found = output_loss("token-classification", out(one), out(two), {"labels": labels})
+    assert float(found) == pytest.approx(kl([(0, 0), (0, 1), (0, 3), (1, 1), (1, 2)]), rel=1e-5)
+    found = output_loss("causal-lm", out(one), out(two), {"labels": labels})
+    assert float(found) == pytest.approx(kl([(0, 0), (0, 2), (1, 0), (1, 1)]), rel=1e-5)
+    assert float(label_loss("classification", torch.randn(3, 2), torch.full((3,), IGNORED))) == 0.0
+
+
+def test_a_job_with_a_teacher(bert, glue, tmp_path):
+    tune = TuneConfig(learning_rate=1e-3, batch_size=16, epochs=1)
+    teacher, _ = finetune_checkpoint(
+        TuneJob(bert, task("mrpc"), str(glue), str(tmp_path / "teacher"), data=SHORT, tune=tune)
+    )
+    assert main(["convert", bert, "--kernel", "hedgehog", "--distill-steps", "0", "--output", str(tmp_path / "s")]) == 0
+    words = ["finetune", str(tmp_path / "s"), "--task", "mrpc", "--dataset", str(glue), "--max-length", "16"]
+    words += ["--teacher", str(teacher), "--extra-pairs", "1", "--epochs", "1", "--output", str(tmp_path / "out")]
+    assert main([*words, "--device", "cpu", "--kernel-learning-rate", "1e-4"]) == 0
+    record = json.loads((tmp_path / "out" / "finetuning.json").read_text())
+    assert record["teacher"] == "teacher" and record["options"]["kernel_learning_rate"] == 1e-4
+    assert record["selection"]["by"] == "divergence from the teacher" and record["selection"]["rows"] == 12
+    assert "64 pairs made anew" in record["data"]
+
+
+@pytest.fixture
+def tuned(bert, glue, tmp_path):
+    """Folder of a teacher for mrpc."""
+    tune = TuneConfig(learning_rate=1e-3, batch_size=16, steps=1)
+    job = TuneJob(bert, task("mrpc"), str(glue), str(tmp_path / "teacher"), data=SHORT, tune=tune)
+    return finetune_checkpoint(job)[0]
+
+
+def refused(name, data, folder, length=16):
+    student = linearize.convert(load_for_task(folder, data), "hedgehog")
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        load_teacher(str(name), data, student, load_processor(folder, "text"), length)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_teachers_that_are_refused(bert, gpt2, glue, tmp_path, tuned):
+    from transformers import BertConfig, BertForSequenceClassification, GPT2ForSequenceClassification
+
+    data = data_for("mrpc", bert, glue)
+    student = linearize.convert(load_for_task(bert, data), "hedgehog")
+    assert not any(p.requires_grad for p in load_teacher(str(tuned), data, student, word_tokenizer(), 16).parameters())
+
+    assert "no trained head for task mrpc; tune it first" in refused(bert, data, bert)
+    assert "cannot be loaded" in refused(tmp_path / "nowhere", data, bert)
+    assert "takes at most 32 tokens, but rows have up to 64" in refused(tuned, data, bert, 64)
+    assert "tuned for task mrpc, expected one tuned for cola" in refused(tuned, data_for("cola", bert, glue), bert)
+    assert "expected one tuned for stsb" in refused(tuned, data_for("stsb", bert, glue), bert)
+
+    student.save_pretrained(tmp_path / "converted")
+    word_tokenizer().save_pretrained(tmp_path / "converted")
+    assert "got a converted model, expected a softmax one" in refused(tmp_path / "converted", data, bert)
+
+    def other(folder, model, tokenizer=None):
+        model.save_pretrained(tmp_path / folder)
+        (tokenizer or word_tokenizer()).save_pretrained(tmp_path / folder)
+        return tmp_path / folder
+
+    sizes = {"vocab_size": 17, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 32}
+    sizes |= {"pad_token_id": 0}
+    names = {"id2label": {0: "not_equivalent", 1: "equivalent"}, "label2id": {"not_equivalent": 0, "equivalent": 1}}
+    wide = BertConfig(hidden_size=32, num_hidden_layers=2, **sizes, **names)
+    assert "another size or head" in refused(other("wide", BertForSequenceClassification(wide)), data, bert)
+    deep = BertConfig(hidden_size=16, num_hidden_layers=3, **sizes, **names)
+    assert "another size or head" in refused(other("deep", BertForSequenceClassification(deep)), data, bert)
+    turned = {"id2label": {0: "equivalent", 1: "not_equivalent"}, "label2id": {"equivalent": 0, "not_equivalent": 1}}
+    labels = BertConfig(hidden_size=16, num_hidden_layers=2, **sizes, **turned)
+    assert "got the labels equivalent, not_equivalent" in refused(
+        other("turned", BertForSequenceClassification(labels)), data, bert
+    )
+    three = BertConfig(hidden_size=16, num_hidden_layers=2, **sizes, num_labels=3)
+    assert "got the labels LABEL_0, LABEL_1, LABEL_2" in refused(
+        other("three", BertForSequenceClassification(three)), data, bert
+    )
+    kind = load_for_task(gpt2, data)
+    assert isinstance(kind, GPT2ForSequenceClassification)
+    assert "a model of type 'gpt2', expected 'bert'" in refused(other("kind", kind), data, bert)
+
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["another"])
+    fine = BertConfig(hidden_size=16, num_hidden_layers=2, **sizes, **names)
+    assert "another tokenizer" in refused(other("tokens", BertForSequenceClassification(fine), tokenizer), data, bert)
+    (tuned / "finetuning.json").write_text("{")
+    assert "tune the teacher again" in refused(tuned, data, bert)
+
+
+def test_a_longer_student_may_have_its_teacher(bert, glue, tmp_path):
+    """A student whose positions were extended has one larger table; anything else that differs is refused."""
+    from linearize.surgery.positions import extend_positions
+
+    data = data_for("mrpc", bert, glue)
+    teacher, student = pair_of(bert, data, None)
+    extend_positions(student, 64)
+    check_teacher(teacher, linearize.convert(student, "hedgehog"))
+    longer = load_for_task(bert, data)
+    extend_positions(longer, 64)
+    with pytest.raises(ConfigError, match="another size"):
+        check_teacher(longer, teacher)
+    with pytest.raises(ConfigError, match="got a converted model"):
+        check_teacher(linearize.convert(load_for_task(bert, data), "elu"), teacher)
+
+
+def test_image_processors_are_compared(vit):
+    from transformers import ViTImageProcessor
+
+    own = load_processor(vit, "image")
+    check_processor("t", own, own)
+    with pytest.raises(ConfigError, match="got images with size"):
+        check_processor("t", ViTImageProcessor(size={"height": 16, "width": 16}), own)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--extra-pairs", "1"],
+        ["--teacher-hidden-weight", "0", "--teacher-logits-weight", "0"],
+        ["--temperature", "0"],
+        ["--labels-from", "2"],
+        ["--selection-rows", "-1"],
+        ["--selection-rows", "64"],
+        ["--kernel-learning-rate", "-1"],
+        ["--teacher", "BERT"],
+    ],
+)
+def test_bad_options_are_one_line(bert, glue, tmp_path, words, capsys):
+    words = [bert if word == "BERT" else word for word in words]
+    line = ["finetune", bert, "--task", "mrpc", "--dataset", str(glue), "--max-length", "16", "--device", "cpu"]
+    assert main([*line, "--output", str(tmp_path / "out"), *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error and not (tmp_path / "out").exists()
+
+
+def test_extra_pairs_need_pairs(bert, glue):
+    for name in ("cola", "masked-lm"):
+        with pytest.raises(ConfigError, match=r"extra_pairs: got 1.0, but task .* reads no pairs"):
+            data_for(name, bert, glue / "cola", replace(SHORT, extra_pairs=1.0))
