@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from linearize.alignment.pair import check_teacher as check_original_of
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.load import RECORD, check_trained, load_for_task, load_processor, read_config_dict
 from linearize.finetune.prepared import TaskData
@@ -38,7 +39,7 @@ def load_teacher(name: str, data: TaskData, student: Any, processor: Any, max_le
     check_tuned(name, data)
     check_processor(name, load_processor(name, data.task.modality), processor)
     teacher = load_for_task(name, data)
-    check_teacher(teacher, student, name=name)
+    check_teacher(teacher, student)
     check_teacher_length(teacher, data.task, max_length)
     if getattr(teacher.config, "pad_token_id", 0) is None:
         teacher.config.pad_token_id = student.config.pad_token_id
@@ -86,37 +87,19 @@ def check_tuned(name: str, data: TaskData) -> None:
         )
 
 
-def check_teacher(teacher: Any, student: Any, *, name: str = "") -> None:
+def check_teacher(teacher: Any, student: Any) -> None:
     """Refuse a teacher whose hidden states and logits cannot be compared with the student's.
 
     Raises:
-        ConfigError: if it is converted, or of another architecture, size or number of labels.
+        ConfigError: if it is converted, or of another architecture, size, head or label set, or the student is not
+            converted.
     """
-    called = f"teacher {Path(name).name!r}" if name else "teacher"
-    if is_linearized(teacher):
-        raise ConfigError(f"{called}: got a converted model, expected the softmax model tuned for the task")
-    expected = (getattr(student.config, "linearize", None) or {}).get("base_model_type", student.config.model_type)
-    if teacher.config.model_type != expected:
+    if not is_linearized(student):
         raise ConfigError(
-            f"{called}: got a model of type {teacher.config.model_type!r}, expected {expected!r} like the student's"
+            f"teacher: got a {type(student).__name__} to tune, expected a converted model; convert it first: linearize "
+            "convert, or tune it without a teacher"
         )
-    mine = {key: value for key, value in student.state_dict().items() if ".linear_attention." not in key}
-    theirs = teacher.state_dict()
-    # A student with longer positions than its teacher has one larger table.
-    lengths = current_length(student), current_length(teacher)
-    for key, value in theirs.items():
-        if key in mine and (value.shape == mine[key].shape or _longer(value.shape, mine[key].shape, lengths)):
-            continue
-        got = "none" if key not in mine else str(tuple(mine[key].shape))
-        raise ConfigError(
-            f"{called}: got a model of another size or head ({key}: {tuple(value.shape)}, the student has {got}), "
-            "expected the student's own original, tuned for the task"
-        )
-    if type(teacher).__name__ != type(student).__name__.removeprefix("Linearized"):
-        raise ConfigError(
-            f"{called}: got a {type(teacher).__name__}, expected {type(student).__name__.removeprefix('Linearized')} "
-            "like the student's"
-        )
+    check_original_of(student, teacher)
 
 
 def check_teacher_length(teacher: Any, task: Task, max_length: int) -> None:
@@ -166,14 +149,6 @@ def _tuned_for(name: str) -> str | None:
         raise CheckpointError(
             f"{str(file)!r} cannot be read ({type(error).__name__}); tune the teacher again"
         ) from None
-
-
-def _longer(theirs: Any, mine: Any, lengths: tuple[int | None, int | None]) -> bool:
-    """Tell whether a table is larger only because the student takes longer inputs."""
-    own, other = lengths
-    if own is None or other is None or len(theirs) != len(mine):
-        return False
-    return all(one == two or two - one == own - other for one, two in zip(theirs, mine, strict=True)) and own > other
 
 
 __all__ = ["check_processor", "check_teacher", "check_teacher_length", "check_tuned", "freeze", "load_teacher"]
