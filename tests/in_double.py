@@ -95,7 +95,10 @@ def gradients_in_double(mixer, mask, scaling):
         with mode, torch.enable_grad():
             weights = mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
             out = mixer.finish(weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-        found = torch.autograd.grad(out, [*leaves, *mixer.parameters()], towards)
+        # Of an untied query map, a positive factor cancels, and what is behind it is idle.
+        idle = not getattr(mixer.config, "tied", True)
+        asked = [*leaves, *mixer.parameters()]
+        found = torch.autograd.grad(out, asked, towards, allow_unused=idle, materialize_grads=idle)
         return [x.detach() for x in (out, *found)]
 
     return function

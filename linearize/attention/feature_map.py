@@ -200,14 +200,14 @@ class FeatureMapMixer(Mixer):
             return None
         options = {"causal": self.shape.causal, "scale": self._factor(call.scaling), "eps": self.eps, "mask": call.mask}
         if torch.is_grad_enabled():
-            # Through states and maps of the queries' own, the ops in PyTorch know the gradient.
-            if state is not None or return_state or len(maps) > 1:
+            # Through states, the ops in PyTorch know the gradient.
+            if state is not None or return_state:
                 return None
 
             def again(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
                 return self._at_once(q, k, v, call, None, False)[0]
 
-            return attend_with_gradient(maps[0], q, k, v, None, again, options), None
+            return attend_with_gradient(maps, q, k, v, None, again, options), None
         out, kv, log_scale = native.attend(maps, q, k, v, start=_linear_state(state), **options)
         return out, {"kv": kv, "log_scale": log_scale}
 

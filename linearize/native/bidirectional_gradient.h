@@ -6,7 +6,7 @@
 
 #include "gradient.h"
 
-static void query_gradients(const call_t *c, const back_t *g, long b, long kh, long h, work_t *w) {
+static void query_gradients(const call_t *c, const back_t *g, long b, long h, work_t *w) {
     scratch_t *s = &w->s;
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t), wide = padded(count);
@@ -20,8 +20,7 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long kh, l
             if (fabsf(s->sums[j]) <= c->eps) w->slope[j] = 0.0f;
         through_state(c, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
         into_state(c, w, s->phi_q, count);
-        map_back(c, kh, w, s->phi_q, w->dphi, 0, count, token_at(c->q, c->type, c->q_step, b, h, t), c->q_step[2],
-                 (void *)token_at(g->dq, c->type, g->dq_step, b, h, t), g->dq_step[2]);
+        query_back(c, g, b, h, t, count, w);
     }
 }
 
@@ -35,16 +34,14 @@ static void key_gradients(const call_t *c, const back_t *g, long b, long h, floa
         weighted_values(c, b, h, t, count, s);
         keys_through_state(c, w, w->dphi, count);
         value_gradients(c, g, b, h, t, count, w);
-        map_back(c, h, w, s->phi_k, w->dphi, c->keys.scaled ? w->lifts : 0, count,
-                 token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
-                 (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
+        key_back(c, g, b, h, t, count, w->dphi, c->keys.scaled ? w->lifts : 0, w);
     }
 }
 
 static void head_gradients(const call_t *c, const back_t *g, long n, work_t *w) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads;
     fetch(c, g->kv, n, 1.0f, &w->s);
-    for (long q = h * group; q < (h + 1) * group; q++) query_gradients(c, g, b, h, q, w);
+    for (long q = h * group; q < (h + 1) * group; q++) query_gradients(c, g, b, q, w);
     key_gradients(c, g, b, h, g->log_scale[n], w);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ class Gradients(NamedTuple):
         q: as q; so k and v.
         k: as k.
         v: as v.
-        weights: of the map's `WEIGHTS`, each as the weight, or None where there is none.
+        weights: of the `WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
         log_scale: of given log-scales [B, K, T], or None.
     """
 
@@ -161,7 +162,7 @@ class Engine:
         """Return the gradients of `attend` without a state before: arguments as there, with its output and state.
 
         Args:
-            maps: one map that keys and queries share, or none where q and k are features.
+            maps: of keys and queries; one where they share it; none where q and k are features.
             q: queries.
             k: keys.
             v: values.
@@ -191,15 +192,15 @@ class Engine:
             setattr(back, f"d{name}_step", x.stride()[:3])
         scales = None if log_scale is None else torch.empty(k.shape[:3])
         back.given = None if scales is None else scales.data_ptr()
-        rooms = _rooms(maps[0], k, back) if maps else []
+        rooms = [_rooms(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)]
         function = self.library.linearize_causal_gradient if causal else self.library.linearize_bidirectional_gradient
         result = function(call(ready, q, k, v, out, eps=eps, **more), back)
         if result == NO_MEMORY:
             raise MemoryError("native op: no memory for a tile's gradients")
         if result == STEEP:
             return None
-        weights = _gathered(maps[0], rooms) if maps else ()
-        return Gradients(found[0], found[1], found[2], weights, scales)
+        weights = [_gathered(map, room) for map, room in zip(maps, rooms, strict=True)]
+        return Gradients(found[0], found[1], found[2], tuple(itertools.chain(*weights)), scales)
 
     def step(
         self,
@@ -266,13 +267,13 @@ class Engine:
         }
 
 
-def _rooms(map: NativeMap, k: Tensor, back: Back) -> list[Tensor | None]:
-    """Make room for the gradients of the map's weights, one for each batch entry and head of k [B, K, T, D]."""
+def _rooms(map: NativeMap, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:
+    """Make room for the gradients of the map's weights, one for each batch entry and head of x [B, H, T, D]."""
     rooms: list[Tensor | None] = []
     for name in WEIGHTS:
         weight = getattr(map, name)
-        room = None if weight is None else torch.empty(*k.shape[:2], *weight.shape[1:])
-        setattr(back, name, None if room is None else room.data_ptr())
+        room = None if weight is None else torch.empty(*x.shape[:2], *weight.shape[1:])
+        setattr(back, prefix + name, None if room is None else room.data_ptr())
         rooms.append(room)
     return rooms
 

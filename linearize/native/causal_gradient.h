@@ -29,7 +29,7 @@ static int tile_keys(const call_t *c, long b, long h, long first, long count, wo
 }
 
 /* One head's rows of a tile in the first walk: dq, and what the second walk needs. */
-static void first_rows(const call_t *c, const back_t *g, long b, long kh, long h, long first, long count, work_t *w,
+static void first_rows(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w,
                        const powers_t *p, float *factor, float *slope) {
     scratch_t *s = &w->s;
     long wide = padded(count);
@@ -55,8 +55,7 @@ static void first_rows(const call_t *c, const back_t *g, long b, long kh, long h
     for (long i = 0; i < wide; i += PANEL)
         product(1, c->features, least(PANEL, wide - i), least(wide, i + PANEL), s->phi_k, wide, 1, w->pairs + i, wide,
                 w->dphi + i, wide);
-    map_back(c, kh, w, s->phi_q, w->dphi, 0, count, token_at(c->q, c->type, c->q_step, b, h, first), c->q_step[2],
-             (void *)token_at(g->dq, c->type, g->dq_step, b, h, first), g->dq_step[2]);
+    query_back(c, g, b, h, first, count, w);
 }
 
 /* One head's part in the gradients of a tile's keys and values, in the second walk. */
@@ -97,7 +96,7 @@ static int walk_forward(const call_t *c, const back_t *g, long b, long h, work_t
         if (tile_keys(c, b, h, t, count, w, &p)) return STEEP;
         if (c->keys.scaled && p.end > p.before) fade(c, s->width, s->kv, s->z, power(p.before - p.end));
         for (long q = 0; q < group; q++)
-            first_rows(c, g, b, h, h * group + q, t, count, w, &p, k->factor + q * c->tokens + t,
+            first_rows(c, g, b, h * group + q, t, count, w, &p, k->factor + q * c->tokens + t,
                        k->slope + q * c->tokens + t);
         take_up_keys(c, s, count);
     }
@@ -125,9 +124,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
             features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, s, s->phi_k);
             s->keep = 0;
         }
-        map_back(c, h, w, s->phi_k, w->dphi_k, c->keys.scaled ? w->lifts : 0, count,
-                 token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
-                 (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
+        key_back(c, g, b, h, t, count, w->dphi_k, c->keys.scaled ? w->lifts : 0, w);
     }
 }
 
@@ -140,7 +137,7 @@ int linearize_causal_gradient(const call_t *c, const back_t *g) {
         work_t w;
         float *memory = malloc((2 * group * c->tokens + tiles) * sizeof(float));
         walked_t k = {memory, memory + group * c->tokens, memory + 2 * group * c->tokens};
-        int prepared = prepare_work(c, &w), ready = memory && prepared;
+        int prepared = prepare_work(c, g, &w), ready = memory && prepared;
         if (all_ready(ready, &failed)) {
 #pragma omp for schedule(dynamic)
             for (long n = 0; n < c->batch * c->key_heads; n++) {

@@ -30,9 +30,7 @@ static void head_features_back(const call_t *c, const back_t *g, long n, work_t 
         memcpy(w->raw, w->s.scale, padded(count) * sizeof(float));
         if (g->given) memcpy(lifts, g->given + n * c->tokens + t, count * sizeof(float));
         turned(grad, FLOAT32, g->grad_step[2], count, c->features, 1.0f, w->dphi, padded(count));
-        map_back(c, h, w, w->s.phi_k, w->dphi, g->given ? lifts : 0, count,
-                 token_at(c->k, c->type, c->k_step, b, h, t), c->k_step[2],
-                 (void *)token_at(g->dk, c->type, g->dk_step, b, h, t), g->dk_step[2]);
+        key_back(c, g, b, h, t, count, w->dphi, g->given ? lifts : 0, w);
     }
 }
 

@@ -106,6 +106,10 @@ INLINE float activate_row(const map_t *map, long head, float *phi, float *other)
     case EXP_BOTH:
         top = both_signs_row(map, phi, n, wide);
         break;
+    case POSITIVE_WAVES:
+        softmax_row(other, n, 1.0f);
+        positive_waves(phi, other, wide / W, W, 0);
+        break;
     case DAMPED_WAVES:
         softmax_row(other, n, 1.0f);
         /* fall through */

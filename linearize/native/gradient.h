@@ -14,35 +14,53 @@ typedef struct {
     /* Of the weights, per batch entry and key head; null where there are none. */
     float *first, *second, *bias, *tau, *bank;
     const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
+    /* Of the queries' weights, per batch entry and query head, where they have a map of their own. */
+    float *q_first, *q_second, *q_bias, *q_tau, *q_bank;
 } back_t;
 
 /* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `turned`, the rows
    turned; `values`, the weighted values turned; dphi; pairs, the gradients to scores; taken and lifts, those to
    weighted values and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and
-   dz, of the state; first, second, bias and tau, of the weights; bank, see bank_back. */
+   dz, of the state; sums, of the weights, see sums_at. */
 typedef struct {
     scratch_t s;
-    float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *first, *second, *bias;
-    float *bank, *pairs, *slope, *taken, *lifts, *raw;
-    float tau;
-    long width; /* of a row of weights */
+    float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *sums;
+    float *pairs, *slope, *taken, *lifts, *raw;
+    long width, maps; /* of a row of weights; how many heads' weights there are sums for */
 } work_t;
 
 /* Numbers that are added up for a bank's gradient: W of each, see bank_back. */
 INLINE long bank_sums(const map_t *m) { return m->kind == BANK ? m->channels * (2 * m->hidden + 1) * W : 0; }
 
-static int prepare_work(const call_t *c, work_t *w) {
+/* What is added up for one head's weights: tau's is one number, the bank's see bank_back. */
+typedef struct {
+    float *first, *second, *bias, *tau, *bank;
+} sums_t;
+
+/* Numbers that one head's sums have room for. */
+INLINE long sums_size(const map_t *m) {
+    return m->kind == GIVEN ? 0 : 2 * m->rows * padded(m->size) + padded(m->rows) + UNIT + padded(bank_sums(m));
+}
+
+/* The sums of the keys' map for `which` 0; where queries have one, of theirs for 1 + the head's number in its group. */
+INLINE sums_t sums_at(const map_t *m, const work_t *w, long which) {
+    float *first = w->sums + which * sums_size(m), *second = first + m->rows * w->width;
+    float *bias = second + m->rows * w->width, *tau = bias + padded(m->rows);
+    return (sums_t){first, second, bias, tau, tau + UNIT};
+}
+
+static int prepare_work(const call_t *c, const back_t *g, work_t *w) {
     const map_t *m = &c->keys;
     long n = m->kind == GIVEN ? 0 : m->rows, size = m->kind == GIVEN ? 0 : m->size, f = c->features;
     if (!prepare(c, &w->s)) return 0;
     long v = w->s.width;
     w->width = padded(size);
+    w->maps = g->q_first ? 1 + c->heads / c->key_heads : 1;
     const part_t parts[] = {
         {&w->rows, TILE * v},   {&w->turned, v * TILE},       {&w->values, v * TILE},    {&w->dphi, f * TILE},
         {&w->dphi_k, f * TILE}, {&w->dkv, f * v},             {&w->dz, f},               {&w->keep, 3 * n * TILE},
-        {&w->dx, size * TILE},  {&w->plain, TILE * w->width}, {&w->first, n * w->width}, {&w->second, n * w->width},
-        {&w->bias, n},          {&w->pairs, TILE * TILE},     {&w->slope, TILE},         {&w->taken, TILE * v},
-        {&w->lifts, TILE},      {&w->raw, TILE},              {&w->bank, bank_sums(m)},
+        {&w->dx, size * TILE},  {&w->plain, TILE * w->width}, {&w->pairs, TILE * TILE},  {&w->slope, TILE},
+        {&w->taken, TILE * v},  {&w->lifts, TILE},            {&w->raw, TILE},           {&w->sums, w->maps * sums_size(m)},
     };
     w->memory = carve(parts, sizeof parts / sizeof *parts);
     if (!w->memory) free(w->s.memory);
@@ -64,7 +82,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         if (m->kind == SOFTMAX_BOTH) {
             one += load(phi + i * wide) * load(dphi + i * wide);
             two += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
-        } else if (m->kind == DAMPED_WAVES) {
+        } else if (m->kind == DAMPED_WAVES || m->kind == POSITIVE_WAVES) {
             one += load(phi + i * wide) * load(dphi + i * wide);
             one += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
         }
@@ -79,7 +97,10 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         vf r = load(phi + (n + i) * wide), dp = load(d), dr = load(e);
         if (m->kind == SOFTMAX_BOTH) store(d, p * (dp - one) - r * (dr - two));
         else if (m->kind == EXP_BOTH) store(d, p * dp - r * dr); /* the scale that was split off cancels */
-        else store(d, p * dr - r * dp);
+        else if (m->kind == POSITIVE_WAVES) {
+            store(d, load(keep + i * wide) * (dr - dp));
+            store(e, p * dp + r * dr - load(other + i * wide) * one);
+        } else store(d, p * dr - r * dp);
         if (m->kind == WAVE_PAIRS || m->kind == DAMPED_WAVES) {
             vf envelope = load(keep + i * wide) * dp + load(keep + (n + i) * wide) * dr;
             if (m->kind == WAVE_PAIRS) store(e, load(keep + (2 * n + i) * wide) * envelope);
@@ -146,11 +167,10 @@ static void write_bank(const map_t *m, long head, const float *sums, float *to) 
     }
 }
 
-/* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of the weights (added
-   up). */
-static void map_back(const call_t *c, long head, work_t *w, const float *phi, float *dphi, const float *dscale,
-                     long count, const void *x, long step, void *to, long to_step) {
-    const map_t *m = &c->keys;
+/* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of a head's weights (added
+   up in `sums`). */
+static void map_back(const call_t *c, const map_t *m, long head, sums_t sums, work_t *w, const float *phi, float *dphi,
+                     const float *dscale, long count, const void *x, long step, void *to, long to_step) {
     scratch_t *s = &w->s;
     long wide = padded(count), n = m->rows, size = m->size;
     if (m->kind == GIVEN) {
@@ -159,7 +179,7 @@ static void map_back(const call_t *c, long head, work_t *w, const float *phi, fl
     }
     head = m->heads == 1 ? 0 : head;
     if (m->kind == BANK) {
-        bank_back(m, head, phi, dphi, s->other, w->keep, w->bank, wide);
+        bank_back(m, head, phi, dphi, s->other, w->keep, sums.bank, wide);
         dphi = w->keep;
     } else {
         for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
@@ -169,23 +189,40 @@ static void map_back(const call_t *c, long head, work_t *w, const float *phi, fl
     for (int which = 0; which < (m->second ? 2 : 1); which++) {
         const float *weight = (which ? m->second : m->first) + head * n * size, *d = dphi + which * n * wide;
         product(which, size, wide, n, weight, 1, size, d, wide, w->dx, wide);
-        product(1, n, w->width, count, d, wide, 1, w->plain, w->width, which ? w->second : w->first, w->width);
+        product(1, n, w->width, count, d, wide, 1, w->plain, w->width, which ? sums.second : sums.first, w->width);
     }
     if (m->bias)
         for (long i = 0; i < n; i++) {
             vf sum = {0};
             for (long j = 0; j < wide; j += W) sum += load(dphi + i * wide + j);
-            w->bias[i] += total(sum);
+            sums.bias[i] += total(sum);
         }
     if (m->tau && dscale) {
         float rate = expf(-m->tau[head]);
-        for (long j = 0; j < count; j++) w->tau -= dscale[j] == 0.0f ? 0.0f : w->raw[j] * dscale[j];
+        for (long j = 0; j < count; j++) *sums.tau -= dscale[j] == 0.0f ? 0.0f : w->raw[j] * dscale[j];
         for (long d = 0; d < size; d++)
             for (long j = 0; j < wide; j += W)
                 store(w->dx + d * wide + j,
                       load(w->dx + d * wide + j) + load(s->x + d * wide + j) * load(dscale + j) * (2.0f * rate));
     }
     turned_back(w->dx, wide, to, c->type, to_step, count, size, m->scale);
+}
+
+/* The same of a tile of queries, from `first` on. */
+static void query_back(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
+    long group = c->heads / c->key_heads, own = w->maps > 1;
+    const map_t *m = own ? &c->queries : &c->keys;
+    map_back(c, m, own ? h : h / group, sums_at(m, w, own ? 1 + h % group : 0), w, w->s.phi_q, w->dphi, 0, count,
+             token_at(c->q, c->type, c->q_step, b, h, first), c->q_step[2],
+             (void *)token_at(g->dq, c->type, g->dq_step, b, h, first), g->dq_step[2]);
+}
+
+/* And of keys: from dphi, with the gradients to their log-scales, or null. */
+static void key_back(const call_t *c, const back_t *g, long b, long h, long first, long count, float *dphi,
+                     const float *dscale, work_t *w) {
+    map_back(c, &c->keys, h, sums_at(&c->keys, w, 0), w, w->s.phi_k, dphi, dscale, count,
+             token_at(c->k, c->type, c->k_step, b, h, first), c->k_step[2],
+             (void *)token_at(g->dk, c->type, g->dk_step, b, h, first), g->dk_step[2]);
 }
 
 /* Rows of the gradient to the sums [count, V], and to their denominators in `slope`: dO / den and -(dO . O) / den. */
@@ -259,30 +296,34 @@ INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, lo
 
 /* Clear what is added up over a head's tokens. */
 static void clear_head(const call_t *c, work_t *w) {
-    long n = c->keys.kind == GIVEN ? 0 : c->keys.rows;
     memset(w->dkv, 0, c->features * w->s.width * sizeof(float));
     memset(w->dz, 0, c->features * sizeof(float));
-    memset(w->first, 0, n * w->width * sizeof(float));
-    memset(w->second, 0, n * w->width * sizeof(float));
-    memset(w->bias, 0, n * sizeof(float));
-    memset(w->bank, 0, bank_sums(&c->keys) * sizeof(float));
-    w->tau = 0.0f;
+    memset(w->sums, 0, w->maps * sums_size(&c->keys) * sizeof(float));
 }
 
-/* Hand over the gradients of head `index`'s weights. */
-static void write_weights(const call_t *c, const back_t *g, long index, const work_t *w) {
-    long n = c->keys.kind == GIVEN ? 0 : c->keys.rows, size = c->keys.size;
+/* Hand over what was added up for a head: to the `index`-th place of `to`. */
+static void write_sums(const map_t *m, long head, sums_t sums, long width, long index, const sums_t *to) {
+    long n = m->rows, size = m->size;
     for (long i = 0; i < n; i++)
         for (long d = 0; d < size; d++) {
-            g->first[(index * n + i) * size + d] = w->first[i * w->width + d];
-            if (g->second) g->second[(index * n + i) * size + d] = w->second[i * w->width + d];
+            to->first[(index * n + i) * size + d] = sums.first[i * width + d];
+            if (to->second) to->second[(index * n + i) * size + d] = sums.second[i * width + d];
         }
-    if (g->bias) memcpy(g->bias + index * n, w->bias, n * sizeof(float));
-    if (g->tau) g->tau[index] = w->tau;
-    if (g->bank) {
-        long head = c->keys.heads == 1 ? 0 : index % c->key_heads;
-        write_bank(&c->keys, head, w->bank, g->bank + index * c->keys.channels * bank_width(&c->keys));
-    }
+    if (to->bias) memcpy(to->bias + index * n, sums.bias, n * sizeof(float));
+    if (to->tau) to->tau[index] = *sums.tau;
+    if (to->bank)
+        write_bank(m, m->heads == 1 ? 0 : head, sums.bank, to->bank + index * m->channels * bank_width(m));
+}
+
+/* Hand over the gradients of the weights of key head `n` of all batch entries', and of its group's queries'. */
+static void write_weights(const call_t *c, const back_t *g, long n, const work_t *w) {
+    const sums_t keys = {g->first, g->second, g->bias, g->tau, g->bank};
+    const sums_t queries = {g->q_first, g->q_second, g->q_bias, g->q_tau, g->q_bank};
+    long group = w->maps - 1, first = n % c->key_heads * group;
+    if (c->keys.kind == GIVEN) return;
+    write_sums(&c->keys, n % c->key_heads, sums_at(&c->keys, w, 0), w->width, n, &keys);
+    for (long i = 0; i < group; i++)
+        write_sums(&c->queries, first + i, sums_at(&c->queries, w, 1 + i), w->width, n * group + i, &queries);
 }
 
 /* Do `one` for every batch entry and key head, between clearing what is added up and handing it over, in all threads.
@@ -292,7 +333,7 @@ static int each_head_back(const call_t *c, const back_t *g, void (*one)(const ca
 #pragma omp parallel num_threads(c->threads)
     {
         work_t w;
-        int ready = prepare_work(c, &w);
+        int ready = prepare_work(c, g, &w);
         if (all_ready(ready, &failed)) {
             w.s.keep = w.keep;
 #pragma omp for schedule(dynamic)

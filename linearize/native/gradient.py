@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ Again = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def attend_with_gradient(
-    map: NativeMap | None,
+    maps: Sequence[NativeMap],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,7 +26,7 @@ def attend_with_gradient(
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
 
     Args:
-        map: that keys and queries share, or None where q and k are features.
+        maps: of keys and queries; one where they share it; none where q and k are features.
         q: queries.
         k: keys.
         v: values.
@@ -34,15 +34,15 @@ def attend_with_gradient(
         again: asked for the gradient where log-scales are too steep for the native one.
         options: `causal`, `scale`, `eps` and `mask` of `Engine.attend`.
     """
-    weights = () if map is None else tuple(getattr(map, name) for name in WEIGHTS)
-    return _Native.apply(map, again, options, q, k, v, log_scale, *weights)
+    weights = [getattr(map, name) for map in maps for name in WEIGHTS]
+    return _Native.apply(maps, again, options, q, k, v, log_scale, *weights)
 
 
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        map: NativeMap | None,
+        maps: Sequence[NativeMap],
         again: Again,
         options: dict[str, Any],
         q: Tensor,
@@ -51,10 +51,8 @@ class _Native(torch.autograd.Function):
         log_scale: Tensor | None,
         *weights: Tensor | None,
     ) -> Tensor:
-        ctx.map, ctx.again, ctx.options, ctx.engine = map, again, options, engine()
-        out, kv, top = ctx.engine.attend(
-            [] if map is None else [map], q, k, v, log_scale=log_scale, exact=True, **options
-        )
+        ctx.maps, ctx.again, ctx.options, ctx.engine = maps, again, options, engine()
+        out, kv, top = ctx.engine.attend(maps, q, k, v, log_scale=log_scale, exact=True, **options)
         # The weights too, so that a change in place before the backward is noticed.
         ctx.save_for_backward(out, kv, top, q, k, v, log_scale, *weights)
         return out
@@ -63,7 +61,11 @@ class _Native(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
-        maps = [] if ctx.map is None else [ctx.map._replace(**dict(zip(WEIGHTS, weights, strict=True)))]
+        size = len(WEIGHTS)
+        maps = [
+            map._replace(**dict(zip(WEIGHTS, weights[size * i : size * (i + 1)], strict=True)))
+            for i, map in enumerate(ctx.maps)
+        ]
         found = ctx.engine.gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
         if found is None:
             return None, None, None, *_in_pytorch(ctx.again, (q, k, v, log_scale), weights, grad)

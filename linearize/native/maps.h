@@ -5,7 +5,8 @@
 
 #include "tile.h"
 
-enum { GIVEN = 0, RELU = 1, SOFTMAX_BOTH = 2, EXP_BOTH = 3, WAVES = 4, WAVE_PAIRS = 5, DAMPED_WAVES = 6, BANK = 7 };
+enum { GIVEN = 0, RELU = 1, SOFTMAX_BOTH = 2, EXP_BOTH = 3, WAVES = 4, WAVE_PAIRS = 5, DAMPED_WAVES = 6, BANK = 7,
+       POSITIVE_WAVES = 8 };
 
 typedef struct {
     int32_t kind, heads;     /* heads that have weights of their own */
@@ -53,11 +54,11 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
     }
 }
 
-/* Whether some of these angles are beyond what vsincos takes. */
-INLINE int far_away(const float *angle, long count) {
+/* Whether some of these angles are beyond a limit: FAR is that of vsincos. */
+INLINE int far_away(const float *angle, long count, float limit) {
     vf top = {0};
     for (long i = 0; i < count; i += W) top = farther(load(angle + i), top);
-    vi some = top > FAR;
+    vi some = top > limit;
     int any = 0;
     for (int i = 0; i < W; i++) any |= some[i];
     return any;
@@ -98,11 +99,33 @@ INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *
 }
 
 PART void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, float *keep) {
-    int far = far_away(phi, n * wide) || (kind == WAVE_PAIRS && far_away(other, n * wide));
+    int far = far_away(phi, n * wide, FAR) || (kind == WAVE_PAIRS && far_away(other, n * wide, FAR));
     for (long j = 0; j < wide; j += W) {
         if (keep) wave_column(kind, amplitude, phi + j, other + j, n, wide, far, keep + j);
         else if (far) wave_column(kind, amplitude, phi + j, other + j, n, wide, 1, 0);
         else wave_column(kind, amplitude, phi + j, other + j, n, wide, 0, 0);
+    }
+}
+
+/* Of angles a in phi and envelopes s in other: s cos^2(a + pi/4) and s sin^2(a + pi/4), as s (1 -+ sin 2 a) / 2, which
+   rounding leaves at 0 or above. With `keep` [n, wide]: s cos 2 a goes there, for the gradient. */
+INLINE void positive_column(float *phi, const float *other, long n, long wide, int far, float *keep) {
+    for (long i = 0; i < n; i++) {
+        vf sine, cosine, envelope = load(other + i * wide), half = envelope * 0.5f;
+        any_sincos(load(phi + i * wide) * 2.0f, &sine, &cosine, far);
+        /* In this order, so that what is no number stays none. */
+        store(phi + i * wide, larger((vf){0}, half - half * sine));
+        store(phi + (n + i) * wide, larger((vf){0}, half + half * sine));
+        if (keep) store(keep + i * wide, envelope * cosine);
+    }
+}
+
+PART void positive_waves(float *phi, const float *other, long n, long wide, float *keep) {
+    int far = far_away(phi, n * wide, FAR / 2);
+    for (long j = 0; j < wide; j += W) {
+        if (keep) positive_column(phi + j, other + j, n, wide, far, keep + j);
+        else if (far) positive_column(phi + j, other + j, n, wide, 1, 0);
+        else positive_column(phi + j, other + j, n, wide, 0, 0);
     }
 }
 
@@ -158,6 +181,10 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     case DAMPED_WAVES:
         for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
         waves(DAMPED_WAVES, 1.0f, phi, other, n, wide, keep);
+        break;
+    case POSITIVE_WAVES:
+        for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
+        positive_waves(phi, other, n, wide, keep);
         break;
     case WAVE_PAIRS:
         waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide, keep);

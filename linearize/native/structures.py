@@ -21,6 +21,7 @@ KINDS = {
     "wave_pairs": 5,
     "damped_waves": 6,
     "bank": 7,
+    "positive_waves": 8,
 }
 """What maps.h has, by name."""
 
@@ -46,7 +47,7 @@ class Back(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         *((name, _Steps) for name in ("grad_step", "dq_step", "dk_step", "dv_step")),
         *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", *WEIGHTS)),
-        *((name, ctypes.c_void_p) for name in ("kv", "log_scale")),
+        *((name, ctypes.c_void_p) for name in ("kv", "log_scale", *(f"q_{name}" for name in WEIGHTS))),
     ]
 
 

@@ -51,7 +51,7 @@ def causal_attention(
             def again(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
                 return _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, None, normalize, eps)[0]
 
-            return attend_with_gradient(None, phi_q, phi_k, v, log_scale, again, options)
+            return attend_with_gradient([], phi_q, phi_k, v, log_scale, again, options)
     found = _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, initial_state, normalize, eps)
     return found if return_state else found[0]
 

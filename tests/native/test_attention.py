@@ -13,10 +13,16 @@ from linearize.ops import State, causal_attention, naive_attention
 
 PAPER = {"form": "paper"}
 OPTIONS = {
-    "flexformer_n": (PAPER, {"form": "damped"}, PAPER | {"frequencies": 5}, PAPER | {"tied": False}),
+    "flexformer_n": (
+        *({}, {"frequencies": 5}, {"tied": False}, {"form": "damped"}),
+        *(PAPER, PAPER | {"frequencies": 5}, PAPER | {"tied": False}),
+    ),
     "flexformer_s": (PAPER, PAPER | {"frequencies": 21}),
     "hedgehog": ({}, {"activation": "exp"}, {"bias": False}, {"tied": False}),
-    "luna": ({}, {"shared_heads": True, "hidden": 5}, {"shared_mlp": True, "projections": 3, "channels": 1}),
+    "luna": (
+        *({}, {"shared_heads": True, "hidden": 5}, {"shared_mlp": True, "projections": 3, "channels": 1}),
+        {"shared_heads": True, "tied": False},
+    ),
     "t2r": ({}, {"features": 70}),
 }
 LENGTHS = (1, 15, 48, 49, 200)
@@ -183,7 +189,7 @@ def test_bfloat16(switch, name, args, causal, size):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("flexformer_s", PAPER)])
+@pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("flexformer_s", PAPER), ("flexformer_n", {})])
 def test_few_bfloat16_numbers_differ(switch, name, args, causal):
     mixer = learned(name, args, causal=causal)
     inputs = tokens(130, dtype=torch.bfloat16)
@@ -353,7 +359,7 @@ def test_far_angles_and_no_numbers(switch):
     theirs, _ = attend(mixer, q * 1e6, k, v)
     # Angles of 1e6 are known to 0.1 only: both see the same, so both agree far better than that says.
     assert torch.isfinite(far).all() and far.shape == theirs.shape
-    for name, args in (("hedgehog", {}), ("flexformer_s", PAPER)):
+    for name, args in (("hedgehog", {}), ("flexformer_s", PAPER), ("flexformer_n", {})):
         mixer = learned(name, args)
         q[0, 0, 7] = float("nan")
         switch(True)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from test_attention import CASES, D, close, learned, tokens
 
+from linearize.native import engine
+
 
 def weights(mixer, count, *, dtype=torch.float32, **shape):
     """What stage one makes of features, the unscaled weights exp(log-scale) phi(q) phi(k), and its gradients."""
@@ -62,3 +64,14 @@ def test_weights_changed_in_place_are_noticed(switch):
         mixer.keys.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         phi.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e6])
+@torch.no_grad()
+def test_positive_features_are_none_below_zero(switch, scale):
+    """Where the sine is 1 up to rounding, too; and beyond the angles that the fast sine takes."""
+    mixer = learned("flexformer_n", {"frequencies": 64})
+    x = scale * torch.randn(2, 2, 3000, D, generator=torch.Generator().manual_seed(9))
+    phi, _ = engine().features(mixer.keys.native(), x, scale=1.0)
+    assert (phi >= 0).all() and torch.isfinite(phi).all()
+    torch.testing.assert_close(phi.sum(-1), torch.ones(phi.shape[:-1]))
