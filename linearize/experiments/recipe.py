@@ -137,7 +137,7 @@ def check(values: Mapping[str, Any], where: str) -> Recipe:
             raise ConfigError(f"{where}.{name}: got none, expected at least one")
     if (recipe.flow == "transfer") != bool(recipe.sources):
         raise ConfigError(f"{where}.sources: expected tasks to distil on for flow transfer, and none for other flows")
-    if recipe.flow in ("pretrained", "transfer") and not recipe.model.pretrained:
+    if recipe.flow in ("pretrained", "transfer", "untuned") and not recipe.model.pretrained:
         raise ConfigError(f"{where}.model.pretrained: got false, expected true for flow {recipe.flow}")
     if bool(recipe.pretrain) != (recipe.pretrain_task is not None):
         raise ConfigError(f"{where}.pretrain: expected both pretrain and pretrain_task, or neither")

@@ -95,6 +95,9 @@ def run_cell(workshop: Workshop, cell: Cell) -> dict[str, Any]:
         first = resolve(workshop.recipe).get("pretrain")
         base = None if first is None else workshop.pretrained(cell, first)
         return _row(workshop, cell, workshop.tuned(cell, base), None, None)
+    if flow == "untuned":
+        distilled = None if cell.kernel.name == SOFTMAX else workshop.distilled(cell, None)
+        return _row(workshop, cell, workshop.measured(cell, distilled), distilled, None)
     teacher = workshop.teacher(cell.job, cell.seed) if flow == "finetuned" else None
     if cell.kernel.name == SOFTMAX:
         done = teacher or workshop.untouched(cell.job, cell.seed)

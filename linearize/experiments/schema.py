@@ -9,9 +9,10 @@ from linearize.distillation.config import DistillConfig
 from linearize.errors import ConfigError, unknown_name
 from linearize.finetune.config import TuneConfig
 
-FLOWS = ("finetuned", "pretrained", "transfer", "scratch")
+FLOWS = ("finetuned", "pretrained", "transfer", "scratch", "untuned")
 """finetuned: tune the softmax model, convert it, distil, tune. pretrained: the same without the first step. transfer:
-as pretrained, distilled on another task. scratch: build with the kernel in place and train."""
+as pretrained, distilled on another task. scratch: build with the kernel in place and train. untuned: convert, distil
+and align; no label is used."""
 
 SOFTMAX = "softmax"
 

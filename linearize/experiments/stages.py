@@ -10,11 +10,13 @@ import importlib.util
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.log import STAGE_ONE, log_file, read_log
+from linearize.checkpoint.save import atomic_folder
 from linearize.distillation.loop import DistillResult, distill
 from linearize.errors import ConfigError
 from linearize.experiments.feed import TaskBatches
@@ -27,8 +29,9 @@ from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, l
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.tables import local_folder, raw_table
+from linearize.finetune.tasks import score_of
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import finetune
+from linearize.finetune.trainer import finetune, measure_task
 from linearize.surgery.apply import apply
 from linearize.surgery.plan import plan
 
@@ -105,6 +108,22 @@ class Workshop:
         """Return the softmax model tuned on the cell's task: what was converted, or the table's own softmax row."""
         tuned = self.teacher if self.recipe.flow == "finetuned" else self.untouched
         return tuned(cell.job, cell.seed)
+
+    def measured(self, cell: Cell, base: Path | None) -> Path:
+        """Measure a converted checkpoint on the cell's task as it is; without one, the recipe's own."""
+        target = self.folder / "cells" / cell.key
+        if (target / STAGE).is_file():
+            return target
+        data, processor = self.data(cell.job, cell.seed)
+        model = load_for_task(str(base or checkpoint(self.recipe.model)), data).to(self.device).eval()
+        fit_tokenizer(model, processor)
+        start = time.perf_counter()
+        figures = measure_task(model, data)
+        record = {"metrics": figures, "score": score_of(data.task, figures), "facts": data.facts}
+        record["seconds"] = time.perf_counter() - start
+        with atomic_folder(target, overwrite=True) as fresh:
+            (fresh / STAGE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        return target
 
     def pretrained(self, cell: Cell, job: Job) -> Path:
         """Train a fresh model of the cell's kernel on the recipe's first task, once per kernel and seed."""

@@ -16,6 +16,7 @@ from linearize.modeling.model import is_linearized
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
 HEADS = {
+    "feature-extraction": "AutoModel",
     "fill-mask": "AutoModelForMaskedLM",
     "text-generation": "AutoModelForCausalLM",
     "text-classification": "AutoModelForSequenceClassification",

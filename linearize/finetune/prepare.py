@@ -13,6 +13,7 @@ from linearize.finetune.tasks import Task
 _FILES = {
     "classification": "text",
     "regression": "text",
+    "similarity": "similarity",
     "masked-lm": "language",
     "causal-lm": "language",
     "recall": "recall",

@@ -84,6 +84,7 @@ class TaskData:
         facts: what a reader of the figures must know, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
         extra: re-paired rows without a label (`IGNORED`, or NaN for a number), for a teacher to label; None: none.
+        wrap: makes what is measured of the model, where that is not the model itself; such a task cannot be tuned for.
     """
 
     task: Task
@@ -96,6 +97,7 @@ class TaskData:
     facts: dict[str, Any] = field(default_factory=dict)
     selection: Any = None
     extra: Rows | None = None
+    wrap: Callable[[Any], Any] | None = None
 
     @property
     def num_labels(self) -> int | None:

@@ -15,6 +15,7 @@ from linearize.errors import ConfigError, unknown_name
 KINDS = {
     "classification": "text-classification",
     "regression": "text-classification",
+    "similarity": "feature-extraction",
     "masked-lm": "fill-mask",
     "causal-lm": "text-generation",
     "recall": "text-generation",
@@ -23,6 +24,9 @@ KINDS = {
     "question-answering": "question-answering",
 }
 """Kind of task -> name of the head, as `linearize.loading.TASKS` and `pipeline` have it."""
+
+NUMBERS = ("regression", "similarity")
+"""Kinds whose labels are numbers."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,16 @@ TASKS: dict[str, Task] = {
             score=("pearson", "spearman"),
         ),
         Task(
+            "similarity",
+            "similarity",
+            "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
+            dataset="nyu-mll/glue:stsb",
+            folders=("stsb", "STS-B"),
+            columns=_PAIR,
+            metrics=("spearman", "pearson"),
+            score=("spearman",),
+        ),
+        Task(
             "masked-lm",
             "masked-lm",
             "fill masked tokens in",
@@ -218,7 +232,7 @@ def task(
         raise unknown_name("task", name, TASKS)
     known = TASKS[name]
     if len(columns) > 2 or (
-        len(columns) > 1 and known.kind not in ("classification", "regression", "question-answering")
+        len(columns) > 1 and known.kind not in ("classification", "regression", "similarity", "question-answering")
     ):
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
     changes: dict[str, object] = {}

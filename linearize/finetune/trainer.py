@@ -12,7 +12,7 @@ from typing import Any
 
 from linearize.adapters import add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
-from linearize.errors import CheckpointError, TrainingError
+from linearize.errors import CheckpointError, ConfigError, TrainingError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
@@ -89,6 +89,11 @@ def finetune(
     """
     config = config or TuneConfig()
     start = time.perf_counter()
+    if data.wrap is not None:
+        raise ConfigError(
+            f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
+            "`linearize align`, and measure it with `linearize evaluate`"
+        )
     data = hold_out(data, config.selection_rows, seed=config.seed)
     if teacher is not None:
         check_teacher(teacher, model)
@@ -135,7 +140,8 @@ def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision:
 
     with tempfile.TemporaryDirectory() as folder:
         config = TuneConfig(batch_size=batch_size, eval_batch_size=batch_size, precision=precision)
-        return _measured(make_trainer(model, data, config, folder, None))
+        measured = model if data.wrap is None else data.wrap(model)
+        return _measured(make_trainer(measured, data, config, folder, None))
 
 
 def selection_record(data: TaskData, taught: bool, value: float | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
 from linearize.finetune.tables import Given, View, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.tasks import NUMBERS, Task
 
 
 def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
@@ -104,7 +104,7 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
     Raises:
         DataError: if a label does not fit the task.
     """
-    if task.kind == "regression":
+    if task.kind in NUMBERS:
         wrong = next((e.label for e in examples if isinstance(e.label, str) or e.label is None), None)
         if wrong is not None:
             raise DataError(
@@ -136,7 +136,7 @@ def figures_of(task: Task) -> Any:
 
     def figures(predictions: Any, labels: Any) -> dict[str, float]:
         logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
-        guesses = logits.reshape(-1).astype(np.float64) if task.kind == "regression" else logits.argmax(axis=-1)
+        guesses = logits.reshape(-1).astype(np.float64) if task.kind in NUMBERS else logits.argmax(axis=-1)
         result: dict[str, float] = {}
         for one in metrics:
             result |= one.compute(predictions=guesses, references=np.asarray(labels))

@@ -1,0 +1,46 @@
+"""Likeness of sentences by their embeddings: the numbers, and that there is nothing to tune."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from linearize.cli import main
+from linearize.errors import ConfigError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.metrics import metric
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import DataOptions
+from linearize.finetune.tasks import task
+from linearize.finetune.trainer import finetune, measure_task
+
+
+def test_the_score_is_the_rank_correlation_of_cosines(bert, glue):
+    tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
+    data = prepare(task("similarity"), tokenizer, DataOptions(max_length=16), data=str(glue))
+    found = measure_task(model, data, batch_size=7)
+    cosines, labels = [], []
+    for row in data.validation.rows:
+        vectors = []
+        for prefix in ("", "second_"):
+            ids = torch.tensor([row[f"{prefix}input_ids"]])
+            with torch.no_grad():
+                vectors.append(model(input_ids=ids).last_hidden_state[0].mean(dim=0))
+        cosines.append(float(torch.cosine_similarity(*vectors, dim=0)))
+        labels.append(row["labels"])
+    for name in ("spearman", "pearson"):
+        expected = metric(name).compute(predictions=cosines, references=labels)[name]
+        assert found[name] == pytest.approx(expected, abs=1e-4)
+
+
+def test_there_is_nothing_to_tune(bert, glue, tmp_path):
+    data = prepare(task("similarity"), AutoTokenizer.from_pretrained(bert), data=str(glue))
+    with pytest.raises(ConfigError, match="nothing to train"):
+        finetune(AutoModel.from_pretrained(bert), data, TuneConfig(steps=1), folder=tmp_path)
+
+
+def test_from_the_command_line(bert, glue, capsys):
+    line = ["evaluate", bert, "--task", "similarity", "--dataset", str(glue), "--compare", bert, "--max-length", "16"]
+    assert main([*line, "--device", "cpu"]) == 0
+    assert "spearman" in capsys.readouterr().out
