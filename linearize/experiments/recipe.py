@@ -13,7 +13,7 @@ import yaml
 
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build
-from linearize.experiments.schema import FLOWS, SOFTMAX, Distil, Kernel, Recipe, Step, Tune
+from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import HEADS
 from linearize.finetune.prepared import DataOptions
@@ -36,6 +36,7 @@ class Job:
         rows: how data becomes rows.
         teacher: tuning of the softmax model.
         distil: stage one.
+        align: the alignment.
         finetune: stage two.
         config: config of a model trained from scratch.
     """
@@ -47,6 +48,7 @@ class Job:
     rows: DataOptions
     teacher: TuneConfig
     distil: Distil
+    align: Align
     finetune: Tune
     config: dict[str, Any]
 
@@ -231,6 +233,7 @@ def _job(recipe: Recipe, name: str, step: Step, where: str) -> Job:
         build(DataOptions, {**recipe.rows, **step.rows}, f"{where}.rows"),
         build(TuneConfig, {**recipe.teacher, **step.teacher}, f"{where}.teacher"),
         build(Distil, {**recipe.distil, **step.distil}, f"{where}.distil"),
+        build(Align, {**recipe.align, **step.align}, f"{where}.align"),
         build(Tune, {**recipe.finetune, **step.finetune}, f"{where}.finetune"),
         {**recipe.model.config, **step.model},
     )

@@ -213,6 +213,7 @@ def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, tea
         "paper": figures.get(cell.job.name),
         "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
         "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
+        "align": None if stage_one is None else stage_one.get("alignment"),
         "finetune": {k: tuned.get(k) for k in ("steps", "best_step", "stopped", "seconds", "selection", "teacher")},
     }
 

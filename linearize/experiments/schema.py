@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from linearize.alignment.config import AlignConfig
 from linearize.distillation.config import DistillConfig
 from linearize.errors import ConfigError, unknown_name
 from linearize.finetune.config import TuneConfig
@@ -115,6 +116,7 @@ class Step:
         model: changes to the model's config.
         teacher: changes to the recipe's `teacher`.
         distil: changes to the recipe's `distil`.
+        align: changes to the recipe's `align`.
         finetune: changes to the recipe's `finetune`.
     """
 
@@ -133,6 +135,7 @@ class Step:
     model: dict[str, Any] = field(default_factory=dict)
     teacher: dict[str, Any] = field(default_factory=dict)
     distil: dict[str, Any] = field(default_factory=dict)
+    align: dict[str, Any] = field(default_factory=dict)
     finetune: dict[str, Any] = field(default_factory=dict)
 
 
@@ -148,6 +151,20 @@ class Distil(DistillConfig):
         super().__post_init__()
         if self.batch_size < 1 or self.holdout < 1 or (self.epochs is not None and self.epochs <= 0):
             raise ConfigError("batch_size, holdout and epochs: expected numbers above 0")
+
+
+@dataclass(frozen=True)
+class Align(AlignConfig):
+    """The alignment: its own options, and how much data it sees. Without `steps` there is none."""
+
+    steps: int = field(default=0, metadata={"help": "optimizer steps; 0 skips the alignment"})
+    batch_size: int = field(default=32, metadata={"help": "rows per batch"})
+    holdout: int = field(default=64, metadata={"help": "held-out rows that the loss is measured on"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size < 1 or self.holdout < 1:
+            raise ConfigError("batch_size and holdout: expected numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -182,6 +199,7 @@ class Recipe:
         pretrain_task: the task of `pretrain`.
         teacher: how the softmax model is tuned first (`TuneConfig`).
         distil: stage one.
+        align: the alignment behind it, with the model's softmax, tuned where the flow tunes it, as the teacher.
         finetune: stage two (`Tune`).
         figures: the paper's figures by row and task.
         differs: what differs from the paper, one line each.
@@ -204,6 +222,7 @@ class Recipe:
     pretrain_task: Step | None = None
     teacher: dict[str, Any] = field(default_factory=dict)
     distil: dict[str, Any] = field(default_factory=dict)
+    align: dict[str, Any] = field(default_factory=dict)
     finetune: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     differs: tuple[str, ...] = ()

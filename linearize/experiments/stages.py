@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from linearize.checkpoint.log import STAGE_ONE, log_file, read_log
+from linearize.alignment.job import alignment_record
+from linearize.alignment.loop import AlignResult, align
+from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.checkpoint.save import atomic_folder
 from linearize.distillation.loop import DistillResult, distill
 from linearize.errors import ConfigError
@@ -85,15 +87,19 @@ class Workshop:
         model = convert(model, cell.kernel, cell.seed)
         result = self._distil(model, data, job, cell)
         record = distil_record(result)
+        lines = log_lines(STAGE_ONE, result.history)
+        stage = {"task": job.name, "seed": cell.seed, "distillation": _brief(record)}
+        if job.align.steps:
+            aligned = self._align(model, data, job, cell)
+            record["alignment"] = alignment_record(aligned, config=job.align)
+            stage["alignment"] = record["alignment"]
+            lines = log_lines(ALIGNMENT, aligned.history, lines)
         save_model(
             model,
             target,
             processor,
-            stage={"task": job.name, "seed": cell.seed, "distillation": _brief(record)},
-            extra_files={
-                STAGE: json.dumps(record, indent=2) + "\n",
-                **log_file(STAGE_ONE, result.history),
-            },
+            stage=stage,
+            extra_files={STAGE: json.dumps(record, indent=2) + "\n", **log_file(STAGE_TWO, [], lines)},
         )
         return target
 
@@ -184,6 +190,12 @@ class Workshop:
         if not cell.kernel.distil:
             config = dataclasses.replace(config, steps=0)
         return distill(model.to(self.device), batches, config, on_step=lambda report: self.tell("step", report))
+
+    def _align(self, model: Any, data: TaskData, job: Job, cell: Cell) -> AlignResult:
+        """Bring a distilled model close to its own softmax, which is the tuned one's where the flow tunes first."""
+        batches = TaskBatches(data, job.align.batch_size, job.align.holdout, cell.seed)
+        config = dataclasses.replace(job.align, seed=cell.seed)
+        return align(model.to(self.device), batches, config, on_step=lambda report: self.tell("step", report))
 
 
 def distil_steps(config: Distil, batches: TaskBatches) -> int:
