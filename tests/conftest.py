@@ -10,3 +10,5 @@ os.environ.setdefault("LINEARIZE_NATIVE", "0")
 import torch
 
 torch.set_num_threads(1)
+
+pytest_plugins = ["native_op"]

@@ -23,7 +23,7 @@ from linearize.ops import (
     window_attention,
     window_weights,
 )
-from linearize.ops.state import EPS
+from linearize.ops.state import EPS, without_padding
 from linearize.registry import KernelInfo
 
 RECOMPUTED = 8192
@@ -84,7 +84,13 @@ class FeatureMapMixer(Mixer):
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
     ) -> tuple[Features, Features]:
-        """Map q [B, H, T, D] and k [B, K, S, D] -> the features of both, [B, H, T, F] and [B, K, S, F]."""
+        """Map q [B, H, T, D] and k [B, K, S, D] -> the features of both, [B, H, T, F] and [B, K, S, F].
+
+        Padding is mapped as zeros are. The queries are the last tokens of the keys' where there are fewer.
+        """
+        if key_padding_mask is not None:
+            q = without_padding(q, key_padding_mask[:, -q.shape[2] :])
+            k = without_padding(k, key_padding_mask)
         if self.inputs is not None:
             q, k = self.inputs(q.float(), k.float(), key_padding_mask)
         return self.query_features(q, scaling, query_positions), self.key_features(k, scaling, key_positions)
@@ -253,7 +259,8 @@ class FeatureMapMixer(Mixer):
             return native.step(maps, q, k, v, held, eps=self.eps, mask=key_padding_mask), state
         positions, seen = self._positions(k, key_padding_mask, state)
         if self.keys.alike and self.queries is None and self.inputs is None and q.shape[1] == k.shape[1]:
-            both = self.key_features(torch.cat([q, k], dim=2), scaling, None)
+            tokens = torch.cat([without_padding(x, key_padding_mask) for x in (q, k)], dim=2)
+            both = self.key_features(tokens, scaling, None)
             phi_q, phi_k = both.phi[:, :, :1], both.phi[:, :, 1:]
             log_scale = None if both.log_scale is None else both.log_scale[..., 1:]
         else:

@@ -49,6 +49,10 @@ class LinearAttention(nn.Module):
         if key_padding_mask is not None:
             # A cache of states hands over the new keys only, but the mask covers all tokens so far.
             key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()
+            # Looking costs little on the CPU; elsewhere it would wait for the device.
+            seen = key_padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+            if seen and bool(key_padding_mask.all()):
+                key_padding_mask = None
         # Sums and features are fp32 by design; autocast would lower them silently.
         with torch.autocast(device_type=q.device.type, enabled=False):
             if cache is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linearize.ops import State, causal_attention, gather_keys, read_state
+from linearize.ops.state import without_padding
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
@@ -91,8 +92,8 @@ def causal_part(
     mixer: FeatureMapMixer, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
 ) -> tuple[Tensor, State]:
     """Attend causally from a part of the tokens to those before and in it."""
-    queries = mixer.query_features(q, call.scaling, call.positions)
-    keys = mixer.key_features(k, call.scaling, call.positions)
+    queries = mixer.query_features(without_padding(q, call.mask), call.scaling, call.positions)
+    keys = mixer.key_features(without_padding(k, call.mask), call.scaling, call.positions)
     found: Any = causal_attention(
         queries.phi,
         keys.phi,
@@ -116,7 +117,7 @@ def gather_part(
     shift: Tensor | None = None,
 ) -> State:
     """Add a part of the keys to a state."""
-    keys = mixer.key_features(k, call.scaling, call.positions)
+    keys = mixer.key_features(without_padding(k, call.mask), call.scaling, call.positions)
     return gather_keys(
         keys.phi,
         v,
@@ -130,7 +131,7 @@ def gather_part(
 
 def read_part(mixer: FeatureMapMixer, q: Tensor, state: State, call: Call, dtype: torch.dtype) -> Tensor:
     """Read the state with a part of the queries."""
-    queries = mixer.query_features(q, call.scaling, call.positions)
+    queries = mixer.query_features(without_padding(q, call.mask), call.scaling, call.positions)
     return mixer.close(read_state(queries.phi, state, normalize=mixer.keys.normalize, eps=mixer.eps), dtype)
 
 

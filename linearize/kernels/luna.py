@@ -140,7 +140,9 @@ class Luna(FeatureMap):
             off = torch.nn.functional.pad(off.flip(-1).cumsum(dim=-1).flip(-1), (0, 1))
             return on + off
 
-        return Segments(knots, table(v * s), table(v * t) + self.out_bias.float()[..., None])
+        # A unit that is not a number belongs to every segment, wherever sorting put its knot.
+        odd = ((s + t + v).detach() * 0.0).sum(dim=-1, keepdim=True)
+        return Segments(knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None])
 
 
 register_kernel(

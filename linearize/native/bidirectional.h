@@ -14,7 +14,7 @@ static float gather(const call_t *c, long b, long h, long first, long last, scra
         key_features(c, b, h, t, count, s);
         if (c->keys.scaled) {
             float before = top;
-            for (long j = 0; j < count; j++) top = s->scale[j] > top ? s->scale[j] : top;
+            for (long j = 0; j < count; j++) top = highest(s->scale[j], top);
             if (top > before) fade(c, s->width, s->kv, s->z, expf(before - top));
             scale_weights(s, count, top);
         }
@@ -28,7 +28,7 @@ static float gather(const call_t *c, long b, long h, long first, long last, scra
 static void join(const call_t *c, long n, long pieces, long heads, const float *kv, const float *top) {
     long size = c->features * (c->value_size + 1);
     float largest = top[n];
-    for (long p = 1; p < pieces; p++) largest = top[p * heads + n] > largest ? top[p * heads + n] : largest;
+    for (long p = 1; p < pieces; p++) largest = highest(top[p * heads + n], largest);
     c->log_scale[n] = largest;
     for (long p = 0; p < pieces; p++) {
         float factor = expf(top[p * heads + n] - largest);

@@ -137,7 +137,18 @@ INLINE void read_row(const void *x, int type, long size, float factor, float *ro
     for (; j < padded(size); j++) row[j] = j < size ? number(x, type, j) * factor : 0.0f;
 }
 
-/* Make a tile of features [F, wide] of one head's tokens from `first` on. */
+/* Whether a token is none: nothing of it may reach others, whatever its numbers are. */
+INLINE int is_padding(const call_t *c, long b, long token) { return c->mask && !c->mask[b * c->tokens + token]; }
+
+/* Clear the columns of a tile [size, wide] that are padding. */
+INLINE void clear_padding(const call_t *c, long b, long first, long count, float *x, long size, long wide) {
+    for (long j = 0; j < count; j++)
+        if (is_padding(c, b, first + j))
+            for (long d = 0; d < size; d++) x[d * wide + j] = 0.0f;
+}
+
+/* Make a tile of features [F, wide] of one head's tokens from `first` on. Padding is mapped as zeros are; features that
+   are given are cleared there, but of queries: who gives them need not mean the same tokens. */
 static void features(const call_t *c, const map_t *map, const void *x, const int64_t *step, long b, long h, long index,
                      long first, long count, scratch_t *s, float *phi) {
     long wide = padded(count), next = least(TILE, c->tokens - first - count);
@@ -147,6 +158,7 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
               map->kind == GIVEN ? c->features : map->size);
     if (map->kind == GIVEN) {
         turned(from, c->type, step[2], count, c->features, 1.0f, phi, wide);
+        if (map == &c->keys) clear_padding(c, b, first, count, phi, c->features, wide);
         return;
     }
     const uint16_t *rounded = 0;
@@ -157,6 +169,7 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
         s->rounded_head[which] = index;
         turned(from, PAIRED, step[2], count, map->size / 2, 1.0f, s->x, wide);
     } else turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
+    clear_padding(c, b, first, count, s->x, rounded ? map->size / 2 : map->size, wide);
     map_tile(map, rounded, index, s->x, phi, s->other, s->scale, wide, s->keep);
 }
 
@@ -169,14 +182,14 @@ INLINE void query_features(const call_t *c, long b, long h, long first, long cou
 INLINE void key_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
     features(c, &c->keys, c->k, c->k_step, b, h, h, first, count, s, s->phi_k);
     for (long j = 0; j < padded(count); j++) {
-        int real = j < count && (!c->mask || c->mask[b * c->tokens + first + j]);
+        int real = j < count && !is_padding(c, b, first + j);
         s->weight[j] = real;
         if (c->given && j < count) s->scale[j] = c->given[(b * c->key_heads + h) * c->tokens + first + j];
         if (!real || !c->keys.scaled) s->scale[j] = c->keys.scaled ? FLOOR : 0.0f;
     }
 }
 
-/* Values of a tile, times their keys' weights, in rows of whole vectors. */
+/* Values of a tile, times their keys' weights, in rows of whole vectors; zeros for padding. */
 INLINE void weighted_values(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
     long next = least(TILE, c->tokens - first - count);
     const void *from = token_at(c->v, c->value_type, c->v_step, b, h, first);
@@ -184,7 +197,7 @@ INLINE void weighted_values(const call_t *c, long b, long h, long first, long co
         ahead(at(from, c->value_type, count * c->v_step[2]), c->value_type, c->v_step[2], next, c->value_size);
     for (long t = 0; t < padded(count); t++) {
         float *row = s->values + t * s->width;
-        if (t >= count || s->weight[t] == 0.0f) memset(row, 0, s->width * sizeof(float));
+        if (t >= count || is_padding(c, b, first + t)) memset(row, 0, s->width * sizeof(float));
         else read_row(at(from, c->value_type, t * c->v_step[2]), c->value_type, c->value_size, s->weight[t], row);
     }
 }

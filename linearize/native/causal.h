@@ -18,7 +18,7 @@ typedef struct {
 /* Take a log-scale apart: exp(scale) = 2^n exp(rest), n a whole number. Returns the rest, between 0 and log 2. */
 INLINE float take_apart(float scale, float *n) {
     *n = floorf(scale / 0.693147180559945309f);
-    return scale > FLOOR / 2 ? (scale - *n * 0.693359375f) - *n * -2.12194440e-4f : 0.0f;
+    return scale <= FLOOR / 2 ? 0.0f : (scale - *n * 0.693359375f) - *n * -2.12194440e-4f;
 }
 
 /* Take a tile's log-scales apart: the weights keep what is left, between 1 and 2. */
@@ -205,7 +205,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
         long count = least(TILE, c->tokens - t);
         key_features(c, b, h, t, count, s);
         if (c->keys.scaled) {
-            for (long j = 0; j < count; j++) top = s->scale[j] > top ? s->scale[j] : top;
+            for (long j = 0; j < count; j++) top = highest(s->scale[j], top);
             tile_powers(s, count, p.end, &p);
             if (!p.steep) {
                 lift(s, count, &p);

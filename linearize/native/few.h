@@ -70,7 +70,7 @@ INLINE float both_signs_row(const map_t *map, float *phi, long n, long wide) {
         softmax_row(phi + wide, n, -1.0f);
         return top;
     }
-    for (long i = 0; i < n; i++) top = fabsf(phi[i]) > top ? fabsf(phi[i]) : top;
+    for (long i = 0; i < n; i++) top = highest(fabsf(phi[i]), top);
     for (long i = 0; i < n; i += W) {
         vf y = load(phi + i);
         store(phi + i, vexp(y - top));
@@ -100,7 +100,7 @@ INLINE float activate_row(const map_t *map, long head, float *phi, float *other)
         bank_row(map, head, other, phi);
         return top;
     case RELU:
-        for (long i = 0; i < n; i += W) store(phi + i, larger(load(phi + i), (vf){0}));
+        for (long i = 0; i < n; i += W) store(phi + i, larger((vf){0}, load(phi + i)));
         return top;
     case SOFTMAX_BOTH:
     case EXP_BOTH:

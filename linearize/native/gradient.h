@@ -91,7 +91,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
         vf p = load(phi + i * wide);
         if (m->kind == RELU) {
-            store(d, (vf)((vi)load(d) & (p > 0.0f)));
+            store(d, (vf)((vi)load(d) & ~(p <= 0.0f))); /* what is not a number lets the gradient through */
             continue;
         }
         vf r = load(phi + (n + i) * wide), dp = load(d), dr = load(e);
@@ -122,7 +122,7 @@ INLINE void scalar_back(int count, const float *b, long hidden, const float *u, 
     for (long j = 0; j < hidden; j++, sums += 2 * W) {
         vf plain = load(sums), times = load(sums + W);
         for (int i = 0; i < count; i++) {
-            vf at = load(u + i * W), on = (vf)((vi)g[i] & (s[j] * at + t[j] > 0.0f));
+            vf at = load(u + i * W), on = (vf)((vi)g[i] & ~(s[j] * at + t[j] <= 0.0f));
             plain += on;
             times += on * at;
             down[i] += (v[j] * s[j]) * on;
@@ -144,7 +144,7 @@ static void bank_back(const map_t *m, long head, const float *phi, const float *
             count = m->rows * wide - p >= GROUP * W ? GROUP : 1;
             for (long i = 0; i < count; i++) {
                 long at = p + i * W, from = (at / wide * m->channels + l) * wide + at % wide;
-                g[i] = (vf)((vi)(load(dphi + from) * m->amplitude) & (load(phi + from) > 0.0f));
+                g[i] = (vf)((vi)(load(dphi + from) * m->amplitude) & ~(load(phi + from) <= 0.0f));
             }
             if (count == GROUP) scalar_back(GROUP, b, m->hidden, u + p, g, du + p, sums);
             else scalar_back(1, b, m->hidden, u + p, g, du + p, sums);
@@ -167,10 +167,12 @@ static void write_bank(const map_t *m, long head, const float *sums, float *to) 
     }
 }
 
-/* From dphi of a tile of queries or keys to the gradients of its inputs (written at `to`) and of a head's weights (added
-   up in `sums`). */
-static void map_back(const call_t *c, const map_t *m, long head, sums_t sums, work_t *w, const float *phi, float *dphi,
-                     const float *dscale, long count, const void *x, long step, void *to, long to_step) {
+/* From dphi of a tile of queries or keys, tokens of batch entry b from `first` on, to the gradients of its inputs
+   (written at `to`) and of a head's weights (added up in `sums`). Padding was mapped as zeros are: its inputs have no
+   gradient. */
+static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t sums, work_t *w, const float *phi,
+                     float *dphi, const float *dscale, long first, long count, const void *x, long step, void *to,
+                     long to_step) {
     scratch_t *s = &w->s;
     long wide = padded(count), n = m->rows, size = m->size;
     if (m->kind == GIVEN) {
@@ -185,7 +187,8 @@ static void map_back(const call_t *c, const map_t *m, long head, sums_t sums, wo
         for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
     }
     for (long t = 0; t < count; t++)
-        read_row(at(x, c->type, t * step), c->type, size, m->scale, w->plain + t * w->width);
+        if (is_padding(c, b, first + t)) memset(w->plain + t * w->width, 0, w->width * sizeof(float));
+        else read_row(at(x, c->type, t * step), c->type, size, m->scale, w->plain + t * w->width);
     for (int which = 0; which < (m->second ? 2 : 1); which++) {
         const float *weight = (which ? m->second : m->first) + head * n * size, *d = dphi + which * n * wide;
         product(which, size, wide, n, weight, 1, size, d, wide, w->dx, wide);
@@ -205,6 +208,7 @@ static void map_back(const call_t *c, const map_t *m, long head, sums_t sums, wo
                 store(w->dx + d * wide + j,
                       load(w->dx + d * wide + j) + load(s->x + d * wide + j) * load(dscale + j) * (2.0f * rate));
     }
+    clear_padding(c, b, first, count, w->dx, size, wide);
     turned_back(w->dx, wide, to, c->type, to_step, count, size, m->scale);
 }
 
@@ -212,15 +216,15 @@ static void map_back(const call_t *c, const map_t *m, long head, sums_t sums, wo
 static void query_back(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
     long group = c->heads / c->key_heads, own = w->maps > 1;
     const map_t *m = own ? &c->queries : &c->keys;
-    map_back(c, m, own ? h : h / group, sums_at(m, w, own ? 1 + h % group : 0), w, w->s.phi_q, w->dphi, 0, count,
-             token_at(c->q, c->type, c->q_step, b, h, first), c->q_step[2],
+    map_back(c, m, b, own ? h : h / group, sums_at(m, w, own ? 1 + h % group : 0), w, w->s.phi_q, w->dphi, 0, first,
+             count, token_at(c->q, c->type, c->q_step, b, h, first), c->q_step[2],
              (void *)token_at(g->dq, c->type, g->dq_step, b, h, first), g->dq_step[2]);
 }
 
 /* And of keys: from dphi, with the gradients to their log-scales, or null. */
 static void key_back(const call_t *c, const back_t *g, long b, long h, long first, long count, float *dphi,
                      const float *dscale, work_t *w) {
-    map_back(c, &c->keys, h, sums_at(&c->keys, w, 0), w, w->s.phi_k, dphi, dscale, count,
+    map_back(c, &c->keys, b, h, sums_at(&c->keys, w, 0), w, w->s.phi_k, dphi, dscale, first, count,
              token_at(c->k, c->type, c->k_step, b, h, first), c->k_step[2],
              (void *)token_at(g->dk, c->type, g->dk_step, b, h, first), g->dk_step[2]);
 }
@@ -285,6 +289,10 @@ INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, lo
         float *row = w->taken + t * s->width, *value = s->values + t * s->width;
         vf sum = {0};
         long i = b * g->dv_step[0] + h * g->dv_step[1] + (first + t) * g->dv_step[2], j = 0;
+        if (is_padding(c, b, first + t)) {
+            memset(row, 0, s->width * sizeof(float));
+            s->sums[t] = 0.0f;
+        }
         for (; j < s->width; j += W) sum += load(row + j) * load(value + j);
         for (j = 0; j + W <= c->value_size; j += W)
             write_numbers(g->dv, c->value_type, i + j, load(row + j) * s->weight[t]);

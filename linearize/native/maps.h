@@ -40,11 +40,13 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
             softmax_column(phi + n * wide + j, n, wide, -1.0f);
             continue;
         }
-        vf top = {0};
+        vf top = {0}, odd = {0};
         for (long i = 0; i < n; i++) {
             vf y = load(phi + i * wide + j);
             top = larger(top, larger(y, -y));
+            odd += y * 0.0f; /* what is not a number, the maximum drops */
         }
+        top += odd;
         for (long i = 0; i < n; i++) {
             vf y = load(phi + i * wide + j);
             store(phi + i * wide + j, vexp(y - top));
@@ -138,8 +140,8 @@ INLINE void scalar_function(int count, const float *b, long hidden, const float 
     const float *s = b, *t = b + hidden, *v = b + 2 * hidden;
     for (int i = 0; i < count; i++) y[i] = splat(b[3 * hidden]);
     for (long j = 0; j < hidden; j++)
-        for (int i = 0; i < count; i++) y[i] += v[j] * larger(s[j] * load(u + i * W) + t[j], (vf){0});
-    for (int i = 0; i < count; i++) y[i] = larger(y[i], (vf){0});
+        for (int i = 0; i < count; i++) y[i] += v[j] * larger((vf){0}, s[j] * load(u + i * W) + t[j]);
+    for (int i = 0; i < count; i++) y[i] = larger((vf){0}, y[i]);
 }
 
 /* All functions of all projections u [rows, wide] -> phi [rows, channels, wide]. */
@@ -172,7 +174,7 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     add_bias(map, head, phi, wide);
     switch (map->kind) {
     case RELU:
-        for (long i = 0; i < n * wide; i += W) store(phi + i, larger(load(phi + i), (vf){0}));
+        for (long i = 0; i < n * wide; i += W) store(phi + i, larger((vf){0}, load(phi + i)));
         break;
     case SOFTMAX_BOTH:
     case EXP_BOTH:

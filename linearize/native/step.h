@@ -27,35 +27,38 @@ INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi
     for (long j = 0; j < vectors; j++) store(mixed + j * W, sum[j]);
 }
 
-INLINE void token(const void *x, int type, const int64_t *step, long b, long h, long size, float scale, float *to) {
-    for (long d = 0; d < size; d++) to[d] = number(x, type, b * step[0] + h * step[1] + d) * scale;
+/* Read a token's numbers times `scale`; zeros for padding. */
+INLINE void token(const call_t *c, const void *x, int type, const int64_t *step, long b, long h, long size, float scale,
+                  float *to) {
+    if (is_padding(c, b, 0)) memset(to, 0, size * sizeof(float));
+    else for (long d = 0; d < size; d++) to[d] = number(x, type, b * step[0] + h * step[1] + d) * scale;
 }
 
 static void step_head(const call_t *c, long n, const few_t *f, float *value, float *mixed) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, size = c->keys.size;
     long v = c->value_size, whole = v / W;
     float scales[2], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
-    float weight = !c->mask || c->mask[b * c->tokens];
+    float weight = !is_padding(c, b, 0);
     /* Where queries share the keys' weights, the first goes along with the key. */
     int together = c->queries.first == c->keys.first;
     few_t key = *f, query = *f;
     query.x += f->x_step;
     query.phi += f->step;
-    token(c->k, c->type, c->k_step, b, h, size, c->keys.scale, key.x);
-    if (together) token(c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, query.x);
+    token(c, c->k, c->type, c->k_step, b, h, size, c->keys.scale, key.x);
+    if (together) token(c, c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, query.x);
     map_few(c, &c->keys, h, &key, together ? 2 : 1, scales);
     if (c->keys.scaled) {
         float own = weight > 0.0f ? scales[0] : FLOOR, before = c->log_scale[n];
-        float shift = own > before ? own : before;
-        decay = own > before ? expf(before - shift) : 1.0f;
+        float shift = highest(own, before);
+        decay = shift > before ? expf(before - shift) : 1.0f;
         weight *= expf(own - shift);
         c->log_scale[n] = shift;
     }
-    token(c->v, c->value_type, c->v_step, b, h, v, weight, value);
+    token(c, c->v, c->value_type, c->v_step, b, h, v, weight, value);
     value[v] = weight;
     for (long g = 0; g < group; g++) {
         if (g || !together) {
-            token(c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, query.x);
+            token(c, c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, query.x);
             map_few(c, &c->queries, c->queries.heads == c->heads ? h * group + g : h, &query, 1, scales);
         }
         if (whole == 4) step_rows(4, c, kv, key.phi, query.phi, decay, value, mixed);

@@ -84,6 +84,9 @@ INLINE vf farther(vf a, vf b) {
 #endif
 }
 
+/* The larger of both; what is not a number stays. */
+INLINE float highest(float a, float b) { return a > b || a != a ? a : b; }
+
 #define LANE(j) (j)
 
 /* The first `count` lanes; zero in the others. */
@@ -156,9 +159,9 @@ INLINE void vsincos(vf x, vf *sine, vf *cosine) {
     *cosine = 1.0f - twice * s;
 }
 
-/* 2^d for a whole number d; 0 below fp32's smallest normal number. */
+/* 2^d for a whole number d; 0 below fp32's smallest normal number. What is not a number stays none. */
 INLINE float power(float d) {
-    if (d < -126.0f) return 0.0f;
+    if (!(d >= -126.0f)) return d != d ? d : 0.0f;
     union { int32_t bits; float value; } u = {((int32_t)(d > 127.0f ? 127.0f : d) + 127) << 23};
     return u.value;
 }

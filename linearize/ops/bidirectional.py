@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, State, divide, key_weight, masked_log_scale, with_ones
+from linearize.ops.state import EPS, State, divide, masked_log_scale, with_ones, without_padding
 
 
 def bidirectional_attention(
@@ -62,11 +62,10 @@ def gather_keys(
         shift = phi_k.new_zeros(phi_k.shape[:2], dtype=torch.float32) if scale is None else scale.detach().amax(dim=-1)
         if initial_state is not None:
             shift = torch.maximum(shift, initial_state.log_scale)
-    values = with_ones(v, normalize)
-    weight = key_weight(key_padding_mask, scale, shift[..., None])
-    if weight is not None:
-        values = values * weight[..., None]
-    kv = phi_k.float().transpose(-1, -2) @ values
+    values = with_ones(v, normalize, key_padding_mask)
+    if scale is not None:
+        values = values * torch.exp(scale - shift[..., None])[..., None]
+    kv = without_padding(phi_k.float(), key_padding_mask).transpose(-1, -2) @ values
     if initial_state is not None:
         kv = kv + initial_state.kv * torch.exp(initial_state.log_scale - shift)[..., None, None]
     return State(kv, shift)

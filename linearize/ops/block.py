@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.compact import put_back, real_first, take
-from linearize.ops.state import FLOOR
+from linearize.ops.state import FLOOR, without_padding
 
 
 class BlockState(NamedTuple):
@@ -65,6 +65,7 @@ def block_attention(
     tokens = q.shape[2]
     mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
     mask = mask if key_padding_mask is None else key_padding_mask.bool()
+    q, k, v = (without_padding(x, key_padding_mask) for x in (q, k, v))
     order = None
     if initial_state is not None:
         held, filled = block, initial_state.filled
@@ -135,5 +136,7 @@ def block_weights(
     visible = (number[:, -queries:, None] == number[:, None, :]) & real[:, None]
     if causal:
         visible = visible & torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    k = without_padding(k, key_padding_mask)
+    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -queries:])
     scores = (q.float() * scaling) @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     return _activate(scores, visible[:, None], softmax)

@@ -70,10 +70,9 @@ def _in_chunks(
     if state is None:
         state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
-    mask = None if key_padding_mask is None else key_padding_mask[:, None, :].float()
     if torch.compiler.is_compiling():
         return traced_attention(
-            phi_q, phi_k, v, mask=mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
+            phi_q, phi_k, v, mask=key_padding_mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
         )
     if (kernel := chunk_kernel(v.device)) is not None and exact_enough(v):
         return fla_attention(
@@ -87,10 +86,11 @@ def _in_chunks(
             normalize=normalize,
             eps=eps,
         )
+    padding = None if key_padding_mask is None else ~key_padding_mask[:, None, :, None].bool()
     if scale is not None:
-        return _scaled(phi_q, phi_k, v, mask, scale, state, normalize, eps)
-    plan = Plan(cut(v.shape[2]), normalize, eps)
-    out, kv = _Causal.apply(phi_q, phi_k, v, mask, state.kv, plan)
+        return _scaled(phi_q, phi_k, v, padding, scale, state, normalize, eps)
+    plan = Plan(cut(v.shape[2]), normalize, eps, padding)
+    out, kv = _Causal.apply(phi_q, phi_k, v, None, state.kv, plan)
     return out, State(kv, state.log_scale)
 
 
@@ -98,7 +98,7 @@ def _scaled(
     phi_q: Tensor,
     phi_k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    padding: Tensor | None,
     scale: Tensor,
     state: State,
     normalize: bool,
@@ -108,8 +108,7 @@ def _scaled(
     power, rest = powers(scale)
     start_power, start_rest = powers(state.log_scale)
     weight = torch.exp(rest)
-    weight = weight if mask is None else weight * mask
-    plan = make_plan(power.detach(), start_power.detach(), normalize, eps)
+    plan = make_plan(power.detach(), start_power.detach(), normalize, eps, padding)
     start = state.kv * torch.exp(start_rest)[..., None, None]
     out, kv = _Causal.apply(phi_q, phi_k, v, weight, start, plan)
     if not normalize:
@@ -180,7 +179,7 @@ class _Chunks:
                 factor, lift = factor * lift, None
         values = torch.ones(self.batch, self.heads, size, self.width, device=self.v.device)
         values[..., : self.v.shape[-1]].copy_(self.v[:, :, part])
-        values = values.view(self.n, size, self.width)
+        values = self.real(values, part).view(self.n, size, self.width)
         values = values if factor is None else values.mul_(factor)
         mask = self.lower[:size, :size].repeat(self.groups, 1) if self.groups > 1 else self.lower[:size, :size]
         if lift is not None:
@@ -188,7 +187,7 @@ class _Chunks:
         return _Step(
             part,
             self.rows(self.q, part),
-            self.k[:, :, part].reshape(self.n, size, -1).float(),
+            self.real(self.k[:, :, part], part).reshape(self.n, size, -1).float(),
             values,
             values if lift is None else values * lift,
             mask,
@@ -197,6 +196,10 @@ class _Chunks:
             lift,
             factor,
         )
+
+    def real(self, x: Tensor, part: slice) -> Tensor:
+        """Return a chunk of keys or values [B, K, C, X] with zeros for padding."""
+        return x if self.plan.padding is None else x.masked_fill(self.plan.padding[:, :, part], 0.0)
 
     def steep(self, number: int, part: slice) -> tuple[Tensor, Tensor]:
         """Return mask and reach of a steep chunk: every row relative to its own maximum."""
@@ -336,7 +339,7 @@ def _weight_gradient(chunks: _Chunks, found: Tensor, step: _Step) -> Tensor:
     """Return the gradient to a chunk's weights [B, K, C] from that to its weighted values [N, C, V (+ 1)]."""
     size = chunks.v.shape[-1]
     # By the values as they were before the weight, which may be zero.
-    plain = chunks.v[:, :, step.part].reshape(chunks.n, -1, size).float()
+    plain = chunks.real(chunks.v[:, :, step.part], step.part).reshape(chunks.n, -1, size).float()
     total = (found[..., :size] * plain).sum(dim=-1)
     total = total + found[..., -1] if chunks.plan.normalize else total
     total = total.view(*chunks.k.shape[:2], -1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, State, divide, key_weight, with_ones
+from linearize.ops.state import FLOOR, State, divide, with_ones, without_padding
 
 SWITCH = "LINEARIZE_FLA"
 """Environment variable: 0 leaves flash-linear-attention alone though it is installed."""
@@ -78,18 +78,18 @@ def fla_attention(
         """Bring x [B, heads, T, ...] to the kernel's [B, T, H, ...], key heads once for each of their queries."""
         return x.float().repeat_interleave(repeat, dim=1).transpose(1, 2).contiguous()
 
-    values, gate, top = with_ones(v, normalize), None, state.log_scale.detach()[..., None]
+    values, gate, top = with_ones(v, normalize, key_padding_mask), None, state.log_scale.detach()[..., None]
     if scale is not None:
         start = top
         top = torch.maximum(scale.detach().cummax(dim=-1).values, start)
         before = torch.cat([start, top[..., :-1]], dim=-1)
         # A state that holds nothing has nothing to lose.
         gate = laid_out(torch.where(before > FLOOR / 2, before - top, 0.0).clamp(min=FADED))
-    weight = key_weight(key_padding_mask, scale, top)
+        values = values * torch.exp(scale - top)[..., None]
     mixed, kv = kernel(
         laid_out(phi_q, 1),
-        laid_out(phi_k),
-        laid_out(values if weight is None else values * weight[..., None]),
+        laid_out(without_padding(phi_k, key_padding_mask)),
+        laid_out(values),
         g=gate,
         scale=1.0,
         initial_state=state.kv.repeat_interleave(groups, dim=1).contiguous(),

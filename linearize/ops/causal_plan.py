@@ -29,7 +29,7 @@ def powers(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Take log-scales apart: exp(scale) = 2^n exp(r), n a whole number, 0 <= r < log 2 but for rounding."""
     n = torch.floor(scale.detach() / math.log(2.0))
     rest = (scale - n * LN2_HIGH) - n * LN2_LOW
-    return n, torch.where(scale > FLOOR / 2, rest, 0.0)
+    return n, torch.where(scale <= FLOOR / 2, 0.0, rest)
 
 
 def cut(tokens: int) -> list[tuple[int, int]]:
@@ -44,6 +44,7 @@ class Plan(NamedTuple):
         spans: the chunks.
         normalize: whether rows are divided by their sums.
         eps: smallest magnitude of a sum, relative to the row's own maximum.
+        padding: [B, 1, T, 1] bool, true where there is no token, or None.
         power: [B, K, T] the keys' powers, or None where nothing is scaled; so all that follow.
         top: [B, K, T] running maximum of the powers.
         unit: [B, K, T] the power under which a row is summed: its chunk's, or its own where the chunk is steep.
@@ -56,6 +57,7 @@ class Plan(NamedTuple):
     spans: list[tuple[int, int]]
     normalize: bool
     eps: float
+    padding: Tensor | None = None
     power: Tensor | None = None
     top: Tensor | None = None
     unit: Tensor | None = None
@@ -79,8 +81,8 @@ class Plan(NamedTuple):
 
 
 @torch.no_grad()
-def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float) -> Plan:
-    """Choose the powers of two: `power` [B, K, T] of the keys, `start` [B, K] of the state before."""
+def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float, padding: Tensor | None) -> Plan:
+    """Choose the powers of two: `power` [B, K, T] of the keys, `start` [B, K] of the state before; see `Plan`."""
     spans = cut(power.shape[-1])
     top = torch.maximum(power.cummax(dim=-1).values, start[..., None])
     lengths = torch.tensor([stop - first for first, stop in spans], device=top.device)
@@ -92,4 +94,4 @@ def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float) -> Plan
     steep = torch.nn.functional.pad(far, (0, len(spans) * CHUNK - len(far))).view(-1, CHUNK).any(dim=1)
     unit = torch.where(steep.repeat_interleave(lengths), top, chunk)
     lift, fade = torch.exp2(power - chunk), torch.exp2(before - ends)
-    return Plan(spans, normalize, eps, power, top, unit, lift, before, fade, steep.tolist())
+    return Plan(spans, normalize, eps, padding, power, top, unit, lift, before, fade, steep.tolist())

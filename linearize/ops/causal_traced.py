@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, State, divide, group_queries, with_ones
+from linearize.ops.state import FLOOR, State, divide, group_queries, with_ones, without_padding
 
 
 def traced_attention(
@@ -26,7 +26,7 @@ def traced_attention(
         phi_q: [B, H, T, F].
         phi_k: [B, K, T, F].
         v: [B, K, T, V].
-        mask: [B, 1, T] ones where there is a token, or None.
+        mask: [B, T], true or 1 where there is a token, or None.
         scale: [B, K, T] log-scales, `FLOOR` where there is no token, or None.
         state: the state before.
         normalize: whether to divide by the sum of the weights.
@@ -37,9 +37,7 @@ def traced_attention(
         Output [B, H, T, V] in `v`'s dtype and the state after.
     """
     queries = group_queries(phi_q, phi_k.shape[1])
-    values = with_ones(v, normalize)
-    if mask is not None:
-        values = values * mask[..., None]
+    phi_k, values = without_padding(phi_k, mask), with_ones(v, normalize, mask)
     outputs = []
     for start in range(0, v.shape[2], chunk):
         part = slice(start, start + chunk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, State, divide, masked_log_scale, with_ones
+from linearize.ops.state import EPS, FLOOR, State, divide, masked_log_scale, with_ones, without_padding
 
 
 def kernel_weights(
@@ -33,7 +33,7 @@ def kernel_weights(
         Weights [B, H, T, S] in fp32, zero at padded and later keys.
     """
     groups = phi_q.shape[1] // phi_k.shape[1]
-    keys = phi_k.float().repeat_interleave(groups, dim=1)
+    keys = without_padding(phi_k.float(), key_padding_mask).repeat_interleave(groups, dim=1)
     scores = phi_q.float() @ keys.transpose(-1, -2)
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if causal:
@@ -83,11 +83,10 @@ def naive_attention(
         Output [B, H, T, V] in `v`'s dtype; with `return_state` also the final `State`.
     """
     groups = phi_q.shape[1] // phi_k.shape[1]
-    queries, keys = phi_q.float(), phi_k.float()
-    values = with_ones(v, normalize)
+    queries, keys = phi_q.float(), without_padding(phi_k.float(), key_padding_mask)
+    values = with_ones(v, normalize, key_padding_mask)
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     scale = torch.zeros(keys.shape[:-1], device=keys.device) if scale is None else scale
-    mask = torch.ones_like(scale[:, 0]) if key_padding_mask is None else key_padding_mask.float()
     past = scale.new_full(scale.shape[:2], 0.0 if log_scale is None else FLOOR)
     past = past if initial_state is None else initial_state.log_scale
     tokens = v.shape[2]
@@ -95,7 +94,7 @@ def naive_attention(
     for i in range(tokens):
         seen = slice(0, i + 1 if causal else tokens)
         shift = torch.maximum(past, scale[:, :, seen].detach().amax(dim=-1))
-        weight = torch.exp(scale[:, :, seen] - shift[..., None]) * mask[:, None, seen]
+        weight = torch.exp(scale[:, :, seen] - shift[..., None])
         scores = queries[:, :, i, None] @ keys[:, :, seen].repeat_interleave(groups, 1).transpose(-1, -2)
         row = (scores * weight.repeat_interleave(groups, 1)[:, :, None]) @ values[:, :, seen].repeat_interleave(
             groups, 1
@@ -109,7 +108,7 @@ def naive_attention(
     if not return_state:
         return out
     shift = torch.maximum(past, scale.detach().amax(dim=-1))
-    weight = torch.exp(scale - shift[..., None]) * mask[:, None]
+    weight = torch.exp(scale - shift[..., None])
     kv = keys.transpose(-1, -2) @ (values * weight[..., None])
     if initial_state is not None:
         kv = kv + initial_state.kv * torch.exp(past - shift)[..., None, None]

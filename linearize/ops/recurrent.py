@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, State, divide, empty_state, guarded, masked_log_scale, with_ones
+from linearize.ops.state import (
+    EPS,
+    State,
+    divide,
+    empty_state,
+    guarded,
+    masked_log_scale,
+    with_ones,
+    without_padding,
+)
 
 
 def recurrent_attention(
@@ -26,10 +35,8 @@ def recurrent_attention(
     """
     batch, heads, tokens, features = phi_q.shape
     key_heads = phi_k.shape[1]
-    queries, keys = phi_q.float(), phi_k.float()
-    values = with_ones(v, normalize)
-    if key_padding_mask is not None:
-        values = values * key_padding_mask[:, None, :, None].float()
+    queries, keys = phi_q.float(), without_padding(phi_k.float(), key_padding_mask)
+    values = with_ones(v, normalize, key_padding_mask)
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     state = (
         initial_state
@@ -85,7 +92,8 @@ def advance(
             flat.mul_(torch.exp(state.log_scale - shift).view(count, 1, 1))
         values = values * torch.exp(scale - shift[..., None]).view(count, 1, 1)
     if key_padding_mask is not None:
-        values = values * key_padding_mask.float().repeat_interleave(key_heads, dim=0)[..., None]
+        padding = ~key_padding_mask.bool().repeat_interleave(key_heads, dim=0)[..., None]
+        values, phi_k = values.masked_fill(padding, 0.0), without_padding(phi_k, key_padding_mask)
     flat.baddbmm_(phi_k.reshape(count, features, 1), values)
     mixed = torch.bmm(phi_q.reshape(count, -1, features), flat)
     if normalize:

@@ -47,10 +47,23 @@ def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = Tru
     return State(kv, log_scale)
 
 
-def with_ones(v: Tensor, normalize: bool) -> Tensor:
-    """Return `v` in fp32, with one more column of ones that gathers the denominator: [B, K, T, V (+ 1)]."""
-    v = v.float()
-    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1) if normalize else v
+def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Return x [B, H, T, D] with zeros at padded tokens, whatever they hold: 0 times NaN would be NaN.
+
+    The mask [B, T] is true or 1 where there is a token.
+    """
+    return x if key_padding_mask is None else x.masked_fill(~key_padding_mask[:, None, :, None].bool(), 0.0)
+
+
+def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Return `v` in fp32 with one more column, of ones, that gathers the denominator: [B, K, T, V (+ 1)].
+
+    Padded rows are zero throughout.
+    """
+    v = without_padding(v.float(), key_padding_mask)
+    if not normalize:
+        return v
+    return torch.cat([v, without_padding(v.new_ones(*v.shape[:-1], 1), key_padding_mask)], dim=-1)
 
 
 def masked_log_scale(phi_k: Tensor, log_scale: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -61,15 +74,6 @@ def masked_log_scale(phi_k: Tensor, log_scale: Tensor | None, key_padding_mask: 
     if key_padding_mask is None:
         return log_scale
     return log_scale.masked_fill(~key_padding_mask[:, None, :].bool(), FLOOR)
-
-
-def key_weight(mask: Tensor | None, log_scale: Tensor | None, shift: Tensor) -> Tensor | None:
-    """Return what each key's `[v, 1]` is multiplied with: exp(log_scale - shift), 0 where padded. [B, K or 1, T]."""
-    keep = None if mask is None else mask[:, None, :].float()
-    if log_scale is None:
-        return keep
-    weight = torch.exp(log_scale - shift)
-    return weight if keep is None else weight * keep
 
 
 def divide(mixed: Tensor, eps: float) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from linearize.ops.causal import causal_attention
 from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.recurrent import recurrent_attention
-from linearize.ops.state import EPS, FLOOR, State, divide, empty_state, masked_log_scale, with_ones
+from linearize.ops.state import EPS, FLOOR, State, divide, empty_state, masked_log_scale, with_ones, without_padding
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -126,7 +126,8 @@ def window_attention(
     mask = mask if key_padding_mask is None else key_padding_mask.bool()
     scale = torch.zeros(phi_k.shape[:3], device=q.device) if log_scale is None else log_scale.float()
     own = torch.zeros(phi_q.shape[:3], device=q.device) if query_log_scale is None else query_log_scale.float()
-    keys = _Keys(k, v, phi_k.float(), scale, mask)
+    q, k, v, phi_k = (without_padding(x, key_padding_mask) for x in (q, k, v, phi_k.float()))
+    keys = _Keys(k, v, phi_k, scale, mask)
     order = real_first(mask) if key_padding_mask is not None and tokens > 1 else None
     if order is not None:
         phi_q, q, own, keys = take(phi_q, order), take(q, order), take(own, order), keys.taken(order)
@@ -214,7 +215,7 @@ def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     levels = []
     for mixed, shift in parts:
         size = mixed.detach().abs().amax(dim=-1)
-        levels.append(torch.where(size > TINY, shift.detach() + size.clamp(min=TINY).log(), FLOOR))
+        levels.append(torch.where(size <= TINY, FLOOR, shift.detach() + size.clamp(min=TINY).log()))
     top = torch.stack(levels).amax(dim=0)
     # The clamp only meets parts that count as absent: exp(80) times less than TINY.
     scaled = [mixed * torch.exp((shift - top).clamp(max=80.0))[..., None] for mixed, shift in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide
+from linearize.ops.state import EPS, FLOOR, divide, without_padding
 
 TINY = 1e-30
 
@@ -33,6 +33,9 @@ def window_weights(
     queries, keys = q.shape[2], k.shape[2]
     real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device)
     real = real if key_padding_mask is None else key_padding_mask.bool()
+    k, phi_k = (without_padding(x, key_padding_mask) for x in (k, phi_k))
+    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -queries:])
+    log_scale = None if log_scale is None else log_scale.float().masked_fill(~real[:, None], 0.0)
     place = real.long().cumsum(dim=-1)
     distance = place[:, -queries:, None] - place[:, None, :]
     near = distance < window if causal else distance.abs() <= window // 2
@@ -49,7 +52,7 @@ def window_weights(
     factors = torch.where(near, torch.ones_like(products), products).masked_fill(~visible, 0.0)
     exponents = torch.where(near, scores, exponents)
     size = factors.detach().abs()
-    levels = torch.where(size > TINY, exponents.detach() + size.clamp(min=TINY).log(), FLOOR)
+    levels = torch.where(size <= TINY, FLOOR, exponents.detach() + size.clamp(min=TINY).log())
     shift = levels.amax(dim=-1, keepdim=True)
     weights = factors * torch.exp((exponents - shift).clamp(max=80.0))
     return divide(torch.cat([weights, weights.sum(dim=-1, keepdim=True)], dim=-1), eps)

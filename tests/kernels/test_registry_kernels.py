@@ -136,7 +136,9 @@ def test_weights_are_what_the_facts_say(info, arguments, direction):
     if direction == "causal":
         assert (weights.triu(1) == 0).all()
     if info.normalized:
-        torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, HEADS, TOKENS), rtol=1e-4, atol=1e-4)
+        # A padded query's row is nobody's: padding is mapped as zeros are, and some maps have no feature for those.
+        sums = weights.sum(-1).transpose(1, 2)[mask]
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-4, atol=1e-4)
     if mixer.positive:
         large, small, _ = make_inputs(TOKENS, scale=4.0)
         for pair in ((q, k), (large, small)):

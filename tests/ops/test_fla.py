@@ -67,6 +67,20 @@ def test_equals_naive(through, padded, scaled, normalize):
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_padding_may_hold_anything(through, scaled):
+    phi_q, phi_k, v, scale, mask = make(70, scaled=scaled, padded="left")
+    holes = ~mask[:, None].bool()
+    found = []
+    for value in (0.0, float("nan")):
+        given = [x.masked_fill(holes[..., None], value) for x in (phi_k, v)]
+        scales = None if scale is None else scale.masked_fill(holes, value)
+        out = causal_attention(phi_q, *given, key_padding_mask=mask, log_scale=scales)
+        found.append([out, *gradients(out, [x for x in (phi_q, phi_k, v, scale) if x is not None])])
+    for one, other in zip(*found, strict=True):
+        assert torch.isfinite(other).all() and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_goes_on_from_a_state(through, scaled):
     phi_q, phi_k, v, scale, mask = make(50, scaled=scaled, padded="left")
     whole = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=scale)

@@ -1,4 +1,4 @@
-"""The native op, compiled once for these tests, into a cache of their own.
+"""Fixtures: the native op, compiled once for the tests, into a cache of their own.
 
 `LINEARIZE_TEST_FLAGS` stands for `-march=native`: "-mavx2 -mfma" or "-msse2" compile what other processors get
 (for test_attention.py, test_features.py and test_gradients.py: processes of their own do not know of it).

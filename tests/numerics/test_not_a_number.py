@@ -1,0 +1,116 @@
+"""NaN in, NaN out, natively as in PyTorch: never a finite number made of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import CASES, DIM, HEADS, IDS, KEY_HEADS, directions, make_inputs, make_mixer, run
+
+from linearize.bench.agreement import native_kernels
+from linearize.registry import kernel_info
+
+TOKENS, AT, WINDOW = 70, 52, 5
+ENGINES = pytest.mark.parametrize("native", [False, True], ids=["pytorch", "native"])
+MIXERS = [
+    pytest.param(info, arguments, direction, window, id=f"{name}-{direction}" + ("-window" if window else ""))
+    for (info, arguments), name in zip(CASES, IDS, strict=True)
+    for direction in directions(info)
+    for window in ([None, WINDOW] if info.windowed else [None])
+]
+GROUP = HEADS // KEY_HEADS
+
+
+def reached(mixer, at):
+    """Which queries [T] see the key of token `at`."""
+    tokens = torch.arange(TOKENS)
+    seen = tokens >= at if mixer.shape.causal else torch.ones(TOKENS, dtype=torch.bool)
+    block = getattr(mixer.config, "block", None)
+    return seen if block is None else seen & (tokens // block == at // block)
+
+
+@ENGINES
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)
+@torch.no_grad()
+def test_inputs(switch, info, arguments, direction, window, which, native):
+    """One number of one head of one batch entry: what depends on it is NaN, nothing else is another number."""
+    switch(native)
+    mixer = make_mixer(info, arguments, causal=direction == "causal", window=window)
+    inputs = dict(zip("qkv", make_inputs(TOKENS), strict=True))
+    clean, _ = run(mixer, *inputs.values())
+    inputs[which][1, 1, AT, 2] = float("nan")
+    out, _ = run(mixer, *inputs.values())
+    heads = [1] if which == "q" else list(range(GROUP, 2 * GROUP))
+    rows = torch.arange(TOKENS) == AT if which == "q" else reached(mixer, AT)
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched[1, heads] = rows[:, None]
+    if which == "v":
+        touched[..., :2] = touched[..., 3:] = False
+    assert out[touched].isnan().all()
+    # Earlier rows of a chunk may fall with it: they are multiplied with zeros there. None becomes another number.
+    assert torch.equal(out[~out.isnan()], clean[~out.isnan()])
+    assert not out[0].isnan().any() and not out[1, heads[0] - 1].isnan().any()
+
+
+@pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)
+@torch.no_grad()
+def test_weights(switch, info, arguments, direction, window):
+    """One number of one of the kernel's tensors: all that depends on it is NaN, in decoding too, both ways alike."""
+    mixer = make_mixer(info, arguments, causal=direction == "causal", window=window)
+    inputs, token = make_inputs(TOKENS), make_inputs(1, seed=1)
+
+    def outputs():
+        out, state = run(mixer, *inputs, return_state=mixer.shape.causal)
+        if not (mixer.shape.causal and info.streamable):
+            return [out]
+        return [out, mixer.decode(*token, scaling=DIM**-0.5, state=state)[0]]
+
+    switch(False)
+    clean = outputs()
+    tensors = [*mixer.named_parameters(), *mixer.named_buffers()]
+    for name, tensor in [(name, tensor) for name, tensor in tensors if name != "inputs.batches"]:
+        for place in {0, tensor[-1].numel() - 1}:
+            numbers = tensor[-1].view(-1)
+            kept = numbers[place].item()
+            found = []
+            for value, native in ((1.5 * kept + 0.1, False), (float("nan"), False), (float("nan"), True)):
+                numbers[place] = value
+                switch(native)
+                found.append(outputs())
+            numbers[place] = kept
+            for now, other, ours, theirs in zip(clean, *found, strict=True):
+                depends = (now - other).abs() > 1e-4 * (1 + now.abs())
+                assert ours[depends].isnan().all() and torch.equal(ours.isnan(), theirs.isnan()), (name, place)
+                torch.testing.assert_close(ours[~ours.isnan()], now[~ours.isnan()], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", native_kernels())
+@pytest.mark.parametrize("which", ["q", "k", "v", "weights"])
+def test_gradients(switch, name, causal, which):
+    """Where PyTorch's gradients are NaN, native ones are; where those are numbers, these are NaN or the same."""
+    mixer = make_mixer(kernel_info(name), causal=causal)
+    inputs = dict(zip("qkv", make_inputs(TOKENS), strict=True))
+    with torch.no_grad():
+        if which == "weights":
+            next(mixer.parameters())[-1].view(-1)[0] = float("nan")
+        else:
+            inputs[which][1, 1, AT, 2] = float("nan")
+    found = []
+    for native in (False, True):
+        switch(native)
+        leaves = [x.detach().requires_grad_() for x in inputs.values()]
+        out, _ = run(mixer, *leaves)
+        found.append(torch.autograd.grad(out.square().sum(), [*leaves, *mixer.parameters()]))
+    for number, (theirs, ours) in enumerate(zip(*found, strict=True)):
+        assert ours.isnan().any()
+        if number < 3:
+            # In chunks of 64 and in tiles of 48 tokens, other earlier rows fall with it.
+            assert ours[:, :, AT:][theirs[:, :, AT:].isnan()].isnan().all()
+        else:
+            # By heads: luna's functions in PyTorch are sums over segments, natively over units.
+            assert torch.equal(
+                ours.reshape(len(ours), -1).isnan().any(1), theirs.reshape(len(theirs), -1).isnan().any(1)
+            )
+        both = ~ours.isnan() & ~theirs.isnan()
+        torch.testing.assert_close(ours[both], theirs[both], rtol=1e-3, atol=1e-4)
