@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,14 @@ class Loaded:
         processor: tokenizer or image processor; None where the checkpoint has none.
         modality: "text", "image" or "other".
         name: what it was loaded from.
+        embedder: files of a sentence embedder's further modules, by name; see `linearize.checkpoint.sentence`.
     """
 
     model: Any
     processor: Any
     modality: str
     name: str
+    embedder: dict[str, bytes] = field(default_factory=dict)
 
 
 def load_model(name: str, *, task: str | None = None, device: str = "cpu", revision: str | None = None) -> Loaded:
@@ -75,7 +77,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         model = loader.from_pretrained(name, revision=revision)
     modality = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
-    return Loaded(model, _load_processor(name, revision, modality), modality, name)
+    return Loaded(model, _load_processor(name, revision, modality), modality, name, _embedder(model, name, revision))
 
 
 def load_converted(name: str, *, device: str = "cpu") -> Loaded:
@@ -104,7 +106,14 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
             model = model_class(base, type(config)).from_pretrained(name)
     modality = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
-    return Loaded(model, _load_processor(name, None, modality), modality, name)
+    return Loaded(model, _load_processor(name, None, modality), modality, name, _embedder(model, name, None))
+
+
+def _embedder(model: Any, name: str, revision: str | None) -> dict[str, bytes]:
+    """Read the modules of a sentence embedder; a model with a head is none."""
+    from linearize.checkpoint.sentence import sentence_files
+
+    return sentence_files(name, revision) if model.base_model is model else {}
 
 
 def model_type(name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,7 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
     from linearize.checkpoint.save import check_target
+    from linearize.checkpoint.sentence import with_length
     from linearize.registry import kernel_info, make_config
     from linearize.surgery.apply import apply
 
@@ -175,6 +176,7 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     source = _load_data(options, loaded) if options.distill_steps or _align_config(options).steps else None
     positions = _extend(options, loaded)
     tell("positions", positions)
+    loaded.embedder = with_length(loaded.embedder, options.max_length)
     apply(loaded.model, plan)
     # A folder's path is nobody's business; its name alone must not be taken for a name on the Hub later.
     local = Path(options.model).exists()
@@ -275,11 +277,14 @@ def _align(
     """
     if source is None or not config.steps:
         return None, None
+    from linearize.checkpoint.sentence import pools_first
     from linearize.distillation.processes import several
 
     if several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         tell("note", "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align")
         return None, None
+    if pools_first(loaded.embedder):
+        config = replace(config, pooling="first")
     try:
         board = f"{_folder(options)}.tensorboard"
         return run_alignment(loaded.model, source, config, None, tell, options.report_to, board), None
@@ -296,7 +301,7 @@ def _save(
     loaded: Any,
     configs: tuple[Any, ...],
     provenance: dict[str, Any],
-    files: dict[str, str],
+    files: Mapping[str, str | bytes],
 ) -> None:
     """Write the checkpoint, and drop the states of the run that made it."""
     from linearize.checkpoint.save import save
@@ -310,7 +315,7 @@ def _save(
             processor=loaded.processor,
             overwrite=options.overwrite,
             provenance=provenance,
-            extra_files=files,
+            extra_files=files | loaded.embedder,
         )
     for config in configs:
         if config.folder is not None:

@@ -9,6 +9,7 @@ from linearize.errors import ConfigError
 
 TRAINED = ("kernels", "attention", "blocks", "lora")
 PRECISIONS = ("no", "bf16", "fp16")
+POOLINGS = ("mean", "first")
 WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
 
 
@@ -27,6 +28,7 @@ class AlignConfig:
     kernel_learning_rate: float = _option(1e-3, "peak learning rate of the kernels")
     hidden_weight: float = _option(1.0, "weight of the hidden states' error")
     pooled_weight: float = _option(1.0, "weight of the pooled output's distance (1 - cosine)")
+    pooling: str = _option("mean", "what the pooled output is: the mean over tokens, or the first token's state")
     logits_weight: float = _option(1.0, "weight of the logits' divergence, where the model has a head")
     temperature: float = _option(1.0, "temperature of the logits' divergence")
     lora_rank: int = _option(8, "rank of the low-rank updates with train=lora")
@@ -59,7 +61,7 @@ class AlignConfig:
             _number(name, getattr(self, name), 0, 1)
         for name in ("temperature", "max_grad_norm"):
             _number(name, getattr(self, name), 1e-6)
-        for name, allowed in (("train", TRAINED), ("precision", PRECISIONS)):
+        for name, allowed in (("train", TRAINED), ("precision", PRECISIONS), ("pooling", POOLINGS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"alignment, {name}: got {getattr(self, name)!r}, expected one of {', '.join(allowed)}"

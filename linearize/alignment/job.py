@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ def align_checkpoint(job: AlignJob, listen: Listener | None = None) -> Alignment
     """
     from linearize.checkpoint.log import ALIGNMENT, log_file, read_log
     from linearize.checkpoint.save import check_target, save
+    from linearize.checkpoint.sentence import pools_first
     from linearize.distillation.batches import batches_for
     from linearize.distillation.processes import is_main, several, wait_for_all
     from linearize.distillation.state import StateFolder
@@ -96,8 +98,11 @@ def align_checkpoint(job: AlignJob, listen: Listener | None = None) -> Alignment
     if teacher is not None:
         check_rows(teacher, source.options["max_length"], loaded.modality)
     announce("data", source.description)
+    config = job.align
+    if pools_first(loaded.embedder):
+        config = dataclasses.replace(config, pooling="first")
     result = run_alignment(
-        loaded.model, source, job.align, teacher, announce, job.report_to, f"{job.target()}.tensorboard"
+        loaded.model, source, config, teacher, announce, job.report_to, f"{job.target()}.tensorboard"
     )
     loaded.model.to("cpu")
     if is_main():
@@ -109,7 +114,7 @@ def align_checkpoint(job: AlignJob, listen: Listener | None = None) -> Alignment
                 processor=loaded.processor,
                 overwrite=job.overwrite,
                 provenance=provenance | record,
-                extra_files=log_file(ALIGNMENT, result.history, earlier),
+                extra_files=log_file(ALIGNMENT, result.history, earlier) | loaded.embedder,
             )
         if job.align.folder is not None:
             StateFolder(job.align.folder, job.align.keep).remove()

@@ -111,7 +111,7 @@ class Objective:
             name: share.tokens * self._error(learned.states[name], target, taught.mask, self.scales.states[name])
             for name, target in taught.states.items()
         }
-        mine, target = (pooled(flat(side.last), side.mask) for side in (learned, taught))
+        mine, target = (self._pooled(side) for side in (learned, taught))
         terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
         for name, value in taught.logits.items():
             terms[f"{LOGITS}/{name}"] = self._logits(name, learned.logits[name], value, taught.mask, share)
@@ -168,6 +168,15 @@ class Objective:
                 for handle in handles:
                     handle.remove()
         return terms
+
+    def _pooled(self, side: Outputs) -> Tensor:
+        """Return the pooled output [B, C], as a sentence embedder's is made."""
+        states = flat(side.last)
+        if self.config.pooling == "mean":
+            return pooled(states, side.mask)
+        if side.mask is None or side.mask.shape != states.shape[:2]:
+            return states[:, 0]
+        return states[torch.arange(len(states), device=states.device), side.mask.long().argmax(dim=1)]
 
     def _error(self, mine: Tensor, target: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         rows = masked_rows(target, mask).shape[0]

@@ -86,7 +86,7 @@ def save(
     processor: Any = None,
     overwrite: bool = False,
     provenance: dict[str, Any] | None = None,
-    extra_files: Mapping[str, str] | None = None,
+    extra_files: Mapping[str, str | bytes] | None = None,
     **kwargs: Any,
 ) -> Path:
     """Save a converted model with its tokenizer or image processor, a model card and its own code, all or nothing.
@@ -97,7 +97,7 @@ def save(
         processor: tokenizer, image processor or feature extractor, or several in a list; saved along.
         overwrite: whether a folder that holds something may be replaced.
         provenance: how the model was made, as plain data; kept in config.json.
-        extra_files: further text files of the folder, by name.
+        extra_files: further files of the folder, texts or bytes by name, which may lead into folders.
         **kwargs: for `save_pretrained` (`max_shard_size` ...).
 
     Returns:
@@ -116,7 +116,8 @@ def save(
         model.save_pretrained(folder, **kwargs)
         (folder / "README.md").write_text(card, encoding="utf-8")
         for name, text in (extra_files or {}).items():
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(text.encode("utf-8") if isinstance(text, str) else text)
         for one in processors:
             if one is not None:
                 one.save_pretrained(folder)

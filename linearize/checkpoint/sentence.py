@@ -1,0 +1,101 @@
+"""The modules of a sentence-transformers folder (pooling, normalisation, dense layers), which stay with a checkpoint.
+
+`SentenceTransformer(FOLDER)` reads them from `modules.json`; without it, it would pool by the mean and not normalise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from linearize.errors import CheckpointError
+
+MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
+OWN = ("config_sentence_transformers.json", TRANSFORMER)
+PARTS = ("config.json", "model.safetensors")
+"""Files that a module may have; weights as pickles are refused."""
+
+
+def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
+    """Read what makes a checkpoint a sentence embedder; empty where it is none.
+
+    Args:
+        name: folder or Hub name.
+        revision: branch, tag or commit on the Hub.
+
+    Returns:
+        Contents by name within the folder, such as `1_Pooling/config.json`.
+
+    Raises:
+        CheckpointError: if the list of modules cannot be read, leads out of the folder, or a module has weights as
+            a pickle only.
+    """
+    content = _read(name, MODULES, revision)
+    if content is None:
+        return {}
+    try:
+        modules = json.loads(content)
+        paths = [str(module["path"]) for module in modules]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{name!r}: {MODULES} cannot be read ({type(error).__name__}: {error}); download the checkpoint again"
+        ) from None
+    found = {MODULES: content}
+    found |= {file: text for file in OWN if (text := _read(name, file, revision)) is not None}
+    for path in filter(None, paths):
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise CheckpointError(f"{name!r}: {MODULES} names {path!r}, which lies outside the checkpoint; mend it")
+        parts = {f"{path}/{file}": _read(name, f"{path}/{file}", revision) for file in PARTS}
+        if parts[f"{path}/{PARTS[1]}"] is None and _read(name, f"{path}/pytorch_model.bin", revision) is not None:
+            raise CheckpointError(
+                f"{name!r}: module {path!r} has its weights as a pickle; save it anew with sentence-transformers, "
+                "which writes safetensors"
+            )
+        found |= {file: text for file, text in parts.items() if text is not None}
+    return found
+
+
+def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, bytes]:
+    """Return the files with another longest input, in tokens; None: as they are."""
+    if tokens is None or not files:
+        return dict(files)
+    values = json.loads(files.get(TRANSFORMER, b"{}"))
+    return {**files, TRANSFORMER: json.dumps({**values, "max_seq_length": tokens}, indent=2).encode()}
+
+
+def pools_first(files: Mapping[str, bytes]) -> bool:
+    """Tell whether the embedding is the first token's state rather than the mean of all."""
+    for name, content in files.items():
+        if name.endswith("/config.json"):
+            try:
+                values: Any = json.loads(content)
+            except ValueError:
+                continue
+            if isinstance(values, dict) and (
+                values.get("pooling_mode_cls_token") or values.get("pooling_mode") == "cls"
+            ):
+                return True
+    return False
+
+
+def _read(name: str, file: str, revision: str | None) -> bytes | None:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        path = folder / file
+        return path.read_bytes() if path.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(
+            name,
+            file,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found).read_bytes()
