@@ -225,12 +225,74 @@ def test_positive_flexformer_n():
     kernel, x = make("flexformer_n", frequencies=7)
     s = torch.einsum("hfd,bhtd->bhtf", kernel.b, x).softmax(-1)
     angle = torch.einsum("hfd,bhtd->bhtf", kernel.a, x) + math.pi / 4
-    want = torch.cat([s * angle.cos().square(), s * angle.sin().square()], -1)
+    r = (4 * torch.tanh(torch.einsum("hd,bhtd->bht", kernel.m, x) / 4)).exp()
+    assert (r - 1).abs().max() > 0.5
+    want = r[..., None] * torch.cat([s * angle.cos().square(), s * angle.sin().square()], -1)
     found = kernel(x, keys=True)
     torch.testing.assert_close(found.phi, want)
     assert found.log_scale is None and not kernel.scale_inputs
-    torch.testing.assert_close(found.phi.sum(-1), torch.ones(x.shape[:-1]))
-    assert (kernel(1e4 * x, keys=False).phi >= 0).all()
+    torch.testing.assert_close(found.phi.sum(-1), r)
+    assert torch.equal(kernel(x, keys=False).phi, found.phi)
+    far = kernel(1e4 * x, keys=False).phi
+    assert (far >= 0).all() and (far <= math.exp(4) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_untrained_magnitude_changes_no_bit(causal):
+    info = kernel_info("flexformer_n")
+    inputs = make_inputs(30)
+    with_it, without = (make_mixer(info, {"magnitude": on}, causal=causal) for on in (True, False))
+    assert set(dict(with_it.named_parameters())) - set(dict(without.named_parameters())) == {"keys.m"}
+    assert torch.equal(with_it.keys.m, torch.zeros_like(with_it.keys.m))
+    assert torch.equal(run(with_it, *inputs)[0], run(without, *inputs)[0])
+    with torch.no_grad():
+        with_it.keys.m.fill_(1.0)
+    assert not torch.equal(run(with_it, *inputs)[0], run(without, *inputs)[0])
+
+
+def test_the_magnitude_of_a_query_cancels():
+    mixer = make_mixer(kernel_info("flexformer_n"), {"tied": False}, causal=False)
+    before, _ = run(mixer, *make_inputs(30))
+    with torch.no_grad():
+        mixer.queries.m.fill_(1.0)
+    after, _ = run(mixer, *make_inputs(30))
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("form", ["paper", "damped"])
+def test_other_forms_have_no_magnitude(form):
+    info = kernel_info("flexformer_n")
+    for on in (True, False):
+        config = make_config(info, {"form": form, "magnitude": on})
+        kernel = info.build(config, HEADS, DIM)
+        assert set(dict(kernel.named_parameters())) == {"a", "b", *(["tau"] if form == "paper" else [])}
+        assert info.parameters(config, DIM) == sum(p[0].numel() for p in kernel.parameters())
+
+
+def test_training_follows_keys_that_are_attended_to_whatever_the_query():
+    """Softmax weights whose scores have a term of the key alone: the magnitude learns it, the rest cannot."""
+    info = kernel_info("flexformer_n")
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(2, 1, 1, 200, 8, generator=generator).unbind()
+    liked = torch.zeros(8)
+    liked[0] = 1.5
+    wanted = (x @ y.mT / 8 + (y @ liked)[..., None, :]).softmax(-1)
+    losses = []
+    for on in (True, False):
+        kernel = info.build(make_config(info, {"magnitude": on}), 1, 8)
+        kernel.reset_parameters(torch.Generator().manual_seed(0))
+        optimizer = torch.optim.Adam(kernel.parameters(), lr=1e-2)
+        for _ in range(100):
+            weights = kernel(x, keys=False).phi @ kernel(y, keys=True).phi.mT
+            loss = -(wanted * (weights / weights.sum(-1, keepdim=True)).log()).sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item() + (wanted * wanted.log()).sum(-1).mean().item())
+        if on:
+            learned = kernel.m[0].detach()
+    assert learned[0] > 0.5 and learned.argmax() == 0
+    assert 0 < losses[0] < 0.5 * losses[1]
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 9, 12, 15, 24])

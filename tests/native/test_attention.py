@@ -12,9 +12,10 @@ from linearize.native import engine
 from linearize.ops import State, causal_attention, naive_attention
 
 PAPER = {"form": "paper"}
+PLAIN = {"magnitude": False}
 OPTIONS = {
     "flexformer_n": (
-        *({}, {"frequencies": 5}, {"tied": False}, {"form": "damped"}),
+        *(PLAIN, PLAIN | {"frequencies": 5}, PLAIN | {"tied": False}, {"form": "damped"}),
         *(PAPER, PAPER | {"frequencies": 5}, PAPER | {"tied": False}),
     ),
     "flexformer_s": (PAPER, PAPER | {"frequencies": 21}),
@@ -189,7 +190,7 @@ def test_bfloat16(switch, name, args, causal, size):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("flexformer_s", PAPER), ("flexformer_n", {})])
+@pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("flexformer_s", PAPER), ("flexformer_n", PLAIN)])
 def test_few_bfloat16_numbers_differ(switch, name, args, causal):
     mixer = learned(name, args, causal=causal)
     inputs = tokens(130, dtype=torch.bfloat16)
@@ -359,7 +360,7 @@ def test_far_angles_and_no_numbers(switch):
     theirs, _ = attend(mixer, q * 1e6, k, v)
     # Angles of 1e6 are known to 0.1 only: both see the same, so both agree far better than that says.
     assert torch.isfinite(far).all() and far.shape == theirs.shape
-    for name, args in (("hedgehog", {}), ("flexformer_s", PAPER), ("flexformer_n", {})):
+    for name, args in (("hedgehog", {}), ("flexformer_s", PAPER), ("flexformer_n", PLAIN)):
         mixer = learned(name, args)
         q[0, 0, 7] = float("nan")
         switch(True)
