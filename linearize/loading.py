@@ -55,11 +55,13 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint or the Hub name cannot be reached.
+        CheckpointError: if the folder is no checkpoint, the Hub name cannot be reached, or a weight is NaN or infinite.
         UnsupportedModelError: if the model needs code of its own or is converted already.
         UnknownNameError: for an unknown task.
     """
     import transformers
+
+    from linearize.modeling.weights import check_numbers
 
     if task is not None and task not in TASKS:
         raise unknown_name("task", task, TASKS)
@@ -75,6 +77,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         loader = transformers.AutoModelForImageClassification
     with quiet(), _explained(name, architecture):
         model = loader.from_pretrained(name, revision=revision)
+    check_numbers(model, repr(name))
     modality = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
     return Loaded(model, _load_processor(name, revision, modality), modality, name, _embedder(model, name, revision))

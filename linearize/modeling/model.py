@@ -22,7 +22,7 @@ from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.plan import Plan
-from linearize.modeling.weights import HUB_OPTIONS, check_weights
+from linearize.modeling.weights import HUB_OPTIONS, check_numbers, check_weights
 
 
 class LinearizedModel:
@@ -41,7 +41,8 @@ class LinearizedModel:
         """Load as transformers does, but only where config.json and the weights belong together.
 
         Raises:
-            CheckpointError: if the folder is damaged, or weights of a kernel are missing or have another size.
+            CheckpointError: if the folder is damaged, weights of a kernel are missing or have another size, or a weight
+                is NaN or infinite.
         """
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if name is not None and not kwargs.keys() & {"state_dict", "gguf_file"}:
@@ -55,6 +56,7 @@ class LinearizedModel:
                     f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}); the checkpoint is incomplete: "
                     "download it again or convert the model again"
                 )
+        check_numbers(model)
         # So that it is saved under the names that a freshly converted model is saved under.
         model._weight_conversions = None
         return (model, info) if output_loading_info else model

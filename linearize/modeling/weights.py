@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
@@ -93,6 +94,33 @@ def _compare(header: Header, expected: Header, optional: set[str]) -> None:
             f"the weights file has {_some(other)} in another size than config.json asks for ({key}: got "
             f"{list(header[key])}, expected {list(expected[key])}); {advice}"
         )
+
+
+def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> None:
+    """Refuse loaded weights that are not finite: such a model gives NaN, or numbers that mean nothing.
+
+    Args:
+        model: its parameters, and its kernels' buffers, are looked at where they are in memory and floating point.
+        owner: how the error names what they come from.
+
+    Raises:
+        CheckpointError: naming the first tensor that holds NaN or infinity.
+    """
+    tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
+    bad = sorted(name for name, tensor in tensors if not _finite(tensor.detach()))
+    if bad:
+        raise CheckpointError(
+            f"{owner} holds NaN or infinity in {_some(bad)}, expected finite numbers; the training that wrote it "
+            "diverged, or the file is damaged: take an earlier checkpoint or download it again"
+        )
+
+
+def _finite(x: Tensor) -> bool:
+    if x.is_meta or x.numel() == 0 or x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return True
+    # In one pass, and without a second tensor of that size: what is no number is both the least and the largest.
+    low, high = torch.aminmax(x)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _some(names: list[str]) -> str:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import converted
+from tiny import converted, original
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
+from linearize.cli.main import main
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.config import LinearizeConfig
 
@@ -297,3 +298,24 @@ def test_fuzz_cut_off_headers(folder):
         except CheckpointError:
             refused += 1
     assert refused > 40
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["linear_attention", "word_embeddings"])
+def test_weights_that_are_no_numbers(folder, kind, value):
+    weights = load_file(folder / "model.safetensors")
+    name = next(key for key in sorted(weights) if kind in key)
+    weights[name].view(-1)[3] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"holds NaN or infinity in .*{name}.*expected finite numbers"):
+        load(folder)
+
+
+def test_an_original_with_weights_that_are_no_numbers(tmp_path, capsys):
+    model = original("bert", "AutoModelForMaskedLM")
+    model.bert.encoder.layer[1].output.dense.bias.data[0] = float("nan")
+    model.save_pretrained(tmp_path / "bert")
+    assert main(["convert", str(tmp_path / "bert"), "--kernel", "elu", "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "layer.1.output.dense.bias" in error and "NaN or infinity" in error
+    assert not (tmp_path / "out").exists()
