@@ -30,7 +30,7 @@ def add_output(parser: argparse.ArgumentParser, default_output: str) -> None:
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--output", metavar="DIR", help=f"folder to make ({default_output})")
-    add("--overwrite", action="store_true", help="replace the folder if it holds something")
+    add("--overwrite", action="store_true", help="replace the folder, if linearize wrote it and it holds nothing else")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps or auto (auto)")
     add("--json", action="store_true", help="print the result as JSON on stdout")
 

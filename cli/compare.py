@@ -23,17 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the table, write the picture."""
-    from linearize.checkpoint.save import check_target
+    from linearize.checkpoint.output import claim
     from linearize.cli._output import console, number, print_json, table
     from linearize.report.compare import PICTURE, CompareOptions, compare_checkpoints, timed_at, write_comparison
     from linearize.report.inputs import InputOptions
 
-    check_target(args.output, overwrite=args.overwrite)
     inputs = InputOptions(args.dataset, args.text_column, args.image_column, args.inputs, args.max_length)
     options = CompareOptions(args.checkpoints, args.original, inputs, parse_lengths(args.lengths), args.device)
     out = console(to_stderr=args.json)
-    compared = compare_checkpoints(options, lambda text: out.print(f"... {text}", markup=False))
-    write_comparison(compared, args.output, overwrite=args.overwrite)
+    with claim(args.output, overwrite=args.overwrite, sources=[*args.checkpoints, args.original, args.dataset]):
+        compared = compare_checkpoints(options, lambda text: out.print(f"... {text}", markup=False))
+        write_comparison(compared, args.output, overwrite=args.overwrite)
     figures = ("kl", "total_variation", "negative_share", "output_error", "cosine", "seconds", "speedup")
     rows = [
         [c.name, c.kernels, f"{c.parameters_added:,}", *(number(getattr(c, f)) for f in figures)]

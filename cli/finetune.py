@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from linearize.errors import NotSavedError
+
 EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola
   linearize finetune bert-hedgehog --task text-classification --dataset a.jsonl --columns review --label-column mood
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="DIR", help="converted checkpoint, or any of transformers; folder or Hub name")
     add_task_arguments(parser)
     add("--output", metavar="DIR", help="folder to make (<model>-<task>)")
-    add("--overwrite", action="store_true", help="replace the folder if it holds something")
+    add("--overwrite", action="store_true", help="replace the folder, if linearize wrote it and it holds nothing else")
     add("--resume", action="store_true", help="go on with an interrupted run of the same output")
     add("--new-head", action="store_true", help="replace a trained head with another number of labels")
     add("--lora", metavar="r=8,alpha=16", help="low-rank updates of the attention's linear maps, merged when saved")
@@ -110,7 +112,11 @@ def tune_in_place(model: str, task: str, dataset: str | None, device: str, seed:
     words += ["--dataset", dataset] if dataset else []
     again = f"linearize finetune {' '.join(words)} --resume"
     with on_interrupt(lambda: f"the converted model lies in {model}, untuned; go on: {again}"):
-        tune(job_from(parser.parse_args(words)), console(to_stderr=to_stderr))
+        try:
+            tune(job_from(parser.parse_args(words)), console(to_stderr=to_stderr))
+        except NotSavedError as error:
+            error.command = ["finetune", *words]
+            raise
 
 
 def kept_checkpoint(job: Any) -> str:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-labels", type=int, metavar="N", help="outputs of a classifier's head")
     add("--tokenizer", metavar="DIR", help="tokenizer or image processor to save along; folder or Hub name")
     add("--output", required=True, metavar="DIR", help="folder to make")
-    add("--overwrite", action="store_true", help="replace the folder if it holds something")
+    add("--overwrite", action="store_true", help="replace the folder, if linearize wrote it and it holds nothing else")
     add("--seed", type=int, default=0, metavar="S", help="of all weights (0)")
     add("--json", action="store_true", help="print the plan as JSON on stdout")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from linearize.errors import ConfigError, LinearizeError, unknown_name
+from linearize.errors import ConfigError, LinearizeError, NotSavedError, unknown_name
 
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
@@ -61,7 +62,8 @@ class Parser(argparse.ArgumentParser):
                 near = get_close_matches(name, options, n=1, cutoff=0.5)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
-        return super().parse_args(args)
+        # Options may stand between and before the names and changes, as in `run RECIPE --output DIR key=value`.
+        return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing and leaving."""
@@ -98,7 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except LinearizeError as error:
-        print(f"linearize: error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = f"linearize: error: {' '.join(str(error).split())}"
+        if isinstance(error, NotSavedError):
+            text += f"; what was trained is kept in {error.kept!r}, and saved by: {saving(arguments, error)}"
+        print(text, file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         kept = str(interrupt) or "nothing was written"
@@ -108,6 +113,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `linearize kernels | head`: the reader left, which is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def saving(arguments: Sequence[str], error: NotSavedError) -> str:
+    """Return the command line that saves what was trained: the same, resumed, perhaps with another output."""
+    words = list(error.command or arguments)
+    if error.output is not None:
+        for place in [number for number, word in enumerate(words) if word == "--output"][::-1]:
+            del words[place : place + 2]
+        words = [word for word in words if not word.startswith("--output=")] + ["--output", error.output]
+    if "--resume" not in words:
+        words.append("--resume")
+    return shlex.join(["linearize", *words])
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -25,7 +25,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--lengths", default="128,512,2048", metavar="N,N", help="tokens to time at; none: no timing (128,512,2048)")
     add("--original", metavar="MODEL", help="the model it was made from, to compare whole outputs with")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps or auto (auto)")
-    add("--overwrite", action="store_true", help="replace the output folder if it holds something")
+    add("--overwrite", action="store_true", help="replace the output, if linearize wrote it and it holds nothing else")
     add("--json", action="store_true", help="print the numbers as JSON on stdout")
 
 

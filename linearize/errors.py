@@ -34,6 +34,21 @@ class CheckpointError(LinearizeError):
     """A checkpoint folder that cannot be read or written."""
 
 
+class NotSavedError(CheckpointError):
+    """A trained result that could not be written where it should; what was trained is kept.
+
+    Attributes:
+        kept: folder of the state from which the same run, resumed, saves its result at once.
+        output: the output that this run must be given for that; None: the same as before.
+        command: words of the command line that do it; None: the same as before, resumed.
+    """
+
+    def __init__(self, message: str, kept: str, output: str | None = None) -> None:
+        super().__init__(message)
+        self.kept, self.output = kept, output
+        self.command: list[str] | None = None
+
+
 class TrainingError(LinearizeError):
     """Training that had to stop; the message says where, and what was kept."""
 

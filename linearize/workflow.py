@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from linearize.alignment.config import AlignConfig
 from linearize.alignment.job import alignment_record, run_alignment
 from linearize.data import DataConfig
-from linearize.errors import ConfigError, TrainingError
+from linearize.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.plan import Plan
 
 ALIGN_SHARE = 0.4
@@ -158,7 +159,11 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     Raises:
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
-    from linearize.checkpoint.save import check_target
+    with _output(options):
+        return _convert(options, listen)
+
+
+def _convert(options: ConvertOptions, listen: Listener | None) -> ConvertResult:
     from linearize.checkpoint.sentence import with_length
     from linearize.registry import kernel_info, make_config
     from linearize.surgery.apply import apply
@@ -168,7 +173,6 @@ def convert_checkpoint(options: ConvertOptions, listen: Listener | None = None) 
     # Everything that can be refused is refused before the first slow step.
     if options.kernel is not None:
         make_config(kernel_info(options.kernel), options.kernel_args)
-    check_target(options.target(), overwrite=options.overwrite)
     config = _distill_config(options)
     _align_config(options)
     loaded, plan = make_plan(options)
@@ -191,13 +195,16 @@ def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) 
     Raises:
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
+    with _output(options):
+        return _distill(options, listen)
+
+
+def _distill(options: DistillOptions, listen: Listener | None) -> ConvertResult:
     from linearize.checkpoint.log import read_log
-    from linearize.checkpoint.save import check_target
     from linearize.loading import load_converted
 
     tell = listen or (lambda name, data: None)
     start = time.perf_counter()
-    check_target(options.target(), overwrite=options.overwrite)
     config = _distill_config(options)
     earlier = read_log(options.model)
     loaded = load_converted(options.model, device=_first_device(options))
@@ -226,9 +233,12 @@ def _distil_and_save(
     earlier: list[dict[str, Any]],
 ) -> ConvertResult:
     from linearize.distillation.processes import is_main, wait_for_all
+    from linearize.distillation.state import keep_states
     from linearize.modeling.model import kernel_parameters
 
     tell("data", None if source is None else source.description)
+    if is_main():
+        _make_room(options, loaded.model)
     distillation = _distil(options, loaded, source, config, tell)
     align = _align_config(options)
     alignment, failure = _align(options, loaded, source, align, tell)
@@ -240,7 +250,13 @@ def _distil_and_save(
         record = provenance | _training(options, result)
         if alignment is not None:
             record["alignment"] = alignment_record(alignment, config=align)
-        _save(options, loaded, (config, align), record, _log_files(result, earlier))
+        try:
+            _save(options, loaded, record, _log_files(result, earlier))
+        except CheckpointError as error:
+            trained = {"stage1": distillation, "align": alignment}
+            states = {name: one.state for name, one in trained.items() if one is not None}
+            raise keep_states(error, _folder(options), states) from error
+        _forget(options)
     wait_for_all()
     result.seconds = time.perf_counter() - start
     tell("saved", result)
@@ -299,13 +315,11 @@ def _folder(options: Any) -> str:
 def _save(
     options: ConvertOptions | DistillOptions,
     loaded: Any,
-    configs: tuple[Any, ...],
     provenance: dict[str, Any],
     files: Mapping[str, str | bytes],
 ) -> None:
-    """Write the checkpoint, and drop the states of the run that made it."""
+    """Write the checkpoint."""
     from linearize.checkpoint.save import save
-    from linearize.distillation.state import StateFolder
     from linearize.loading import quiet
 
     with quiet():
@@ -317,9 +331,49 @@ def _save(
             provenance=provenance,
             extra_files=files | loaded.embedder,
         )
-    for config in configs:
-        if config.folder is not None:
-            StateFolder(config.folder, config.keep).remove()
+
+
+@contextlib.contextmanager
+def _output(options: ConvertOptions | DistillOptions) -> Iterator[None]:
+    """Check the output and the states beside it, and keep the output for this process; of several one writes."""
+    from linearize.checkpoint.output import check_target, claim
+    from linearize.distillation.processes import is_main
+    from linearize.distillation.state import StateFolder
+
+    given: dict[str, Any] = {"overwrite": options.overwrite, "sources": [options.model, options.dataset]}
+    check_target(options.target(), **given)
+    with claim(options.target(), **given) if is_main() else contextlib.nullcontext():
+        if options.save_every is not None and not options.resume and is_main():
+            for folder in _state_folders(_folder(options)):
+                StateFolder(folder, options.keep_states).check_free(overwrite=options.overwrite)
+        yield
+
+
+def _state_folders(output: str) -> tuple[str, str]:
+    """Return where the states of stage one and of the alignment are kept."""
+    return f"{output}.stage1", f"{output}.align"
+
+
+def _make_room(options: ConvertOptions | DistillOptions, model: Any) -> None:
+    """Do what comes last before the training: all else has been checked."""
+    from linearize.checkpoint.output import check_room
+    from linearize.checkpoint.save import size_of
+    from linearize.distillation.state import StateFolder
+
+    check_room(options.target(), size_of(model))
+    if options.save_every is not None and not options.resume:
+        for folder in _state_folders(_folder(options)):
+            StateFolder(folder, options.keep_states).remove()
+
+
+def _forget(options: ConvertOptions | DistillOptions) -> None:
+    """Drop the states of a run that is saved; what is not ours stays, and is no reason to fail now."""
+    from linearize.distillation.state import StateFolder
+
+    if options.save_every is not None or options.resume:
+        for folder in _state_folders(_folder(options)):
+            with contextlib.suppress(CheckpointError):
+                StateFolder(folder, options.keep_states).remove()
 
 
 def _first_device(options: StageOneOptions) -> str:
@@ -348,7 +402,7 @@ def _distill_config(options: ConvertOptions | DistillOptions) -> Any:
         save_every=options.save_every,
         keep=options.keep_states,
         resume=options.resume,
-        folder=f"{options.target().rstrip('/')}.stage1" if keeps else None,
+        folder=_state_folders(_folder(options))[0] if keeps else None,
         seed=options.seed,
     )
 
@@ -393,7 +447,7 @@ def _align_config(options: ConvertOptions | DistillOptions) -> AlignConfig:
         "save_every": options.save_every,
         "keep": options.keep_states,
         "resume": options.resume,
-        "folder": f"{options.target().rstrip('/')}.align" if keeps else None,
+        "folder": _state_folders(_folder(options))[1] if keeps else None,
         "seed": options.seed,
     }
     return AlignConfig(**shared | dict(options.align))

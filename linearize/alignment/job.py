@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 
 from linearize.alignment.config import AlignConfig
 from linearize.data import DataConfig
-from linearize.errors import ConfigError
+from linearize.distillation.state import keep_states
+from linearize.errors import CheckpointError, ConfigError
 
 Listener = Callable[[str, Any], None]
 
@@ -79,8 +81,23 @@ def align_checkpoint(job: AlignJob, listen: Listener | None = None) -> Alignment
     Raises:
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
+    from linearize.checkpoint.output import check_target, claim
+    from linearize.distillation.processes import is_main
+    from linearize.distillation.state import StateFolder
+
+    sources = [job.model, job.teacher, *(name for name, _ in job.data.sources)]
+    given: dict[str, Any] = {"overwrite": job.overwrite, "sources": sources}
+    check_target(job.target(), **given)
+    with claim(job.target(), **given) if is_main() else contextlib.nullcontext():
+        if job.align.folder is not None and not job.align.resume and is_main():
+            StateFolder(job.align.folder, job.align.keep).check_free(overwrite=job.overwrite)
+        return _align(job, listen)
+
+
+def _align(job: AlignJob, listen: Listener | None) -> AlignmentSaved:
     from linearize.checkpoint.log import ALIGNMENT, log_file, read_log
-    from linearize.checkpoint.save import check_target, save
+    from linearize.checkpoint.output import check_room
+    from linearize.checkpoint.save import save, size_of
     from linearize.checkpoint.sentence import pools_first
     from linearize.distillation.batches import batches_for
     from linearize.distillation.processes import is_main, several, wait_for_all
@@ -89,7 +106,6 @@ def align_checkpoint(job: AlignJob, listen: Listener | None = None) -> Alignment
 
     announce = listen or (lambda name, data: None)
     start = time.perf_counter()
-    check_target(job.target(), overwrite=job.overwrite)
     earlier = read_log(job.model)
     loaded = load_converted(job.model, device="cpu" if several() and job.device == "auto" else job.device)
     provenance = dict(loaded.model.config.linearize.get("provenance") or {})
@@ -101,23 +117,31 @@ def align_checkpoint(job: AlignJob, listen: Listener | None = None) -> Alignment
     config = job.align
     if pools_first(loaded.embedder):
         config = dataclasses.replace(config, pooling="first")
+    if is_main():
+        check_room(job.target(), size_of(loaded.model))
+        if job.align.folder is not None and not job.align.resume:
+            StateFolder(job.align.folder, job.align.keep).remove()
     result = run_alignment(
         loaded.model, source, config, teacher, announce, job.report_to, f"{job.target()}.tensorboard"
     )
     loaded.model.to("cpu")
     if is_main():
         record = {"alignment": alignment_record(result, teacher=job.teacher, data=job.data, config=job.align)}
-        with quiet():
-            save(
-                loaded.model,
-                job.target(),
-                processor=loaded.processor,
-                overwrite=job.overwrite,
-                provenance=provenance | record,
-                extra_files=log_file(ALIGNMENT, result.history, earlier) | loaded.embedder,
-            )
+        try:
+            with quiet():
+                save(
+                    loaded.model,
+                    job.target(),
+                    processor=loaded.processor,
+                    overwrite=job.overwrite,
+                    provenance=provenance | record,
+                    extra_files=log_file(ALIGNMENT, result.history, earlier) | loaded.embedder,
+                )
+        except CheckpointError as error:
+            raise keep_states(error, job.target(), {"align": result.state}) from error
         if job.align.folder is not None:
-            StateFolder(job.align.folder, job.align.keep).remove()
+            with contextlib.suppress(CheckpointError):
+                StateFolder(job.align.folder, job.align.keep).remove()
     wait_for_all()
     saved = AlignmentSaved(Path(job.target()), source.description, result, time.perf_counter() - start)
     announce("saved", saved)

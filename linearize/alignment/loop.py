@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ class AlignResult:
         after: the same after.
         history: one record per step.
         seconds: duration of the training itself.
+        state: what a run that is resumed needs to give this result at once; None where nothing was trained, or where
+            the data cannot say what it is (it has no `digest`) and no states were asked for.
     """
 
     steps: int
@@ -78,6 +80,7 @@ class AlignResult:
     after: Closeness
     history: list[AlignStep] = field(default_factory=list)
     seconds: float = 0.0
+    state: RunState | None = None
 
 
 def align(
@@ -166,7 +169,9 @@ class _Run:
         self.objective = Objective(pair, config)
         self.history: list[AlignStep] = []
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
-        self.identity = {} if self.states is None else self._identity()
+        known = self.states is not None or hasattr(data, "digest")
+        self.identity = self._identity() if known else {}
+        self.state: RunState | None = None
         self.start, self.earlier = time.perf_counter(), 0.0
 
     def run(self) -> AlignResult:
@@ -193,7 +198,7 @@ class _Run:
             for module, mode in modes.items():
                 module.training = mode
         seconds = self.earlier + time.perf_counter() - self.start
-        return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds)
+        return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
 
     def _train(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, str]:
         """Run the phases; return the step that was kept and why the last phase ended."""
@@ -208,6 +213,8 @@ class _Run:
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
             first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            if self.states is not None and not config.resume and self.accelerator.is_main_process:
+                self.states.check_free(overwrite=False)
             saved = self._load(parameters)
             done, progress = 0, _Progress()
             for number, (phase, steps) in enumerate(config.phases()):
@@ -235,7 +242,11 @@ class _Run:
             best = trainer.snapshot()
         else:
             progress = _Progress(**saved.record["progress"])
-            best = {name: saved.tensors[f"best/{name}"].to(trainer.device) for name in trainer.parameters}
+            # The state of a finished run has no copies: what is trained is the best.
+            kept = {
+                name: saved.tensors.get(f"best/{name}", saved.tensors[f"trained/{name}"]) for name in trainer.parameters
+            }
+            best = {name: tensor.to(trainer.device) for name, tensor in kept.items()}
             prefix = "optimizer/"
             moments = {k.removeprefix(prefix): v for k, v in saved.tensors.items() if k.startswith(prefix)}
             trainer.load_optimizer_tensors(moments)
@@ -245,28 +256,57 @@ class _Run:
             self.accelerator.process_index,
             self.accelerator.num_processes,
         )
-        while progress.step < trainer.steps and not progress.stopped:
-            progress.step += 1
-            evaluates = progress.step % config.eval_every == 0 or progress.step == trainer.steps
-            try:
-                terms, loss, rate = trainer.step(batches, progress.step)
-                found = trainer.evaluate(held_out) if evaluates else None
-                if found is not None and not math.isfinite(found):
-                    raise Diverged(f"the held-out loss became {found} at step {progress.step}")
-            except Diverged as reason:
-                trainer.restore(best)
-                if progress.halved >= config.patience:
-                    raise diverged(trainer.phase, str(reason)) from None
-                self._slow_down(progress, trainer)
-                continue
-            if found is not None:
-                best = self._judge(progress, found, trainer, best)
-            self._report(done + progress.step, trainer.phase, terms, loss, found, rate)
-            if config.save_every and progress.step % config.save_every == 0:
-                self._save(number, done, progress, trainer, best)
+        with trainer.interrupts:
+            while progress.step < trainer.steps and not progress.stopped:
+                try:
+                    best = self._step(done, progress, trainer, batches, held_out, best)
+                    if config.save_every and progress.step % config.save_every == 0:
+                        self._save(number, done, progress, trainer, best)
+                except KeyboardInterrupt:
+                    # What was learned is kept, unless the step is half done.
+                    if (number or progress.step) and not trainer.interrupts.held:
+                        self._save(number, done, progress, trainer, best)
+                    raise
         trainer.restore(best)
         progress.stopped = progress.stopped or "steps"
+        if number == len(config.phases()) - 1 and self.identity:
+            trained = {f"trained/{name}": parameter.detach() for name, parameter in trainer.parameters.items()}
+            self.state = RunState(self._record(number, done, progress), trained)
         return progress
+
+    def _step(
+        self,
+        done: int,
+        progress: _Progress,
+        trainer: AlignTrainer,
+        batches: Iterator[dict[str, Tensor]],
+        held_out: list[dict[str, Tensor]],
+        best: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Do one step with all that belongs to it; `progress` is moved on in place, the best weights are returned."""
+        config, step = self.config, progress.step + 1
+        evaluates = step % config.eval_every == 0 or step == trainer.steps
+        try:
+            terms, loss, rate = trainer.step(batches, step)
+            found = trainer.evaluate(held_out) if evaluates else None
+            if found is not None and not math.isfinite(found):
+                raise Diverged(f"the held-out loss became {found} at step {step}")
+        except Diverged as reason:
+            trainer.restore(best)
+            if progress.halved >= config.patience:
+                raise diverged(trainer.phase, str(reason)) from None
+            self._slow_down(progress, trainer)
+            progress.step = step
+            trainer.interrupts.release()
+            return best
+        progress.step = step
+        if found is not None:
+            best = self._judge(progress, found, trainer, best)
+        report = self._report(done + step, trainer.phase, terms, loss, found, rate)
+        trainer.interrupts.release()
+        if self.on_step is not None:
+            self.on_step(report)
+        return best
 
     def _judge(
         self, progress: _Progress, found: float, trainer: AlignTrainer, best: dict[str, Tensor]
@@ -293,12 +333,11 @@ class _Run:
 
     def _report(
         self, step: int, phase: str, terms: dict[str, float], loss: float, held_out: float | None, rate: float
-    ) -> None:
+    ) -> AlignStep:
         seconds = self.earlier + time.perf_counter() - self.start
         report = AlignStep(step, self.config.steps, phase, terms, loss, held_out, rate, seconds)
         self.history.append(report)
-        if self.on_step is not None:
-            self.on_step(report)
+        return report
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same when a run is resumed, the models' weights among it."""
@@ -314,7 +353,7 @@ class _Run:
         saved = self.states.load() if self.states is not None and self.config.resume else None
         if saved is None:
             return None
-        check_same(saved.record["options"], self.identity)
+        check_same(saved.record.get("fingerprint") or {}, self.identity)
         self.history = [AlignStep(**report) for report in saved.record["history"]]
         self.earlier = self.history[-1].seconds if self.history else 0.0
         for name, parameter in parameters.items():
@@ -329,13 +368,17 @@ class _Run:
         tensors = {f"trained/{name}": p.detach() for name, p in trainer.parameters.items()}
         tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in trainer.optimizer_tensors().items()}
-        record = {
+        state = RunState(self._record(number, done, progress), tensors)
+        self.states.save(state.step, state)
+
+    def _record(self, number: int, done: int, progress: _Progress) -> dict[str, Any]:
+        return {
+            "step": done + progress.step,
             "phase": number,
             "progress": asdict(progress),
             "history": [asdict(report) for report in self.history],
-            "options": self.identity,
+            "fingerprint": self.identity,
         }
-        self.states.save(done + progress.step, RunState(record, tensors))
 
 
 __all__ = ["BLOCKWISE", "END_TO_END", "AlignConfig", "AlignResult", "AlignStep", "align"]

@@ -14,6 +14,7 @@ from linearize.alignment.config import BLOCKWISE, AlignConfig
 from linearize.alignment.measure import blockwise_loss, measure
 from linearize.alignment.objective import Objective, Share, size_of
 from linearize.alignment.pair import Block
+from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.trainer import warm_cosine
 from linearize.errors import TrainingError
 
@@ -64,6 +65,7 @@ class AlignTrainer:
         self.accelerator, self.phase, self.steps = accelerator, phase, steps
         self.device = accelerator.device
         self.factor = 1.0
+        self.interrupts = Interrupts()
         kernels = [p for name, p in self.parameters.items() if is_kernel(name)]
         rest = [p for name, p in self.parameters.items() if not is_kernel(name)]
         groups = [(kernels, config.kernel_learning_rate), (rest, config.learning_rate)]
@@ -100,6 +102,7 @@ class AlignTrainer:
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
         if not math.isfinite(float(norm)):
             raise Diverged(f"the gradient became {float(norm)} at step {step}")
+        self.interrupts.hold()
         self.optimizer.step()
         return terms, loss, float(self.optimizer.param_groups[0]["lr"])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.data.hub import rows_of
 from linearize.data.images import decode, image_digest, raw_bytes
 from linearize.data.order import MIX, POOL, apportion, endless
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from linearize.data.encode import TextEncoder
 
 SHUFFLE_BUFFER = 1_000
+DIGESTS = 16_384
 
 
 class Feed(Protocol):
@@ -42,6 +44,12 @@ class Feed(Protocol):
 
     def pool(self, batch: int) -> int:
         """Tell how many batches of this size may be sorted by length together."""
+
+    def digest(self) -> str:
+        """Identify the training examples: the sizes of all, the contents of up to `DIGESTS` of each part.
+
+        Of a stream, which is not read through for this, only that it is one.
+        """
 
 
 class MapFeed:
@@ -72,6 +80,13 @@ class MapFeed:
     def pool(self, batch: int) -> int:
         # Never more than an epoch: sorted by length, the same text of two epochs would lie side by side.
         return max(1, min(POOL, len(self.sizes) // batch))
+
+    def digest(self) -> str:
+        parts = []
+        for part, chosen in zip(self.parts, self.rows, strict=True):
+            some = [int(chosen[place]) for place in spread(len(chosen), DIGESTS)]
+            parts.append([part.sizes[chosen], list(part.digests(some)), list(part.names or ())])
+        return data_digest(parts)
 
     def fetch(self, items: Sequence[int]) -> list[Example]:
         numbers = np.asarray(items)
@@ -158,6 +173,9 @@ class StreamFeed:
     def pool(self, batch: int) -> int:
         return POOL
 
+    def digest(self) -> str:
+        return "stream"
+
     def held_items(self) -> list[tuple[int, dict[str, Any]]]:
         """Give the held-out rows as items."""
         return [(number, row) for number, part in enumerate(self.parts) for row in part.held]
@@ -201,6 +219,9 @@ class PackedFeed:
 
     def pool(self, batch: int) -> int:
         return 1
+
+    def digest(self) -> str:
+        return "packed stream"
 
 
 def row_usable(row: dict[str, Any], names: tuple[str, ...] | None) -> bool:

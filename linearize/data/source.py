@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from linearize.checkpoint.fingerprint import data_digest
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
 from linearize.data.feeds import Feed
@@ -49,6 +50,10 @@ class Source:
     def options(self) -> dict[str, Any]:
         """What the batches were asked to be; two runs with the same options and data see the same batches."""
         return asdict(self._config)
+
+    def digest(self) -> str:
+        """Identify the examples: their sizes all, their contents up to a number of rows, see `Feed.digest`."""
+        return data_digest([self._train.digest(), self._fetch_held(self._held)])
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
         """Give training batches for ever, in an order that only the seed decides.

@@ -6,7 +6,6 @@ gradient is taken inside the frozen forward pass, as soon as the layer has run, 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,11 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.fingerprint import check_same, fingerprint
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.layer_loss import LayerLoss, layer_loss
 from linearize.distillation.processes import several
 from linearize.distillation.shard import frozen_model
-from linearize.distillation.state import RunState, StateFolder, check_same_run
+from linearize.distillation.state import RunState, StateFolder
 from linearize.distillation.trainer import KernelTrainer
 from linearize.errors import ConfigError, TrainingError
 from linearize.fidelity.measure import Fidelity, measure_layers
@@ -78,6 +78,8 @@ class DistillResult:
         after: fidelity after.
         history: one record per step.
         seconds: duration of the training itself.
+        state: what a run that is resumed needs to give this result at once; None where nothing was trained, or where
+            the data cannot say what it is (it has no `digest`) and no states were asked for.
     """
 
     steps: int
@@ -88,6 +90,7 @@ class DistillResult:
     after: Fidelity
     history: list[StepReport] = field(default_factory=list)
     seconds: float = 0.0
+    state: RunState | None = None
 
 
 def distill(
@@ -167,11 +170,15 @@ class _Run:
         self.groups = [learn[i : i + size] for i in range(0, len(learn), size)]
         self.history: list[StepReport] = []
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
+        self.started: dict[str, Any] | None = None
+        self.state: RunState | None = None
         self.start, self.earlier = time.perf_counter(), 0.0
 
     def run(self) -> DistillResult:
         """Measure, train, measure again."""
         home = next(self.model.parameters()).device
+        if self.states is not None or hasattr(self.data, "digest"):
+            self.started = fingerprint(model=self.model, data=self.data, options=self._options())
         self.frozen = frozen_model(self.model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(self.frozen, held_out)
@@ -196,14 +203,16 @@ class _Run:
         seconds = self.earlier + time.perf_counter() - self.start
         loss = place.best_loss
         return DistillResult(
-            len(self.history), place.best_step, loss, place.stopped, before, after, self.history, seconds
+            len(self.history), place.best_step, loss, place.stopped, before, after, self.history, seconds, self.state
         )
 
     def _train(self, held_out: list[dict[str, Tensor]]) -> _Progress:
+        if self.states is not None and not self.config.resume and self.accelerator.is_main_process:
+            self.states.check_free(overwrite=False)
         saved = self.states.load() if self.states is not None and self.config.resume else None
         first, place = 0, _Progress()
-        if saved is not None:
-            check_same_run(saved.record["options"], self._options())
+        if saved is not None and self.started is not None:
+            check_same(saved.record.get("fingerprint") or {}, self.started)
             first = saved.record["group"]
             self._put_back(saved)
         for number, layers in enumerate(self.groups):
@@ -235,63 +244,88 @@ class _Run:
         batches = self.data.train_batches(
             done * config.gradient_accumulation, self.accelerator.process_index, self.accelerator.num_processes
         )
-        while place.step < config.steps and not place.stopped:
-            place.step += 1
-            try:
-                rate = trainer.step(batches, place.step)
-                losses = {loss.name: loss.mean for loss in trainer.layers}
-                look = place.step % config.eval_every == 0 or place.step == config.steps
-                found = trainer.look(held_out, place.step) if look else None
-            except TrainingError:
-                trainer.restore(best)
-                raise
-            if found is not None and found < place.best_loss:
-                place.best_loss, place.best_step, place.looks = found, place.step, 0
-                best = trainer.snapshot()
-            elif found is not None:
-                place.looks += 1
-                if config.patience and place.looks >= config.patience:
-                    place.stopped = "early stopping"
-            self._tell(number, place.step, losses, found, rate)
-            if config.save_every and place.step % config.save_every == 0:
-                self._save(number, place, trainer, best)
+        with trainer.interrupts:
+            while place.step < config.steps and not place.stopped:
+                try:
+                    self._step(number, place, trainer, batches, held_out, best)
+                    if config.save_every and place.step % config.save_every == 0:
+                        self._save(number, place, trainer, best)
+                except TrainingError:
+                    trainer.restore(best)
+                    raise
+                except KeyboardInterrupt:
+                    # What was learned is kept, unless the step is half done.
+                    if (number or place.step) and not trainer.interrupts.held:
+                        self._save(number, place, trainer, best)
+                    raise
         trainer.restore(best)
         place.stopped = place.stopped or "steps"
+        if number == len(self.groups) - 1 and self.started is not None:
+            self.state = self._state(number, place, trainer, best)
         return place
 
-    def _tell(self, group: int, step: int, losses: dict[str, float], held_out: float | None, rate: float) -> None:
+    def _step(
+        self,
+        number: int,
+        place: _Progress,
+        trainer: KernelTrainer,
+        batches: Iterator[dict[str, Tensor]],
+        held_out: list[dict[str, Tensor]],
+        best: dict[str, Tensor],
+    ) -> None:
+        """Do one step with all that belongs to it; `place` and `best` are moved on in place."""
+        config, step = self.config, place.step + 1
+        rate = trainer.step(batches, step)
+        losses = {loss.name: loss.mean for loss in trainer.layers}
+        look = step % config.eval_every == 0 or step == config.steps
+        found = trainer.look(held_out, step) if look else None
+        if found is not None and found < place.best_loss:
+            place.best_loss, place.best_step, place.looks = found, step, 0
+            best |= trainer.snapshot()
+        elif found is not None:
+            place.looks += 1
+            if config.patience and place.looks >= config.patience:
+                place.stopped = "early stopping"
+        place.step = step
+        report = self._report(number, step, losses, found, rate)
+        trainer.interrupts.release()
+        if self.on_step is not None:
+            self.on_step(report)
+
+    def _report(
+        self, group: int, step: int, losses: dict[str, float], held_out: float | None, rate: float
+    ) -> StepReport:
         steps = self.config.steps
         seconds = self.earlier + time.perf_counter() - self.start
         report = StepReport(group * steps + step, len(self.groups) * steps, losses, held_out, rate, seconds)
         self.history.append(report)
-        if self.on_step is not None:
-            self.on_step(report)
+        return report
 
     def _options(self) -> dict[str, Any]:
-        """What has to be the same when a run is resumed."""
+        """The options that have to be the same when a run is resumed."""
         free = {"resume", "folder", "keep", "save_every"}
         named = {name: value for name, value in asdict(self.config).items() if name not in free}
-        layers = [[loss.name, loss.layer.kernel] for group in self.groups for loss in group]
         data = {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
         data["data"] = getattr(self.data, "description", None)
-        named |= {"layers": layers, "processes": self.accelerator.num_processes, **data}
-        # As it will be read back: pairs become lists.
-        found: dict[str, Any] = json.loads(json.dumps(named))
-        return found
+        return named | {"processes": self.accelerator.num_processes, **data}
 
     def _save(self, group: int, place: _Progress, trainer: KernelTrainer, best: dict[str, Tensor]) -> None:
-        if self.states is None or not self.accelerator.is_main_process:
-            return
+        if self.states is not None and self.accelerator.is_main_process:
+            state = self._state(group, place, trainer, best)
+            self.states.save(state.step, state)
+
+    def _state(self, group: int, place: _Progress, trainer: KernelTrainer, best: dict[str, Tensor]) -> RunState:
         tensors = {f"kernel/{name}": t.detach() for name, t in self._all_kernels().items()}
         tensors |= {f"best/{name}": t for name, t in best.items()}
         tensors |= {f"optimizer/{name}": t for name, t in trainer.optimizer_tensors().items()}
         record = {
+            "step": group * self.config.steps + place.step,
             "group": group,
             "progress": asdict(place),
             "history": [asdict(report) for report in self.history],
-            "options": self._options(),
+            "fingerprint": self.started,
         }
-        self.states.save(group * self.config.steps + place.step, RunState(record, tensors))
+        return RunState(record, tensors)
 
     def _put_back(self, saved: RunState) -> None:
         self.history = [StepReport(**report) for report in saved.record["history"]]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from linearize.checkpoint.save import atomic_folder
-from linearize.errors import CheckpointError, ConfigError
+from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.ownership import remove_parts
+from linearize.errors import CheckpointError, ConfigError, NotSavedError
 
 TENSORS, RECORD = "state.safetensors", "state.json"
+PARTS = re.compile(r"step-\d+|\.(new|old)-step-\d+-[0-9a-f]{8}|\.lock-step-\d+")
+"""What a folder of states holds: the states, and what a killed process left of one."""
+CALLED = "the states of stage one"
 
 
 @dataclass(frozen=True)
@@ -21,12 +27,17 @@ class RunState:
     """Everything that a run needs to go on.
 
     Attributes:
-        record: plain data (step, best loss, history, the options that it was made with).
+        record: plain data (step, best loss, history, the fingerprint of what the run depends on).
         tensors: kernels, the optimizer's moments, the best kernels so far, the sampler's random state.
     """
 
     record: dict[str, Any]
     tensors: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """How many steps were done."""
+        return int(self.record["step"])
 
 
 class StateFolder:
@@ -44,7 +55,7 @@ class StateFolder:
         """Write a state under its final name when it is complete, then drop the oldest."""
         from safetensors.torch import save_file
 
-        with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
+        with atomic_folder(self.folder / f"step-{step}", overwrite=True, marked=False) as fresh:
             save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
             (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
         for old in self.steps()[: -self.keep]:
@@ -71,20 +82,52 @@ class StateFolder:
                 "folder to go on from the one before, or start again without --resume"
             ) from error
 
-    def remove(self) -> None:
-        """Delete the folder: the run is over and saved."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def check_free(self, *, overwrite: bool) -> None:
+        """Refuse to begin anew where an interrupted run lies; nothing is removed yet.
 
-
-def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with other options than the run was started with.
-
-    Raises:
-        ConfigError: naming the first option that differs.
-    """
-    for name in sorted(saved.keys() | now.keys()):
-        if saved.get(name) != now.get(name):
+        Raises:
+            ConfigError: if there is one and `overwrite` is false.
+            CheckpointError: if the folder holds something else.
+        """
+        if self.steps() and not overwrite:
             raise ConfigError(
-                f"resume: the run was started with {name}={saved.get(name)!r}, now it is {now.get(name)!r}; "
-                "use the same options, or start again without --resume"
+                f"{str(self.folder)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
             )
+        remove_parts(self.folder, PARTS, CALLED, check_only=True)
+
+    def remove(self) -> None:
+        """Delete the folder: the run is over and saved, or begins anew.
+
+        Raises:
+            CheckpointError: if it holds something else; nothing is deleted then.
+        """
+        remove_parts(self.folder, PARTS, CALLED)
+
+
+def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunState | None]) -> CheckpointError:
+    """Keep what was trained though the result could not be written: beside the output, or else where there is room.
+
+    Args:
+        error: what went wrong.
+        output: the output that was to be made.
+        states: the last state of each stage, by the ending of its folder's name.
+
+    Returns:
+        The error to raise: a `NotSavedError` that says where they are, or the same one where nothing could be kept.
+    """
+    import tempfile
+
+    found = {ending: state for ending, state in states.items() if state is not None}
+    if not found:
+        return error
+    elsewhere: str | None = None
+    for beside in (True, False):
+        try:
+            if not beside:
+                output = elsewhere = str(Path(tempfile.mkdtemp(prefix="linearize-")) / Path(output).name)
+            for ending, state in found.items():
+                StateFolder(f"{output.rstrip('/')}.{ending}", len(found)).save(state.step, state)
+            return NotSavedError(str(error), f"{output.rstrip('/')}.{next(reversed(found))}", elsewhere)
+        except (CheckpointError, OSError):
+            continue
+    return error

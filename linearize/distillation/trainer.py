@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.config import DistillConfig
+from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.layer_loss import LayerLoss
 from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
@@ -34,6 +35,8 @@ class KernelTrainer:
         self.by_layer = {id(loss.layer): loss for loss in layers}
         self.training = False
         self.sampler = torch.Generator().manual_seed(config.seed)
+        self.drawn = self.sampler.get_state()
+        self.interrupts = Interrupts()
         self.optimizer, self.rates = self._optimizer()
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
@@ -72,7 +75,9 @@ class KernelTrainer:
             norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
             if not math.isfinite(float(norm)):
                 raise diverged(loss.name, step, f"the gradient became {float(norm)}")
+        self.interrupts.hold()
         self.optimizer.step()
+        self.drawn = self.sampler.get_state()
         return float(self.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
@@ -158,14 +163,15 @@ class KernelTrainer:
                 tensor.copy_(snapshot[name])
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's moments and the sampler's random state as named tensors."""
+        """Return the optimizer's moments and the sampler's random state after the last whole step, by name."""
         state = self.optimizer.state_dict()["state"]
         named = {f"{index}.{key}": value for index, values in state.items() for key, value in values.items()}
-        return named | {"sampler": self.sampler.get_state()}
+        return named | {"sampler": self.drawn}
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Read what `optimizer_tensors` gave."""
         self.sampler.set_state(tensors["sampler"])
+        self.drawn = self.sampler.get_state()
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             index, dot, key = name.partition(".")

@@ -56,6 +56,10 @@ class TaskBatches:
             for begin in range(0, count, self.batch_size)
         ]
 
+    def digest(self) -> str:
+        """Identify the rows."""
+        return self.data.digest()
+
     def _place(self, place: int, rows: int) -> int:
         turn = place // rows
         if getattr(self, "_turn", None) != turn:

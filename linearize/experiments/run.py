@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from linearize.checkpoint.save import atomic_folder
+from linearize.checkpoint.output import atomic_folder
 from linearize.errors import ConfigError
 from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, append_row, mend, read_rows
@@ -150,18 +151,19 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
     file = folder / RECIPE
     values = plain(recipe)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if folder.exists() and any(folder.iterdir()):
+    if os.path.isdir(folder) and any(folder.iterdir()):
         if not resume:
             raise ConfigError(f"output {str(folder)!r} exists and is not empty; go on with --resume, or choose another")
-        if file.is_file():
-            before = yaml.safe_load(file.read_text(encoding="utf-8"))
-            _same(before, values, folder)
-            if before != values:
-                beside = file.with_name(f".{RECIPE}")
-                beside.write_text(text, encoding="utf-8")
-                beside.replace(file)
-            return
-    with atomic_folder(folder, overwrite=True) as fresh:
+        if not file.is_file():
+            raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        _same(before, values, folder)
+        if before != values:
+            beside = file.with_name(f".{RECIPE}")
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(file)
+        return
+    with atomic_folder(folder, marked=False) as fresh:
         (fresh / RECIPE).write_text(text, encoding="utf-8")
         text = json.dumps(environment(recipe), indent=2) + "\n"
         (fresh / "environment.json").write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ from typing import Any
 from linearize.alignment.job import alignment_record
 from linearize.alignment.loop import AlignResult, align
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
-from linearize.checkpoint.save import atomic_folder
+from linearize.checkpoint.output import atomic_folder, claim
 from linearize.distillation.loop import DistillResult, distill
 from linearize.errors import ConfigError
 from linearize.experiments.feed import TaskBatches
@@ -80,6 +80,10 @@ class Workshop:
         target = self.folder / "distilled" / cell.distilled_key
         if (target / STAGE).is_file():
             return target
+        with claim(target):
+            return self._distilled(target, job, cell, base)
+
+    def _distilled(self, target: Path, job: Job, cell: Cell, base: str | None) -> Path:
         data, processor = self.data(job, cell.seed)
         model = load_for_task(base or checkpoint(self.recipe.model), data, seed=cell.seed)
         fit_tokenizer(model, processor)
@@ -148,6 +152,19 @@ class Workshop:
     ) -> Path:
         if (target / STAGE).is_file():
             return target
+        with claim(target):
+            return self._tune(target, base, kernel, job, config, seed, teacher)
+
+    def _tune(
+        self,
+        target: Path,
+        base: Path | None,
+        kernel: Kernel | None,
+        job: Job,
+        config: TuneConfig,
+        seed: int,
+        teacher: Path | None,
+    ) -> Path:
         data, processor = self.data(job, seed)
         config = dataclasses.replace(config, seed=seed)
         model = self._start(base, kernel, job, data, seed).to(self.device)

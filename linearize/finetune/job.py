@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.log import read_log
-from linearize.checkpoint.save import check_target
-from linearize.errors import ConfigError
+from linearize.checkpoint.output import check_room, claim
+from linearize.checkpoint.save import size_of
+from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.keep import save_model, tuning_files, tuning_record
 from linearize.finetune.load import check_trained, fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.report_to import check_report_to
+from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import Task, recovered, score_of
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import TuneResult, finetune, measure_task
+from linearize.finetune.trainer import TuneResult, finetune, last_checkpoint, measure_task
+from linearize.finetune.work import check_work, remove_work
 
 Listener = Callable[[str, Any], None]
 
@@ -75,16 +79,22 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     """Tune a checkpoint on a task and save the result, all or nothing.
 
     The trainer's own checkpoints lie beside the output, in `<output>.training`, until the result is saved: an
-    interrupted run goes on from there with `resume`.
+    interrupted run goes on from there with `resume`. The output may be the checkpoint itself, if linearize wrote it.
 
     Raises:
         LinearizeError: one of its children, for everything the user can mend.
     """
+    target = job.target()
+    in_place = os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
+    sources = [None if in_place else job.model, job.dataset, job.teacher]
+    with claim(target, overwrite=job.overwrite, sources=sources):
+        return _finetune(job, target, listen)
+
+
+def _finetune(job: TuneJob, target: Path, listen: Listener | None) -> tuple[Path, TuneResult]:
     from linearize.loading import check_device
 
     tell = listen or (lambda name, value: None)
-    target = job.target()
-    check_target(target, overwrite=job.overwrite)
     device = check_device(job.device)
     check_report_to(job.tune.report_to)
     if job.data.extra_pairs and job.teacher is None:
@@ -92,12 +102,7 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
             f"extra_pairs: got {job.data.extra_pairs}, but pairs made anew have no label; name a teacher (--teacher)"
         )
     work = target.with_name(f"{target.name}.training")
-    if work.exists() and not job.resume:
-        if not job.overwrite:
-            raise ConfigError(
-                f"{str(work)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
-            )
-        shutil.rmtree(work)
+    check_work(work, resume=job.resume, overwrite=job.overwrite)
     # Read first: a damaged log is told before the first slow step, and the output may be the same folder.
     earlier = read_log(job.model)
     processor = load_processor(job.model, job.task.modality)
@@ -109,6 +114,11 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
     teacher = None
     if job.teacher is not None:
         teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)
+    data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
+    check_room(target, size_of(model))
+    if not job.resume:
+        # Last: until here a mistyped name could still be found out.
+        remove_work(work)
     result = finetune(
         model,
         data,
@@ -120,15 +130,21 @@ def finetune_checkpoint(job: TuneJob, listen: Listener | None = None) -> tuple[P
         teacher=teacher,
     )
     record = tuning_record(data, job.tune, result, job.teacher)
-    save_model(
-        model,
-        target,
-        processor,
-        overwrite=job.overwrite,
-        stage={"finetuning": record},
-        extra_files=tuning_files(record, result, earlier),
-    )
-    shutil.rmtree(work, ignore_errors=True)
+    try:
+        save_model(
+            model,
+            target,
+            processor,
+            overwrite=job.overwrite,
+            stage={"finetuning": record},
+            extra_files=tuning_files(record, result, earlier),
+        )
+    except CheckpointError as error:
+        if last_checkpoint(work) is None:
+            raise
+        raise NotSavedError(str(error), str(work)) from error
+    with contextlib.suppress(CheckpointError, OSError):
+        remove_work(work)
     tell("saved", target)
     return target, result
 
@@ -214,10 +230,25 @@ def init_checkpoint(
     Raises:
         LinearizeError: one of its children, for everything the user can mend.
     """
+    with claim(output, overwrite=overwrite, sources=[config if isinstance(config, str) else None]):
+        return _init(config, task, output, kernel, kernel_args, layers, processor, num_labels, overwrite, seed)
+
+
+def _init(
+    config: str | Mapping[str, Any],
+    task: Task,
+    output: str,
+    kernel: str | None,
+    kernel_args: Mapping[str, Any] | None,
+    layers: str | None,
+    processor: Any,
+    num_labels: int | None,
+    overwrite: bool,
+    seed: int,
+) -> Any:
     from linearize.surgery.apply import apply
     from linearize.surgery.plan import plan
 
-    check_target(output, overwrite=overwrite)
     values = read_config(config) if isinstance(config, str) else config
     model = fresh_model(values, task, num_labels, seed=seed)
     decided = None

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.log import STAGE_TWO, log_file
-from linearize.checkpoint.save import atomic_folder, save
+from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.save import save
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import RECORD
 from linearize.finetune.prepared import TaskData

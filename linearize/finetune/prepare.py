@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -46,7 +47,7 @@ def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, d
     if isinstance(given, str) and _is_local(given):
         given = local_folder(task, given)
     module = importlib.import_module(f"linearize.finetune.kinds.{_FILES[task.kind]}")
-    return module.prepare(task, given, processor, options)
+    return dataclasses.replace(module.prepare(task, given, processor, options), options=options)
 
 
 def _is_local(name: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.errors import ConfigError
 from linearize.finetune.tasks import Task
 
@@ -85,6 +86,7 @@ class TaskData:
         selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
         extra: re-paired rows without a label (`IGNORED`, or NaN for a number), for a teacher to label; None: none.
         wrap: makes what is measured of the model, where that is not the model itself; such a task cannot be tuned for.
+        options: what the rows were asked to be.
     """
 
     task: Task
@@ -98,6 +100,12 @@ class TaskData:
     selection: Any = None
     extra: Rows | None = None
     wrap: Callable[[Any], Any] | None = None
+    options: DataOptions | None = None
+
+    def digest(self) -> str:
+        """Identify the rows, see `linearize.checkpoint.fingerprint.rows_digest`."""
+        parts = (self.train, self.validation, self.selection, self.extra)
+        return data_digest([None if rows is None else rows_digest(rows) for rows in parts])
 
     @property
     def num_labels(self) -> int | None:

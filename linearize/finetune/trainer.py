@@ -12,13 +12,16 @@ from typing import Any
 
 from linearize.adapters import add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.output import is_write_error
 from linearize.errors import CheckpointError, ConfigError, TrainingError
 from linearize.finetune.config import TuneConfig
+from linearize.finetune.loss_meter import loss_meter
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import score_of
 from linearize.finetune.teacher import check_teacher, freeze
+from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -86,6 +89,7 @@ def finetune(
         DataError: if there are too few rows to hold some out.
         TrainingError: if the loss becomes NaN or infinite.
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
+        ConfigError: if the run to be resumed was started with another model, other data or other options.
     """
     config = config or TuneConfig()
     start = time.perf_counter()
@@ -98,6 +102,7 @@ def finetune(
     if teacher is not None:
         check_teacher(teacher, model)
         teacher = freeze(teacher, model)
+    started = describe(model, data, config, teacher)
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     _seed(config.seed)
     if config.lora is not None:
@@ -108,15 +113,21 @@ def finetune(
     last = last_checkpoint(folder) if resume else None
     if last is not None:
         _check_names(model, last)
+        check_started(Path(folder), started)
     trainer = make_trainer(model, data, config, folder, on_log, teacher)
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
     try:
+        if last is None:
+            begin(Path(folder), started)
         with quiet():
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    except OSError as error:
+    except Exception as error:
+        if not is_write_error(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"stage two: {str(folder)!r} cannot be written ({error.strerror or error}); make room, then --resume"
+            f"stage two: {str(folder)!r} cannot be written ({reason}); make room, then --resume"
         ) from error
     history = list(trainer.state.log_history)
     figures = _measured(trainer)
@@ -173,7 +184,7 @@ def make_trainer(
         figures = data.figures(prediction.predictions, prediction.label_ids)
         return figures | {"score": score_of(data.task, figures)}
 
-    callbacks: list[Any] = [_watch(on_log)]
+    callbacks: list[Any] = [_watch(on_log), loss_meter()]
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
     extra = data.extra if teacher is not None else None
@@ -250,7 +261,8 @@ def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: s
         save_strategy=when,
         eval_steps=config.eval_every,
         save_steps=config.eval_every or 500,
-        save_total_limit=1,
+        # The best and the last: should the result not be writable, a resume from the last saves it at once.
+        save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="selection" if held_out else "score",
         greater_is_better=not held_out and not data.task.lower_is_better,

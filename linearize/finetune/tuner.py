@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from linearize.alignment.losses import hidden_state_loss, logits_loss
 from linearize.errors import ConfigError
 from linearize.finetune.config import TuneConfig
+from linearize.finetune.loss_meter import meter_of
 from linearize.finetune.prepared import IGNORED
 from linearize.modeling.model import kernel_parameters
 
@@ -99,8 +100,17 @@ class Tuner(Trainer):
         self._note(parts)
         return (loss, outputs) if return_outputs else loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Trainer.training_step`; the loss is summed up over the whole run, resumed or not."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        meter_of(self).total += loss.detach().float()
+        return loss
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss to an entry that has one: means since the last entry."""
+        if "train_loss" in logs and self.args.world_size == 1:
+            # transformers takes the mean over the steps since the last resume.
+            logs["train_loss"] = float(meter_of(self).total) / max(1, self.state.global_step)
         if "loss" in logs:
             logs |= {f"loss_{name}": float(torch.stack(parts).mean()) for name, parts in self._parts.items()}
             self._parts = {}

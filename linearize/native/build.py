@@ -25,8 +25,17 @@ SECONDS = 300
 
 
 def library() -> Path:
-    """Return where the compiled op lies or would lie: its name changes with the code and with the processor."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Return where the compiled op lies or would lie: its name changes with the code and with the processor.
+
+    Raises:
+        ConfigError: if there is no folder for it: no HOME, and a user whom the system does not know.
+    """
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ConfigError(
+            "native op: got no home folder, expected one for what is compiled; set HOME or XDG_CACHE_HOME"
+        ) from None
     return Path(cache) / "linearize" / f"native-{_fingerprint()}.so"
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linearize.errors import ConfigError
 from linearize.native import WEIGHTS, NativeMap
 from linearize.native.build import library
 from linearize.native.structures import CALL_SIZE, TYPES, Back, Maps, call, given, packed
@@ -302,8 +303,8 @@ def _share_threads() -> bool:
 
 def load() -> Engine | None:
     """Load what was built for this code and machine; None where nothing was, or it does not load."""
-    path = library()
     try:
+        path = library()
         return Engine(path) if path.is_file() else None
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, ConfigError):
         return None

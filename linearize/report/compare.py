@@ -176,7 +176,7 @@ def write_comparison(compared: Compared, target: str, *, overwrite: bool = False
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
-    from linearize.checkpoint.save import atomic_folder
+    from linearize.checkpoint.output import atomic_folder
     from linearize.fidelity.plots_compare import compare_conversions
     from linearize.fidelity.plots_style import to_png
     from linearize.report.write import finite

@@ -20,18 +20,24 @@ def write_report(
     Args:
         options: what to look at.
         target: folder to make.
-        overwrite: whether a folder that holds something may be replaced.
+        overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
         listen: told in a few words what is done.
 
     Raises:
         LinearizeError: one of its children, for everything the user can mend; nothing is written then.
     """
+    from linearize.checkpoint.output import claim
+
+    with claim(target, overwrite=overwrite, sources=[options.checkpoint, options.original, options.inputs.dataset]):
+        return _write(options, target, overwrite, listen)
+
+
+def _write(options: ReportOptions, target: str, overwrite: bool, listen: Listener | None) -> Gathered:
     from linearize import __version__
-    from linearize.checkpoint.save import atomic_folder, check_target
+    from linearize.checkpoint.output import atomic_folder
     from linearize.report.html import page
     from linearize.report.sections import make_sections
 
-    check_target(target, overwrite=overwrite)
     found = gather(options, listen)
     (listen or (lambda text: None))("drawing")
     sections = make_sections(found)

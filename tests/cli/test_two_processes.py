@@ -2,32 +2,35 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import transformers
+from processes import launch
 from test_cli import folders  # noqa: F401 - a fixture
 
-TWO = ["torch.distributed.run", "--nproc_per_node", "2", "--no-python", "--master_port"]
+SCRIPT = os.path.join(os.path.dirname(sys.executable), "linearize")
 
 
-def start(processes, root, *arguments):
+def start(processes, root, logs, *arguments):
     """Run the console script and return its output."""
-    script = os.path.join(os.path.dirname(sys.executable), "linearize")
-    front = [sys.executable, "-m", *TWO, str(20_000 + os.getpid() % 9_000)] if processes == 2 else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    line = [*front, script, "convert", root / "gpt2", "--dataset", root / "data.jsonl", *arguments]
-    done = subprocess.run([str(part) for part in line], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    line = [SCRIPT, "convert", root / "gpt2", "--dataset", root / "data.jsonl", *arguments]
+    return launch(line, processes, logs)
 
 
-def test_two_processes_convert_like_one(folders, tmp_path):  # noqa: F811
+def test_a_childs_own_error_is_shown(folders, tmp_path):  # noqa: F811
+    with pytest.raises(AssertionError, match=r"process 0 said:\n(.|\n)*linearize: error: .*nowhere"):
+        start(2, folders, tmp_path / "logs", "--dataset", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
+
+
+@pytest.mark.timeout(900)
+def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory):  # noqa: F811
+    logs = tmp_path_factory.mktemp("logs")
     common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--bucket-by-length", "--json"]
-    whole = json.loads(start(1, folders, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one"))
-    parts = json.loads(start(2, folders, *common, "--batch-size", 4, "--output", tmp_path / "two"))
+    one = start(1, folders, logs, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one")
+    two = start(2, folders, logs, *common, "--batch-size", 4, "--output", tmp_path / "two")
+    whole, parts = json.loads(one), json.loads(two)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     for time in ("before", "after"):
         one, two = (found["distillation"][time]["mean"]["kl"] for found in (whole, parts))

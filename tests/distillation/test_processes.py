@@ -1,13 +1,13 @@
 """Several processes: two equal one with the doubled batch, also when FSDP spreads the frozen model over them."""
 
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from processes import launch
 from safetensors.torch import load_file
 from test_loop import Fixed, batches, sharp
 
@@ -62,25 +62,22 @@ CHILD = """
 """
 
 
-def launch(tmp_path, kind, model, port):
+def train(tmp_path, kind, model):
     """Train in one process, or in two, and return what was trained."""
     paths = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
     script, target = tmp_path / "child.py", tmp_path / f"{kind}.safetensors"
     script.write_text(textwrap.dedent(CHILD.format(paths=paths)))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    two = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port + os.getpid() % 9000)]
-    command = [sys.executable, *([] if kind == "one" else two), script, target, kind, model]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch([sys.executable, script, target, kind, model], 1 if kind == "one" else 2, tmp_path / f"{kind} logs")
     return load_file(target)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
 def test_two_processes_equal_one_with_the_doubled_batch(model, tmp_path):
-    one = launch(tmp_path, "one", model, 0)
+    one = train(tmp_path, "one", model)
     assert one["losses"].shape == (6, 2) and one["losses"][-1].sum() < one["losses"][0].sum()
-    for number, kind in enumerate(("ddp", "fsdp"), 2):
-        two = launch(tmp_path, kind, model, 10_000 * number)
+    for kind in ("ddp", "fsdp"):
+        two = train(tmp_path, kind, model)
         assert two.keys() == one.keys()
         for name in one:
             torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)

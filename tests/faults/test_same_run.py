@@ -1,12 +1,24 @@
 """Resume: what a run depends on is held against what it was started with, and what differs is named."""
 
+import itertools
+import os
+import shutil
+import signal
+
 import numpy as np
 import pytest
 import torch
-from tiny import converted, original
+import transformers
+from fault_lines import line_of
+from safetensors.torch import load_file, save_file
+from tiny import converted, inputs_of, original
 
 import linearize
 from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest
+from linearize.checkpoint.log import read_log
+from linearize.distillation import DistillConfig, trainer
+from linearize.distillation.loop import distill
+from linearize.distillation.state import StateFolder
 from linearize.errors import ConfigError
 
 
@@ -81,3 +93,183 @@ def test_weights_of_any_type_are_hashed():
     first = weights_digest(model)
     model.scalar += 1
     assert weights_digest(model) != first
+
+
+def interrupt(*_args, **_options):
+    raise KeyboardInterrupt
+
+
+def stop_stage_one(monkeypatch, step):
+    """Have Ctrl-C come in a step of stage one, before anything has moved."""
+    real = trainer.KernelTrainer.step
+
+    def cut(self, batches, number):
+        return interrupt() if number == step else real(self, batches, number)
+
+    return monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+
+
+def stop_stage_two(monkeypatch, step):
+    real = transformers.Trainer.training_step
+
+    def cut(self, *args, **options):
+        return interrupt() if self.state.global_step == step - 1 else real(self, *args, **options)
+
+    return monkeypatch.setattr(transformers.Trainer, "training_step", cut)
+
+
+@pytest.fixture
+def cut(models, tmp_path, cli):
+    """Run a line until Ctrl-C in a step, on models and data of its own, and return it with --resume."""
+
+    def interrupted(verb, step, *more):
+        root = shutil.copytree(models, tmp_path / "mine", dirs_exist_ok=True)
+        line = line_of(verb, root, tmp_path / "out", *more)
+        with pytest.MonkeyPatch.context() as patch:
+            (stop_stage_two if verb == "finetune" else stop_stage_one)(patch, step)
+            assert cli(line)[0] == 130
+        return root, [*line, "--resume"]
+
+    return interrupted
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text and len(old) == len(new)
+    file.write_text(text.replace(old, new, 1))
+
+
+def other_weights(folder):
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if name.endswith("query.weight"))
+    save_file(state | {name: state[name] + 1e-3}, file, metadata={"format": "pt"})
+
+
+CHANGES = {
+    "data": (lambda root: edit(root / "data.jsonl", "cat sat", "sat cat"), [], "data contents="),
+    "rate": (None, ["--learning-rate", 1e-4], "learning_rate="),
+    "seed": (None, ["--seed", 5], "seed=0, now it is 5"),
+    "batch": (None, ["--batch-size", 16], "batch_size="),
+    "rows": (None, ["--limit", 20], "data limit=None, now it is 20"),
+    "length": (None, ["--max-length", 12], "data max_length=16, now it is 12"),
+    "schedule": (None, ["--schedule", "linear"], "schedule='cosine', now it is 'linear'"),
+    "steps": (None, ["--epochs", 3], "epochs=2.0, now it is 3.0"),
+    "weights": (lambda root: other_weights(root / "hedgehog"), [], "model weights="),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_finetune_goes_on_with_the_same_only(change, cut, cli, tmp_path):
+    root, line = cut("finetune", 4)
+    do, more, named = CHANGES[change]
+    if do is not None:
+        do(root)
+    code, _, err = cli([*line, *more])
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "resume: the run was started with" in err and named in err
+    assert list((tmp_path / "out.training").glob("checkpoint-*"))
+
+
+STAGE_ONE = {
+    "activation": (None, ["--kernel-arg", "activation=exp"], "kernels="),
+    "window": (None, ["--window", 4], "kernels="),
+    "kernel": (None, ["--kernel", "t2r"], "kernels="),
+    "base": (lambda root: other_weights(root / "bert"), [], "model weights="),
+    "data": (lambda root: edit(root / "data.jsonl", "cat sat", "sat cat"), [], "data contents="),
+    "rate": (None, ["--learning-rate", 1e-4], "learning_rate=None, now it is 0.0001"),
+    "rows": (None, ["--holdout", 4], "data holdout=8, now it is 4"),
+}
+
+
+@pytest.mark.parametrize("change", STAGE_ONE)
+def test_convert_goes_on_with_the_same_only(change, cut, cli, tmp_path):
+    root, line = cut("convert", 4, "--save-every", 2)
+    do, more, named = STAGE_ONE[change]
+    if do is not None:
+        do(root)
+    code, _, err = cli([*line, *more])
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "resume: the run was started with" in err and named in err
+    assert list((tmp_path / "out.stage1").glob("step-*"))
+
+
+def test_states_of_older_versions_are_not_trusted(cut, cli, tmp_path):
+    _, line = cut("finetune", 4)
+    (tmp_path / "out.training" / "started.json").unlink()
+    code, _, err = cli(line)
+    assert code == 2 and "the state does not say with which" in err and "another version of linearize" in err
+
+
+# Item 11.
+def test_the_logged_train_loss_is_that_of_the_whole_run(models, cut, cli, tmp_path):
+    whole = tmp_path / "whole"
+    assert cli(line_of("finetune", models, whole))[0] == 0
+    _, line = cut("finetune", 6)
+    assert cli(line)[0] == 0
+    one, two = (
+        next(entry["train_loss"] for entry in read_log(folder) if "train_loss" in entry)
+        for folder in (whole, tmp_path / "out")
+    )
+    assert two == pytest.approx(one, rel=1e-6)
+    weights = [load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "out")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# Item 20.
+@pytest.mark.parametrize("step", [2, 5])
+def test_ctrl_c_before_the_first_state_keeps_what_was_learned(step, models, cut, cli, tmp_path):
+    _, line = cut("convert", step, "--save-every", 100)
+    assert [path.name for path in (tmp_path / "out.stage1").iterdir()] == [f"step-{step - 1}"]
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = trainer.KernelTrainer.step
+        patch.setattr(
+            trainer.KernelTrainer, "step", lambda self, b, number: steps.append(number) or real(self, b, number)
+        )
+        assert cli(line)[0] == 0
+    assert steps == list(range(step, 7))
+    assert cli(line_of("convert", models, tmp_path / "whole"))[0] == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_ctrl_c_in_a_half_done_step_waits_for_its_end(tmp_path):
+    """The signal comes while the optimizer moves the kernels; the state that is kept is that of a whole step."""
+    real, seen = torch.optim.AdamW.step, []
+
+    def slow(self, *args, **options):
+        seen.append(1)
+        found = real(self, *args, **options)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    def run(folder, resume=False):
+        model = linearize.convert(original("bert"), "hedgehog")
+        given = DistillConfig(steps=6, eval_every=3, query_sample=5, save_every=100, folder=str(folder), resume=resume)
+        return model, distill(model, Fixed(model), given)
+
+    whole, expected = run(tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", slow)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "cut")
+    assert StateFolder(tmp_path / "cut", 1).steps() == [3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    again, result = run(tmp_path / "cut", resume=True)
+    assert [report.losses for report in result.history] == [report.losses for report in expected.history]
+    assert all(map(torch.equal, whole.state_dict().values(), again.state_dict().values()))
+
+
+class Fixed:
+    """Ever the same batches."""
+
+    def __init__(self, model):
+        self.batches = [inputs_of(model, tokens=9 + number) for number in range(3)]
+
+    def train_batches(self, start=0, rank=0, world_size=1):
+        return itertools.islice(itertools.cycle(self.batches), start, None)
+
+    def holdout_batches(self):
+        return self.batches[:1]

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.data.encode import ImageEncoder
 from linearize.finetune.kinds.text import figures_of, label_names, numbered
 from linearize.finetune.prepared import DataOptions, Row, TaskData, stable_seed
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.tasks import Task
 
+DIGESTS = 512
 SHIFT = 1 / 8
 """Furthest shift of an augmented image, of its size: 4 pixels of 32."""
 
@@ -33,6 +35,11 @@ class ImageRows(Dataset):
 
     def __len__(self) -> int:
         return len(self.view)
+
+    def digest(self) -> str:
+        """Identify the images: the sizes of all files, the contents and classes of up to `DIGESTS`."""
+        some = self.view.fetch(spread(len(self.view), DIGESTS))
+        return data_digest([self.view.records.sizes[self.view.rows], some, self.augment])
 
     def __getitem__(self, place: int) -> Row:
         return {"example": self.view.fetch([place])[0], "place": place, "augment": self.augment}

@@ -1,0 +1,99 @@
+"""The folder of a tuning run, `OUTPUT.training`: the trainer's checkpoints, and what the run was started with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
+from linearize.checkpoint.ownership import remove_parts
+from linearize.errors import CheckpointError, ConfigError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.prepared import TaskData
+
+STARTED = "started.json"
+PARTS = re.compile(r"checkpoint-\d+|\.?started\.json")
+CALLED = "a tuning run of linearize"
+FREE = ("report_to",)
+"""Options that may differ between a run and its continuation."""
+
+
+def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse to begin anew where an interrupted run lies, or where something else does; nothing is removed yet.
+
+    Raises:
+        ConfigError: if there is a run, and neither `resume` nor `overwrite`.
+        CheckpointError: if the folder is not one of ours.
+    """
+    if folder.exists() and not resume and not overwrite:
+        raise ConfigError(
+            f"{str(folder)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
+        )
+    remove_parts(folder, PARTS, CALLED, check_only=True)
+    for path in folder.glob("checkpoint-*") if folder.is_dir() else ():
+        if not path.is_dir() or _foreign(path):
+            raise CheckpointError(
+                f"{str(folder)!r} holds {path.name!r}, which is no checkpoint of the trainer, so it is not removed; "
+                "move it elsewhere, or choose another output"
+            )
+
+
+def _foreign(path: Path) -> bool:
+    """Tell whether a folder is no checkpoint: the trainer writes config and weights first."""
+    there = {one.name for one in path.iterdir()}
+    return bool(there) and not there & {"config.json", "model.safetensors", "model.safetensors.index.json"}
+
+
+def remove_work(folder: Path) -> None:
+    """Remove a run that is saved, or that is begun anew.
+
+    Raises:
+        CheckpointError: if the folder holds something else; nothing is removed then.
+    """
+    remove_parts(folder, PARTS, CALLED)
+
+
+def describe(model: Any, data: TaskData, config: TuneConfig, teacher: Any = None) -> dict[str, Any]:
+    """Return the fingerprint of a tuning run, before its first step and before low-rank updates are put in."""
+    options = {name: value for name, value in asdict(config).items() if name not in FREE}
+    options |= {"task": data.task.name, "score": data.task.score}
+    if data.options is not None:
+        options |= {f"data {name}": value for name, value in asdict(data.options).items()}
+    if teacher is not None:
+        options["teacher weights"] = weights_digest(teacher)
+    return fingerprint(model=model, data=data, options=options)
+
+
+def begin(folder: Path, started: Mapping[str, Any]) -> None:
+    """Write down what a run is started with, whole or not at all.
+
+    Raises:
+        OSError: if that cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{STARTED}"
+    beside.write_text(json.dumps(started, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / STARTED)
+
+
+def check_started(folder: Path, now: Mapping[str, Any]) -> None:
+    """Refuse to go on with anything else than the run was started with.
+
+    Raises:
+        ConfigError: naming what differs.
+        CheckpointError: if what was written down cannot be read.
+    """
+    file = folder / STARTED
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(saved, dict):
+            raise ValueError("no mapping")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} cannot be read ({error}), so the run cannot be gone on with; start anew with --overwrite"
+        ) from None
+    check_same(saved, now)

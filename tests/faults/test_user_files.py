@@ -1,0 +1,251 @@
+"""Nothing of the user's is lost: what may be replaced, what is refused first, and two writers at once."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fault_lines import changed, line_of, without
+from tiny import converted
+
+import linearize
+from linearize.checkpoint.output import atomic_folder, check_target, claim
+from linearize.checkpoint.ownership import MARKER, check_ours
+from linearize.errors import CheckpointError
+
+
+def tree(folder):
+    """Return every file below a folder with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def docs(tmp_path):
+    """A folder of the user's own."""
+    folder = tmp_path / "docs"
+    (folder / "old").mkdir(parents=True)
+    (folder / "thesis.txt").write_text("years of work")
+    (folder / "old" / "draft.txt").write_text("more of it")
+    return folder
+
+
+# Item 1.
+def test_a_run_is_not_resumed_in_a_folder_that_holds_none(models, docs, cli):
+    before = tree(docs)
+    code, _, err = cli(line_of("run", models, docs, "--resume"))
+    assert code == 2 and "holds no run (it has no recipe.yaml)" in err and len(err.splitlines()) == 1
+    assert tree(docs) == before
+
+
+# Item 2.
+@pytest.mark.parametrize("verb", ["convert", "distill", "align", "finetune", "init", "report", "compare", "demo"])
+def test_overwrite_replaces_no_folder_of_somebody_else(verb, models, docs, cli):
+    before = tree(docs)
+    code, _, err = cli(line_of(verb, models, docs))
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "is no folder that linearize wrote (it holds 'old/draft.txt')" in err
+    assert tree(docs) == before
+
+
+def test_overwrite_replaces_ours_but_not_with_a_strangers_file_in_it(models, tmp_path, cli):
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert cli(line_of("convert", models, out))[0] == 0
+    (out / "notes.txt").write_text("mine")
+    before = tree(out)
+    code, _, err = cli(line_of("convert", models, out))
+    assert code == 2 and "holds 'notes.txt', which linearize did not write" in err
+    assert tree(out) == before
+
+
+def test_folders_of_older_versions_are_known(models, tmp_path):
+    """Without our marker: a converted checkpoint, a tuned one, a report; each only with nothing else in it."""
+    linearize.save(converted("bert"), tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / MARKER).unlink()
+    (tmp_path / "report" / "images").mkdir(parents=True)
+    for name in ("index.html", "report.json", "images/layer.png"):
+        (tmp_path / "report" / name).write_text("{}")
+    for name in ("checkpoint", "report"):
+        check_ours(tmp_path / name, name)
+        (tmp_path / name / "my.csv").write_text("1")
+        with pytest.raises(CheckpointError, match=r"holds 'my\.csv', which linearize did not write"):
+            check_ours(tmp_path / name, name)
+    # A softmax model is nobody's output.
+    with pytest.raises(CheckpointError, match="is no folder that linearize wrote"):
+        check_ours(models / "bert", "bert")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"written_by": "linearize", "files": 3}', "[" * 100_000, "\xff"])
+def test_a_damaged_marker_says_nothing(text, docs):
+    (docs / MARKER).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match="is no folder that linearize wrote"):
+        check_ours(docs, "docs")
+
+
+@pytest.mark.parametrize("where", [".", "..", "", "/", "~", "sub/..", "link/.."])
+def test_places_that_no_output_may_take(where, tmp_path, monkeypatch):
+    here = tmp_path / "home" / "here"
+    (here / "sub").mkdir(parents=True)
+    (here / "link").symlink_to(here / "sub")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    given = str(tmp_path / "home") if where == "~" else where
+    with pytest.raises(CheckpointError, match=r"root of the file system|the current folder|the home folder"):
+        check_target(given, overwrite=True)
+
+
+# Item 3.
+@pytest.mark.parametrize("name", ["M", "M/", "./M", "link", "link/", "M/../M", "up/M", "."])
+def test_the_model_itself_is_no_output(name, models, tmp_path, monkeypatch, cli):
+    original = tmp_path / "M"
+    original.mkdir()
+    for file in (models / "bert").iterdir():
+        (original / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "link").symlink_to(original)
+    (tmp_path / "up").symlink_to(tmp_path)
+    # Even if it were a folder that linearize wrote.
+    (original / MARKER).write_text(json.dumps({"written_by": "linearize", "files": [*os.listdir(original)]}))
+    monkeypatch.chdir(original if name == "." else tmp_path)
+    before = tree(original)
+    line = ["convert", original, "--distill-steps", 0, "--output", name, "--overwrite", "--device", "cpu"]
+    code, _, err = cli(line)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "which is read" in err or "is a link to" in err
+    assert tree(original) == before
+
+
+def test_a_folder_above_the_model_or_the_data_is_no_output(models, tmp_path, cli):
+    for kind in ("MODEL", "DATA"):
+        top = tmp_path / kind
+        (top / "below").mkdir(parents=True)
+        (top / MARKER).write_text(json.dumps({"written_by": "linearize", "files": ["below/data.jsonl"]}))
+        (top / "below" / "data.jsonl").write_bytes((models / "data.jsonl").read_bytes())
+        model = models / "bert" if kind == "DATA" else top / "below"
+        data = top / "below" / "data.jsonl" if kind == "DATA" else models / "data.jsonl"
+        line = ["convert", model, "--dataset", data, "--output", top, "--overwrite", "--device", "cpu"]
+        code, _, err = cli(line)
+        assert code == 2 and "which is read; choose another folder" in err
+        assert (top / "below" / "data.jsonl").exists()
+
+
+# Item 4.
+def test_an_interrupted_tuning_run_outlives_a_mistyped_data_set(models, tmp_path, cli):
+    out = tmp_path / "out"
+    work = tmp_path / "out.training"
+    checkpoint = work / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    line = line_of("finetune", models, out)
+    code, _, err = cli(changed(line, "--dataset", models / "datta.jsonl"))
+    assert code == 2 and "does not exist" in err
+    assert (checkpoint / "model.safetensors").exists()
+    # With everything in order, the word counts.
+    assert cli(line)[0] == 0
+    assert not work.exists()
+
+
+def test_an_interrupted_distillation_outlives_a_mistyped_data_set(models, tmp_path, cli):
+    out, states = tmp_path / "out", tmp_path / "out.stage1"
+    (states / "step-500").mkdir(parents=True)
+    (states / "step-500" / "state.json").write_text("{}")
+    line = line_of("convert", models, out, "--save-every", 2)
+    code, _, err = cli(changed(line, "--dataset", models / "datta.jsonl"))
+    assert code == 2 and (states / "step-500" / "state.json").exists()
+    code, _, err = cli(without(line, "--overwrite"))
+    assert code == 2 and "holds an interrupted run; go on with --resume, or start anew with --overwrite" in err
+    assert (states / "step-500" / "state.json").exists()
+    assert cli(line)[0] == 0 and not states.exists()
+
+
+@pytest.mark.parametrize("verb", ["convert", "finetune"])
+def test_what_lies_beside_the_output_and_is_not_ours_stays(verb, models, tmp_path, cli):
+    out = tmp_path / "out"
+    beside = tmp_path / ("out.stage1" if verb == "convert" else "out.training")
+    beside.mkdir()
+    (beside / "thesis.txt").write_text("years of work")
+    code, _, err = cli(line_of(verb, models, out, *(["--save-every", 2] if verb == "convert" else [])))
+    assert code == 2 and "holds 'thesis.txt', which is no part of" in err
+    assert (beside / "thesis.txt").read_text() == "years of work"
+    # States that were not asked for are not looked at, and not removed in the end.
+    if verb == "convert":
+        assert cli(line_of(verb, models, out))[0] == 0
+        assert (beside / "thesis.txt").exists()
+
+
+# Item 5.
+def test_two_writers_do_not_both_say_done(models, tmp_path):
+    """Started together; each must either be the one whose result is there, or say that it is not."""
+    out = tmp_path / "out"
+    script = Path(sys.executable).with_name("linearize")
+    started = [
+        subprocess.Popen(
+            [str(word) for word in [script, *line_of("convert", models, out, "--seed", seed)]],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    ended = [(one, *one.communicate(timeout=240)) for one in started]
+    done = [number for number, (one, _, _) in enumerate(ended) if one.returncode == 0]
+    assert len(done) == 1, [err for _, _, err in ended]
+    (refused,) = (err for one, _, err in ended if one.returncode)
+    assert "is being written by process" in refused or "exists and is not empty" in refused
+    assert json.loads((out / "config.json").read_text())["linearize"]["seed"] == done[0] + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def _hold(target, ready, go):
+    with claim(target, overwrite=True):
+        ready.set()
+        go.wait(120)
+
+
+@contextlib.contextmanager
+def held(target):
+    """Another process has the output; its number."""
+    context = multiprocessing.get_context("spawn")
+    ready, go = context.Event(), context.Event()
+    child = context.Process(target=_hold, args=(str(target), ready, go))
+    child.start()
+    try:
+        assert ready.wait(120)
+        yield child.pid
+    finally:
+        go.set()
+        child.join(60)
+
+
+def test_an_output_that_is_claimed_is_refused_at_once_and_free_afterwards(tmp_path):
+    out = tmp_path / "out"
+    with held(out) as number, pytest.raises(CheckpointError, match=f"is being written by process {number}"), claim(out):
+        pass
+    # A claim within a claim is the same one.
+    with claim(out, overwrite=True), atomic_folder(out, overwrite=True) as fresh:
+        (fresh / "a").write_text("b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_two_runs_do_not_train_one_cell(models, tmp_path, cli):
+    line = line_of("run", models, tmp_path / "run")
+    assert cli([*line, "--only", "softmax-*"])[0] == 0
+    with held(tmp_path / "run" / "cells" / "hedgehog-mine-s0") as number:
+        code, _, err = cli([*line, "--resume"])
+    assert code == 2 and f"hedgehog-mine-s0' is being written by process {number}" in err
+    assert cli([*line, "--resume"])[0] == 0
+
+
+def test_what_came_meanwhile_is_not_replaced(tmp_path):
+    """The target is looked at again before the rename, also by processes that know of no lock."""
+    with pytest.raises(CheckpointError, match="exists and is not empty"), atomic_folder(tmp_path / "out") as fresh:
+        (fresh / "a").write_text("b")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with (
+        pytest.raises(CheckpointError, match=r"holds 'thesis\.txt'"),
+        atomic_folder(tmp_path / "out", overwrite=True) as fresh,
+    ):
+        (fresh / "a").write_text("b")
+    assert tree(tmp_path) == {"out/thesis.txt": b"years of work"}
