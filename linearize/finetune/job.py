@@ -23,7 +23,7 @@ from linearize.finetune.report_to import check_report_to
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import Task, recovered, score_of
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import TuneResult, finetune, last_checkpoint, measure_task
+from linearize.finetune.trainer import TuneResult, check_trains, finetune, last_checkpoint, measure_task
 from linearize.finetune.work import check_work, remove_work
 
 Listener = Callable[[str, Any], None]
@@ -114,6 +114,7 @@ def _finetune(job: TuneJob, target: Path, listen: Listener | None) -> tuple[Path
     teacher = None
     if job.teacher is not None:
         teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)
+    check_trains(data)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
     check_room(target, size_of(model))
     if not job.resume:

@@ -105,7 +105,7 @@ class TaskData:
     def digest(self) -> str:
         """Identify the rows, see `linearize.checkpoint.fingerprint.rows_digest`."""
         parts = (self.train, self.validation, self.selection, self.extra)
-        return data_digest([None if rows is None else rows_digest(rows) for rows in parts])
+        return data_digest([None if rows is None else rows_digest(rows) for rows in parts])  # type: ignore[arg-type]
 
     @property
     def num_labels(self) -> int | None:

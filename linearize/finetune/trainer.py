@@ -93,11 +93,7 @@ def finetune(
     """
     config = config or TuneConfig()
     start = time.perf_counter()
-    if data.wrap is not None:
-        raise ConfigError(
-            f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
-            "`linearize align`, and measure it with `linearize evaluate`"
-        )
+    check_trains(data)
     data = hold_out(data, config.selection_rows, seed=config.seed)
     if teacher is not None:
         check_teacher(teacher, model)
@@ -117,18 +113,7 @@ def finetune(
     trainer = make_trainer(model, data, config, folder, on_log, teacher)
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
-    try:
-        if last is None:
-            begin(Path(folder), started)
-        with quiet():
-            trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    except Exception as error:
-        if not is_write_error(error):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"stage two: {str(folder)!r} cannot be written ({reason}); make room, then --resume"
-        ) from error
+    _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     figures = _measured(trainer)
     if config.lora is not None:
@@ -143,6 +128,34 @@ def finetune(
     chosen = selection_record(data, teacher is not None, state.best_metric)
     score = score_of(data.task, figures)
     return TuneResult(figures, score, state.global_step, best, stopped, history, seconds, chosen)
+
+
+def check_trains(data: TaskData) -> None:
+    """Refuse a task that has nothing to train.
+
+    Raises:
+        ConfigError: if it is one.
+    """
+    if data.wrap is not None:
+        raise ConfigError(
+            f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
+            "`linearize align`, and measure it with `linearize evaluate`"
+        )
+
+
+def _train(trainer: Any, folder: Path, last: Path | None, started: dict[str, Any]) -> None:
+    try:
+        if last is None:
+            begin(folder, started)
+        with quiet():
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    except Exception as error:
+        if not is_write_error(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"stage two: {str(folder)!r} cannot be written ({reason}); make room, then --resume"
+        ) from error
 
 
 def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision: str = "no") -> dict[str, float]:

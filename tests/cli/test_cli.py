@@ -200,9 +200,13 @@ def test_output_that_holds_something_is_refused_unless_overwritten(folders, tmp_
     assert code == 2
     assert "--overwrite" in err
     assert (tmp_path / "precious.txt").read_text() == "keep me"
-    assert run(capsys, *arguments, "--overwrite")[0] == 0
-    assert (tmp_path / "config.json").exists()
-    assert not (tmp_path / "precious.txt").exists()
+    # A folder that linearize did not write is not replaced at all; one that it wrote is.
+    code, _, err = run(capsys, *arguments, "--overwrite")
+    assert code == 2 and "'precious.txt'" in err
+    assert (tmp_path / "precious.txt").read_text() == "keep me" and not (tmp_path / "config.json").exists()
+    ours = [*arguments[:-1], tmp_path / "ours"]
+    assert run(capsys, *ours)[0] == 0
+    assert run(capsys, *ours)[0] == 2 and run(capsys, *ours, "--overwrite")[0] == 0
 
 
 def test_interrupt_leaves_nothing_behind(folders, tmp_path, capsys, monkeypatch):
@@ -260,7 +264,10 @@ def test_a_kill_during_the_save_leaves_no_half_checkpoint(folders, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, check=False)
     assert done.returncode == 9
     assert not (tmp_path / "out").exists()
-    assert all(path.name.startswith(".new-out-") for path in tmp_path.iterdir())
+    assert all(path.name.startswith((".new-out-", ".lock-out")) for path in tmp_path.iterdir())
+    # What it left is cleared by the next.
+    assert main([str(word) for word in arguments]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_kernels_table_one_and_json(capsys):
@@ -327,7 +334,7 @@ def test_states_resume_and_going_on(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
     code, _, err = run(capsys, *base, "--output", tmp_path / "cut")
     assert (code, "go on with the same line and --resume" in err) == (130, True)
-    assert [path.name for path in (tmp_path / "cut.stage1").iterdir()] == ["step-2"]
+    assert [path.name for path in sorted((tmp_path / "cut.stage1").iterdir())] == ["step-2", "step-3"]
     monkeypatch.undo()
     assert run(capsys, *base, "--output", tmp_path / "cut", "--resume")[0] == 0
     assert not (tmp_path / "cut.stage1").exists()

@@ -207,7 +207,7 @@ def test_ctrl_c_in_stage_one_says_what_was_kept(folders, tmp_path, capsys, monke
     line = ["distill", folders / "linear", *stage_one(folders), "--output", tmp_path / "out", "--save-every", 2]
     code, _, err = run(capsys, *line)
     assert code == 130
-    assert f"the state of step 2 lies in {tmp_path / 'out'}.stage1; go on with the same line and --resume" in err
+    assert f"the state of step 3 lies in {tmp_path / 'out'}.stage1; go on with the same line and --resume" in err
     monkeypatch.undo()
     assert run(capsys, *line, "--resume")[0] == 0
 
