@@ -135,7 +135,7 @@ def _align(job: AlignJob, listen: Listener | None) -> AlignmentSaved:
                     processor=loaded.processor,
                     overwrite=job.overwrite,
                     provenance=provenance | record,
-                    extra_files=log_file(ALIGNMENT, result.history, earlier) | loaded.embedder,
+                    extra_files={**log_file(ALIGNMENT, result.history, earlier), **loaded.embedder},
                 )
         except CheckpointError as error:
             raise keep_states(error, job.target(), {"align": result.state}) from error
