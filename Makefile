@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test install lint types unit slow format clean
+.PHONY: demo test install lint types unit slow wheel format clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	.ci/beat "installing pip" $(BIN)/python -m pip install --quiet --upgrade pip
+	.ci/beat "installing packages into $(VENV)" $(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
 demo: install
@@ -30,6 +30,10 @@ unit: install
 
 slow: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow --timeout 1800
+
+# A wheel with the native op inside, for processors of several kinds.
+wheel: install
+	$(BIN)/python scripts/make_wheel.py --output dist
 
 format: install
 	$(BIN)/ruff check --fix .

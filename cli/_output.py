@@ -6,20 +6,78 @@ import contextlib
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from linearize.errors import printable
 
-def console(*, to_stderr: bool = False) -> Console:
+
+class Screen(Console):
+    """A console on which names and metadata cannot steer the terminal; knows when it last said something."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.spoke = time.monotonic()
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        """Render as rich does, without control characters in the text; rich's own styles come later."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does."""
+        super().print(*objects, **options)
+        self.spoke = time.monotonic()
+
+
+def console(*, to_stderr: bool = False) -> Screen:
     """Return a console that honours NO_COLOR and the terminal's width; 120 columns where there is no terminal."""
     stream = sys.stderr if to_stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 120, soft_wrap=False, highlight=False)
+    return Screen(file=stream, width=None if stream.isatty() else 120, soft_wrap=False, highlight=False)
+
+
+EVERY = 8.0
+"""Seconds of silence in a log after which a heartbeat speaks."""
+
+
+class Heartbeat:
+    """Says in a log, every few seconds in which nothing else was said, what is still being done; use as a context.
+
+    A terminal has bars and signs instead.
+    """
+
+    def __init__(self, out: Screen, what: str) -> None:
+        self.out, self.what, self.every = out, what, EVERY
+        self.start = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        """Start."""
+        if not self.out.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(max(0.0, self.out.spoke + self.every - time.monotonic())):
+            if time.monotonic() - self.out.spoke >= self.every:
+                seconds = time.monotonic() - self.start
+                self.out.print(f"... {self.what} ({seconds:.0f} s so far)", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -48,7 +106,7 @@ def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple
     """Build a table; cells are text, never markup."""
     made = Table(header_style="bold")
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+        made.add_column(escape(column), justify="right" if number in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*(escape(str(cell)) for cell in row))
     # A table's own title is wrapped to the table's width.
@@ -155,13 +213,18 @@ class StepProgress:
         return "stage one" if phase is None else f"alignment, {phase}"
 
     @classmethod
-    def _line(cls, report: Any) -> str:
-        layers = " ".join(f"{loss:.2f}" for loss in report.losses.values())
-        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+    def short(cls, report: Any) -> str:
+        """Say where it stands."""
         left = report.seconds / report.step * (report.steps - report.step)
         stage = "" if getattr(report, "phase", None) is None else f"{cls._stage(report)}, "
         where = f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
-        return f"{where}: loss {report.loss:.4f}{held_out}; per layer {layers}"
+        return f"{where}: loss {report.loss:.4f}"
+
+    @classmethod
+    def _line(cls, report: Any) -> str:
+        layers = " ".join(f"{loss:.2f}" for loss in report.losses.values())
+        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+        return f"{cls.short(report)}{held_out}; per layer {layers}"
 
     def stop(self) -> None:
         """Take the bar off the screen."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def add_data(parser: argparse.ArgumentParser) -> Any:
@@ -86,9 +89,23 @@ def kept_states(target: str, *endings: str) -> str:
     return f"the state of step {steps[-1]} lies in {folder}; go on with the same line and --resume"
 
 
-def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_json: bool) -> int:
-    """Run a conversion or distillation, show what happens, and print its result."""
+def show(
+    work: Callable[[Callable[[str, Any], None]], Any],
+    target: str,
+    *,
+    as_json: bool,
+    planned: Callable[[Console], None] | None = None,
+) -> int:
+    """Run a conversion or distillation, show what happens, and print its result.
+
+    Args:
+        work: what to run; gets a listener.
+        target: the folder that it makes.
+        as_json: whether stdout is for JSON.
+        planned: called with the console once the model is loaded and its plan is made.
+    """
     from linearize.cli._output import (
+        Heartbeat,
         StepProgress,
         closeness_table,
         console,
@@ -104,19 +121,25 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_j
     # Of several processes one speaks.
     out.quiet = not is_main()
     progress = StepProgress(out)
+    beat = Heartbeat(out, "loading the model")
 
     def listen(event: str, data: Any) -> None:
         if event == "plan":
             out.print(plan_table(data))
+            if planned is not None:
+                planned(out)
         elif event == "data" and data is not None:
             out.print(f"Stage one learns from: {data}", markup=False)
+            beat.what = "measuring how close the kernels are"
         elif event == "positions" and data is not None:
             out.print(f"Inputs: {data.note}", markup=False)
         elif event in ("step", "align step"):
             progress(data)
+            beat.what = f"training, {progress.short(data)}"
         elif event == "note":
             out.print(data, markup=False)
         elif event == "distilled" and data is not None:
+            beat.what = "what follows stage one"
             progress.stop()
             _say_distilled(out, data)
             out.print(fidelity_table(data.before, data.after))
@@ -125,7 +148,7 @@ def show(work: Callable[[Callable[[str, Any], None]], Any], target: str, *, as_j
             out.print(closeness_table(data))
 
     try:
-        with on_interrupt(lambda: kept_states(target)):
+        with beat, on_interrupt(lambda: kept_states(target)):
             result = work(listen)
     finally:
         progress.stop()

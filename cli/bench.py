@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from linearize.cli._native import add_native, prepare_native
+
 EPILOG = """examples:
   linearize bench --kernel flexformer_n --kernel hedgehog
   linearize bench --causal --backward --lengths 4096 --dtype bfloat16
@@ -19,8 +21,8 @@ Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16
 folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and
 kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose state softmax's
 turn has pushed out of the caches, has a column of its own. Memory is the peak above what was there before, on the CPU
-in a process of its own for each figure. The native op is used where it was compiled (`linearize native`). Columns:
-seconds (median, and the distance of the quartiles over it) and MiB."""
+in a process of its own for each figure. The native op is compiled first where it is not there (`linearize native`), and
+used unless --no-native says no. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help="threads of torch on the CPU; by default its own choice")
     add("--no-memory", action="store_true", help="time only")
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
+    add_native(run)
     add("--json", action="store_true", help="print every figure as JSON on stdout")
 
 
@@ -78,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_picture(args.plot)
     out = console(to_stderr=args.json)
+    prepare_native(args, out)
     progress = Progress(out)
     try:
         result = run_goals(options, progress) if args.goals else run_bench(options, progress)
@@ -199,7 +203,7 @@ def show(out: Any, result: Any) -> None:
     peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
     out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
     if machine.device == "cpu":
-        said = "used (LINEARIZE_NATIVE=0 leaves it alone)" if machine.native else "not there (linearize native --build)"
+        said = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
         out.print(f"Native op: {said}.", markup=False)
     else:
         said = "used (LINEARIZE_FLA=0 leaves it alone)" if machine.fla else "not there (extra: gpu)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_config, take_config
 from linearize.cli._stage_one import add_stage_one, show
 from linearize.errors import ConfigError
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--push-to-hub", metavar="USER/NAME", help="then upload the result")
     add("--private", action="store_true", help="make a new repository on the Hub private")
     add("--dry-run", action="store_true", help="print the plan and change nothing")
+    add_native(parser)
     add_stage_one(parser, "<model-name>-<kernel>")
     from linearize.alignment.config import AlignConfig
 
@@ -76,7 +78,7 @@ def options_from(args: argparse.Namespace) -> Any:
 
     same = vars(args).copy()
     align = take_config(same, AlignConfig, prefix="align")
-    for name in ("kernel_arg", "dry_run", "json", "keep_softmax", "finetune", "push_to_hub", "private"):
+    for name in ("kernel_arg", "dry_run", "json", "keep_softmax", "finetune", "push_to_hub", "private", "no_native"):
         same.pop(name)
     kept = tuple(parse_indices(args.keep_softmax, "--keep-softmax")) if args.keep_softmax else ()
     return ConvertOptions(**same, kernel_args=parse_pairs(args.kernel_arg), keep_softmax=kept, align=align)
@@ -120,7 +122,12 @@ def run(args: argparse.Namespace) -> int:
         from linearize.checkpoint.push import check_repo
 
         check_repo(args.push_to_hub)
-    show(lambda listen: convert_checkpoint(options, listen), options.target(), as_json=args.json)
+    show(
+        lambda listen: convert_checkpoint(options, listen),
+        options.target(),
+        as_json=args.json,
+        planned=lambda out: prepare_native(args, out),
+    )
     if args.finetune:
         from linearize.cli.finetune import tune_in_place
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from linearize.cli._native import add_native, prepare_native
+
 EPILOG = """examples:
   linearize demo
   linearize demo --kernel flexformer_n --steps 300 --output demo-output
@@ -19,12 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=120, metavar="N", help="steps of stage one (120)")
     add("--tokens", type=int, default=8192, metavar="N", help="length of the long document (8192)")
     add("--output", default="demo-output", metavar="DIR", help="folder to make; replaced if it is there (demo-output)")
+    add_native(parser)
     add("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
     from linearize.cli._output import (
+        Heartbeat,
         StepProgress,
         closeness_table,
         console,
@@ -37,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     out = console(to_stderr=args.json)
     progress = StepProgress(out)
+    beat = Heartbeat(out, "loading the model")
     saved = False
 
     def kept() -> str:
@@ -45,21 +50,27 @@ def run(args: argparse.Namespace) -> int:
     def listen(event: str, data: Any) -> None:
         nonlocal saved
         saved = saved or event == "saved"
-        if event == "data" and data is not None:
+        if event == "plan":
+            prepare_native(args, out)
+        elif event == "data" and data is not None:
             out.print(f"Stage one learns from: {data}", markup=False)
+            beat.what = "measuring how close the kernels are"
         elif event in ("step", "align step"):
             progress(data)
+            beat.what = f"training, {progress.short(data)}"
         elif event == "distilled" and data is not None:
             progress.stop()
             out.print(fidelity_table(data.before, data.after))
         elif event == "aligned":
             progress.stop()
             out.print(closeness_table(data))
+        elif event == "doing":
+            beat.what = data
         elif event == "note":
             out.print(data, markup=False)
 
     try:
-        with on_interrupt(kept):
+        with beat, on_interrupt(kept):
             result = run_demo(args.kernel, args.steps, args.tokens, args.output, listen)
     finally:
         progress.stop()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from linearize.errors import ConfigError, LinearizeError, NotSavedError, unknown_name
+from linearize.errors import ConfigError, LinearizeError, NotSavedError, printable, unknown_name
 
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
@@ -103,11 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"linearize: error: {' '.join(str(error).split())}"
         if isinstance(error, NotSavedError):
             text += f"; what was trained is kept in {error.kept!r}, and saved by: {saving(arguments, error)}"
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
+        return 2
+    except RecursionError:
+        print("linearize: error: a file or value is nested too deeply; expected fewer levels", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         kept = str(interrupt) or "nothing was written"
-        print(f"\nlinearize: interrupted: {kept}", file=sys.stderr)
+        print(f"\nlinearize: interrupted: {printable(kept)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # `linearize kernels | head`: the reader left, which is no error.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 EPILOG = """examples:
   linearize native
@@ -10,9 +12,12 @@ EPILOG = """examples:
   linearize native --remove
 
 The native op is optional: it makes converted models and stage one faster on the CPU, and everything works without it.
---build needs a C compiler (gcc or clang) and takes some seconds; the library goes into the user's cache folder and is
-used from then on. LINEARIZE_NATIVE=0 leaves it alone. Where the processor multiplies bf16 numbers as they are ("bf16
-products"), a bf16 model's kernels round their projections to bf16, as its other layers have theirs."""
+The first `convert`, `demo` or `bench` compiles it, in some seconds, where there is a C compiler (gcc or clang); --build
+does it now and compares it with the ops in PyTorch. The library goes into the user's cache folder, from where it is
+loaded only if nobody else can write there and it is the one that was built. LINEARIZE_NATIVE=0, or --no-native of those
+verbs, says no to both compiling and using it; LINEARIZE_NATIVE=1 uses what is there and compiles nothing unasked. Where
+the processor multiplies bf16 numbers as they are ("bf16 products"), a bf16 model's kernels round their projections to
+bf16, as its other layers have theirs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,22 +33,24 @@ def run(args: argparse.Namespace) -> int:
     from linearize.bench.agreement import agreement, check_agreement
     from linearize.cli._output import console, print_json, table
     from linearize.native import SWITCH, engine
-    from linearize.native.build import build, compiler, library, remove
+    from linearize.native.build import build, compiled, compiler, remove, shipped
 
     out = console(to_stderr=args.json)
     removed = remove() if args.remove else []
     if args.build:
         with out.status("compiling"):
             build()
+    library, problem = _library(compiled, shipped)
     found = engine()
     rows = agreement() if args.build and found is not None else []
     facts = {
-        "library": str(library()),
-        "built": library().is_file(),
+        "library": None if library is None else str(library),
+        "built": library is not None,
         "used": found is not None,
         "threads": "torch's" if found is not None and found.parallel else "one",
         "bf16_products": found is not None and found.pairs,
         "compiler": compiler(),
+        "problem": problem,
         "removed": [str(file) for file in removed],
         "agreement": [row._asdict() for row in rows],
     }
@@ -54,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             out.print(f"removed             {file}", markup=False, soft_wrap=True)
         for name in ("library", "built", "used", "threads", "bf16_products", "compiler"):
             out.print(f"{name.replace('_', ' '):<20}{_said(facts[name])}", markup=False, soft_wrap=True)
+        if facts["problem"]:
+            out.print(f"{'problem':<20}{facts['problem']}", markup=False, soft_wrap=True)
         if facts["built"] and not facts["used"]:
             out.print(f"It was built and is not used: {SWITCH}=0, or it does not load here.", markup=False)
         if rows:
@@ -63,6 +72,18 @@ def run(args: argparse.Namespace) -> int:
             )
     check_agreement(rows)
     return 0
+
+
+def _library(*finders: Callable[[], Path | None]) -> tuple[Path | None, str]:
+    """Return the library that is or would be used, and what is wrong with one that comes before it."""
+    problem = ""
+    for find in finders:
+        try:
+            if (path := find()) is not None:
+                return path, problem
+        except OSError as error:
+            problem = problem or " ".join(str(error).split())
+    return None, problem
 
 
 def _said(value: object) -> str:

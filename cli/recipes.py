@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from linearize.errors import printable
+
 EPILOG = """examples:
   linearize recipes
   linearize recipes minilm-glue"""
@@ -22,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.name:
         recipe = load_recipe(args.name)
-        print_json(plain(recipe)) if args.json else print(recipe_text(args.name), end="")
+        print_json(plain(recipe)) if args.json else print(printable(recipe_text(args.name)), end="")
         return 0
     facts = []
     for name in recipe_names():

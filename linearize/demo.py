@@ -50,7 +50,8 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
         steps: steps of stage one, on built-in text.
         tokens: length of the long document.
         output: folder to make; replaced if it is there.
-        listen: told what happens, as `convert_checkpoint` tells it, and "note" with a line of text.
+        listen: told what happens, as `convert_checkpoint` tells it, "note" with a line of text, and "doing" with what
+            is done next.
 
     Raises:
         LinearizeError: for everything the user can mend.
@@ -77,6 +78,7 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
     )
     conversion = convert_checkpoint(options, listen)
 
+    listen("doing", f"reading a document of {tokens:,} tokens through pipeline()")
     with quiet():
         reader = pipeline("feature-extraction", model=output, device="cpu")
     document = long_document(reader.tokenizer, tokens)
@@ -84,6 +86,7 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
     size = len(features[0][0])
     listen("note", f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
 
+    listen("doing", f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns")
     # The softmax side gets the same longer positions: as it was made it ends at 512 tokens.
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     with quiet():

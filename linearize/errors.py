@@ -9,6 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_HIDDEN = (
+    # Control characters steer a terminal: colours, the cursor, its title, what was printed before.
+    *(*range(0x20), *range(0x7F, 0xA0)),
+    # Those that change the direction or break the line show a text that is not there.
+    *(0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
+    # Halves of a character, as in file names that are not UTF-8, cannot be printed at all.
+    *range(0xD800, 0xE000),
+)
+_REPLACED = {code: "\N{REPLACEMENT CHARACTER}" for code in _HIDDEN if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Return a text whose characters all show: others become U+FFFD, but for line breaks and tabs.
+
+    Names and metadata come from whoever made a file; they must not steer the reader's terminal.
+    """
+    return text.translate(_REPLACED)
+
 
 class LinearizeError(Exception):
     """Base of all errors raised on purpose: something the user can mend."""

@@ -18,7 +18,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
-from linearize.errors import UnsupportedModelError
+from linearize.errors import CheckpointError, UnsupportedModelError
 
 ALTERING = {
     "softcap": "a soft cap on the scores",
@@ -55,6 +55,7 @@ def attention_forward(
 
     Raises:
         UnsupportedModelError: if the mask or the scores are of a kind that a kernel cannot honour.
+        CheckpointError: if the sizes or the direction are not those of the plan.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, "linear_attention", None)
@@ -63,6 +64,7 @@ def attention_forward(
     for name, what in ALTERING.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
+    _check_call(module, layer, query, key, value, kwargs.get("is_causal"))
     mask = _key_padding_mask(module, attention_mask)
     if layer.observer is not None:
         instead = layer.observer(layer, query, key, value, mask, scaling)
@@ -74,6 +76,24 @@ def attention_forward(
         weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
     out = layer(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _check_call(
+    module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, causal: bool | None
+) -> None:
+    """Hold a call against the plan: q [B, H, T, D], k [B, K, S, D], v [B, K, S, V], and the direction if it is told."""
+    shape = layer.shape
+    got = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+    if got != (shape.heads, shape.key_heads, shape.head_dim, shape.value_dim):
+        raise CheckpointError(
+            f"{type(module).__name__}: got heads, key heads, head size and value size {got}, expected those of the "
+            f"plan, {shape}; config.json was edited: convert the model again"
+        )
+    if layer.told and causal is not None and bool(causal) != shape.causal:
+        raise CheckpointError(
+            f"{type(module).__name__}: got a call with is_causal {causal}, expected {shape.causal} as the plan says; "
+            "config.json was edited: convert the model again"
+        )
 
 
 def _key_padding_mask(module: nn.Module, mask: Tensor | None) -> Tensor | None:

@@ -27,6 +27,7 @@ class LinearAttention(nn.Module):
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
         cache_layer: the state of the running generation, set by the host's pre-hook for one call.
+        told: whether the host says at every call whether it is causal.
     """
 
     def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> None:
@@ -35,6 +36,7 @@ class LinearAttention(nn.Module):
         self.mixer: Mixer = build_mixer(kernel, arguments, shape, window)
         self.observer: Observer | None = None
         self.cache_layer: LinearStateLayer | None = None
+        self.told = False
 
     def reset_parameters(self, seed: int) -> None:
         """Initialise the kernel from a seed, always with the same numbers."""

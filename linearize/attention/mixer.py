@@ -41,8 +41,10 @@ class HeadShape:
 
     def __post_init__(self) -> None:
         sizes = (self.heads, self.key_heads, self.head_dim, self.value_dim)
-        if not all(isinstance(size, int) and 1 <= size <= 65536 for size in sizes):
+        if not all(type(size) is int and 1 <= size <= 65536 for size in sizes):
             raise ConfigError(f"attention sizes: got {sizes}, expected whole numbers from 1 to 65536")
+        if not isinstance(self.causal, bool):
+            raise ConfigError(f"attention direction: got causal {self.causal!r}, expected true or false")
         if self.heads % self.key_heads:
             raise ConfigError(
                 f"attention sizes: got {self.heads} query heads and {self.key_heads} key/value heads, "

@@ -5,9 +5,12 @@ A model type of its own keeps stock transformers from loading the checkpoint as 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +48,17 @@ class LinearizeConfig(PreTrainedConfig):
         section = check_section(config_dict.get("linearize"))
         return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Write the section with the checksum of its plan."""
+        values = super().to_dict()
+        if self.linearize:
+            values["linearize"] = _sealed(self.linearize)
+        return values
+
     def to_diff_dict(self) -> dict[str, Any]:
         """Write the section even where a default equals it, and where the code is."""
-        values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": self.linearize}
+        section = _sealed(self.linearize) if self.linearize else self.linearize
+        values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
         values.pop("auto_map", None)
         if self.linearize and not _why_no_code(Plan.from_dict(self.linearize)):
             values["auto_map"] = {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}
@@ -59,6 +70,38 @@ class LinearizeConfig(PreTrainedConfig):
         for name, text in _code(Plan.from_dict(self.linearize or {})).items():
             (Path(save_directory) / name).write_text(text, encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _sealed(section: dict[str, Any]) -> dict[str, Any]:
+    return {**section, "checksum": checksum(section)}
+
+
+def checksum(section: Mapping[str, Any]) -> str:
+    """Return a number over all of a section but its provenance: an edit of one of its values shows.
+
+    Most edits would show nowhere else: another window, argument or kernel with weights of the same size.
+    """
+    said = {key: value for key, value in section.items() if key not in ("checksum", "provenance")}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_seal(section: Mapping[str, Any]) -> None:
+    """Refuse a section that was changed after it was written.
+
+    Checkpoints from before there was a checksum do not have what their hosts said either, and are taken as they are.
+
+    Raises:
+        CheckpointError: if it was.
+    """
+    if "checksum" not in section and not any("host" in layer for layer in section["layers"]):
+        return
+    if section.get("checksum") != checksum(section):
+        raise CheckpointError(
+            f"config.json: the section 'linearize' has checksum {repr(section.get('checksum'))[:40]}, expected "
+            f"{checksum(section)!r}: one of its values was changed after it was written; restore the file or convert "
+            "the model again"
+        )
 
 
 def _why_no_code(plan: Plan) -> str:
@@ -99,6 +142,10 @@ def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         ) from error
 
 
+_KEYS = ("format_version", "checksum", "provenance")
+"""What the section holds beside the plan."""
+
+
 def check_section(section: Any) -> dict[str, Any]:
     """Hold the section `linearize` of a config.json against what this version can read, and return it.
 
@@ -120,10 +167,17 @@ def check_section(section: Any) -> dict[str, Any]:
             "upgrade it: pip install -U linearize"
         )
     plan = Plan.from_dict(section)
-    if not isinstance(section["base_model_type"], str) or not plan.converted:
+    unknown = sorted(str(key) for key in section.keys() - {*_KEYS, *plan.to_dict()})
+    if unknown or not isinstance(section.get("provenance", {}), dict):
+        what = f"unknown keys {unknown}" if unknown else "a provenance that is no object"
         raise CheckpointError(
-            "config.json: the section 'linearize' names no original model type, or no layer that was converted; the "
-            "file is damaged or was edited: convert the model again"
+            f"config.json: the section 'linearize' has {what[:300]}; the file is damaged or was edited: convert the "
+            "model again"
+        )
+    if not plan.converted:
+        raise CheckpointError(
+            "config.json: the section 'linearize' names no layer that was converted; the file is damaged or was "
+            "edited: convert the model again"
         )
     _check_kernels(plan)
     return section
@@ -142,7 +196,14 @@ def _check_kernels(plan: Plan) -> None:
 def _check_kernel(*what: Any) -> None:
     try:
         with torch.device("meta"):
-            build_mixer(*what)
+            config = build_mixer(*what).config
+        for name, value in what[1].items():
+            # Text is for the command line: a file has numbers where numbers belong.
+            if type(value) is not type(getattr(config, name)):
+                raise CheckpointError(
+                    f"config.json: kernel {what[0]!r}, argument {name}: got {value!r}, expected "
+                    f"{getattr(config, name)!r}; the file was edited: convert the model again"
+                )
     except LinearizeError:
         raise
     except Exception as error:

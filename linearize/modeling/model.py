@@ -20,8 +20,8 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
-from linearize.modeling.plan import Plan
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_seal
+from linearize.modeling.plan import CALLED, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, check_numbers, check_weights
 
 
@@ -122,12 +122,14 @@ def check_checkpoint(name: Any, **options: Any) -> None:
     """
     hub = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
-    if values.get("model_type") != MODEL_TYPE or "quantization_config" in values:
+    if values.get("model_type") != MODEL_TYPE:
         return
     config = LinearizeConfig.from_dict(values)
     saved = saved_class(config)
-    if saved is not None:
+    if saved is not None and "quantization_config" not in values:
         check_weights(name, saved, config, **hub)
+    # Last, so that whatever shows what was changed says so.
+    check_seal(values["linearize"])
 
 
 def saved_class(config: Any) -> type[PreTrainedModel] | None:
@@ -190,6 +192,11 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
                 f"the plan names the attention {layer.module!r}, but {type(model).__name__} has no such module; "
                 "config.json and the architecture do not belong together"
             ) from None
+        if why := contradiction(host, layer):
+            raise CheckpointError(
+                f"the attention {layer.module!r} has another size or direction than config.json says: {why}; the file "
+                "is damaged or was edited: convert the model again"
+            )
         if not layer.converted:
             if not hasattr(host, "is_causal"):
                 host.is_causal = layer.shape.causal  # type: ignore[assignment]
@@ -202,6 +209,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             reference = next(host.parameters(), None)
             if reference is not None and not reference.is_meta:
                 attention.to(reference.device)
+        attention.told = CALLED in layer.host
         host.linear_attention = attention
         attention.train(host.training)
         if plan.base_model_type in REDIRECTED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class LayerPlan:
         reason: why the layer stays.
         cache_index: the host's `layer_idx`, None where it has none.
         window: W of the softmax window joined to the kernel, or None.
+        host: what the host's attention module said of itself at conversion, in agreement with `shape` and `cache_index`
+            (see `host_facts`): a checkpoint whose module says something else later is refused.
     """
 
     module: str
@@ -38,6 +41,7 @@ class LayerPlan:
     reason: str = ""
     cache_index: int | None = None
     window: int | None = None
+    host: tuple[str, ...] = ()
 
     @property
     def converted(self) -> bool:
@@ -83,33 +87,87 @@ class Plan:
             CheckpointError: if something is missing or of the wrong kind.
         """
         try:
+            architecture, base, seed = (data[key] for key in ("base_architecture", "base_model_type", "seed"))
+            _expect(isinstance(base, str) and base != "", "no original model type", base)
+            _expect(isinstance(architecture, str) and architecture != "", "no original architecture", architecture)
+            _expect(type(seed) is int and -(2**63) <= seed < 2**63, "seed", seed)
+            _expect(isinstance(data["layers"], list | tuple), "layers", data["layers"])
             layers = tuple(_layer_from_dict(layer) for layer in data["layers"])
-            plan = cls(str(data["base_architecture"]), str(data["base_model_type"]), layers, int(data["seed"]))
+            _check_order(layers)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
             raise CheckpointError(
-                f"config.json: the 'linearize' section cannot be read ({type(error).__name__}: {error}); "
+                f"config.json: the 'linearize' section cannot be read ({text[:300]}); "
                 "the file is damaged or was edited: convert the model again"
             ) from None
-        return plan
+        return cls(architecture, base, layers, seed)
+
+
+CALLED, MASKED = "is_causal argument", "mask"
+"""How a host says its direction where its module does not: at every call, or by its mask alone."""
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads")
+_KEY_HEADS = ("num_key_value_heads",)
+_GROUPS = ("num_key_value_groups",)
+_SIZES = ("head_dim", "attention_head_size")
+ATTRIBUTES = ("is_causal", *_HEADS, *_KEY_HEADS, *_GROUPS, *_SIZES, "layer_idx")
+"""What a host's attention module may say of itself, by the names that transformers and timm use."""
+
+
+def host_facts(host: Any, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
+    """Return the attributes of a host's module that say what `shape` and `cache_index` say."""
+    return tuple(name for name in ATTRIBUTES if _said(host, name) == _planned(name, shape, cache_index))
+
+
+def contradiction(host: Any, layer: LayerPlan) -> str:
+    """Say in which of the facts of a plan its host's module now says something else; empty if in none."""
+    for name in layer.host:
+        if name in ATTRIBUTES and (name == "is_causal" or hasattr(host, name)):
+            said, planned = _said(host, name), _planned(name, layer.shape, layer.cache_index)
+            if said != planned:
+                return f"{name} is {planned}, but the model's is {said}"
+    return ""
+
+
+def _said(host: Any, name: str) -> Any:
+    # Modules that say nothing of it are bidirectional, as for transformers' own attention functions.
+    return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not said")
+
+
+def _planned(name: str, shape: HeadShape, cache_index: int | None) -> Any:
+    if name == "is_causal":
+        return shape.causal
+    if name == "layer_idx":
+        return cache_index
+    if name in _GROUPS:
+        return shape.heads // shape.key_heads
+    sizes = {**dict.fromkeys(_HEADS, shape.heads), **dict.fromkeys(_KEY_HEADS, shape.key_heads)}
+    return sizes.get(name, shape.head_dim)
 
 
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
-    known = {f.name for f in dataclasses.fields(LayerPlan)}
-    extra = set(data) - known
-    if extra:
-        raise ValueError(f"unknown keys {sorted(extra)} in a layer")
-    values = dict(data)
-    values["shape"] = HeadShape(**values["shape"])
-    if not isinstance(values["module"], str) or not isinstance(values["kernel"], str):
-        raise TypeError("module and kernel of a layer are names")
-    window = values.get("window")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"window of a layer: got {window!r}, expected a whole number of tokens or null")
-    if not isinstance(values.get("arguments", {}), dict):
-        raise TypeError("arguments of a layer are a mapping")
-    if values["kernel"] != SOFTMAX:
-        values["arguments"] = _unsaid(values["kernel"]) | values.get("arguments", {})
-    return LayerPlan(**values)
+    known, got = {f.name for f in dataclasses.fields(LayerPlan)}, set(data)
+    # Checkpoints without a checksum were written before `host` was (see `linearize.modeling.config.check_seal`).
+    _expect(got | {"host"} == known, "keys of a layer", sorted(map(str, got)))
+    values = {"host": (), **data}
+    module, kernel, arguments, host = (values[key] for key in ("module", "kernel", "arguments", "host"))
+    named = isinstance(module, str) and isinstance(kernel, str) and module and kernel
+    _expect(named, "module and kernel of a layer are names", [module, kernel])
+    _expect(isinstance(values["reason"], str), "reason of a layer", values["reason"])
+    for name, low in (("index", 0), ("cache_index", 0), ("window", 1)):
+        value = values[name]
+        _expect(value is None or (type(value) is int and low <= value < 2**31), f"{name} of a layer", value)
+    _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
+    _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
+    _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
+    if kernel != SOFTMAX:
+        values["arguments"] = _unsaid(kernel) | arguments
+    layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host)})
+    if layer.converted:
+        _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
+    else:
+        _expect(not arguments and layer.window is None, "a layer that stays has no arguments", arguments)
+    return layer
 
 
 def _unsaid(kernel: str) -> dict[str, Any]:
@@ -119,3 +177,30 @@ def _unsaid(kernel: str) -> dict[str, Any]:
     except ConfigError:
         # Said, in one place for all mistakes, where the kernel is built.
         return {}
+
+
+def _one_direction(host: Any) -> bool:
+    """Whether a list names facts, and exactly one of them says where the direction comes from."""
+    known = (*ATTRIBUTES, CALLED, MASKED)
+    named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
+    return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
+
+
+def _check_order(layers: tuple[LayerPlan, ...]) -> None:
+    """The numbers of what can be converted go up from 0, and no module comes twice."""
+    number, modules = 0, set()
+    for layer in layers:
+        _expect(layer.index in (None, number), f"number of {layer.module!r} is not {number}", layer.index)
+        _expect(layer.module not in modules, "a module comes twice", layer.module)
+        number += layer.index is not None
+        modules.add(layer.module)
+
+
+def _plain(value: Any) -> bool:
+    """Whether an argument is of a kind that kernels have; NaN and infinity are none."""
+    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _expect(good: Any, what: str, got: Any) -> None:
+    if not good:
+        raise ValueError(f"{what}: got {repr(got)[:200]}")

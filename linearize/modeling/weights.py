@@ -33,6 +33,11 @@ HUB_OPTIONS = (
 
 Header = dict[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint by its name."""
+Kinds = dict[str, str]
+"""Type of the numbers of every tensor of a checkpoint, in safetensors' words, by its name."""
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types that a model's weights may be stored in."""
 
 
 def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], config: Any, **options: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.errors import ConfigError
 from linearize.native import WEIGHTS, NativeMap
-from linearize.native.build import library
+from linearize.native.build import compiled, shipped
 from linearize.native.structures import CALL_SIZE, TYPES, Back, Maps, call, given, packed
 
 FUNCTIONS = (
@@ -302,9 +302,22 @@ def _share_threads() -> bool:
 
 
 def load() -> Engine | None:
-    """Load what was built for this code and machine; None where nothing was, or it does not load."""
-    try:
-        path = library()
-        return Engine(path) if path.is_file() else None
-    except (OSError, AttributeError, ConfigError):
-        return None
+    """Load what was compiled here, or else what came with the package; None where there is neither.
+
+    What is there and must not or cannot be loaded counts as not built, and a warning says why.
+    """
+    problems = []
+    for find in (compiled, shipped):
+        try:
+            path = find()
+            if path is not None:
+                return Engine(path)
+        except (OSError, AttributeError) as error:
+            problems.append(" ".join(str(error).split()))
+    if problems:
+        warnings.warn(
+            f"native op: not used, as if it were not built: {problems[0]}; see: linearize native",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from linearize.attention.mixer import HeadShape, build_mixer, check_window
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.model import is_linearized
-from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
+from linearize.modeling.plan import CALLED, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
 from linearize.registry import WINDOW, kernel_info
 from linearize.surgery.layers import assign
 from linearize.surgery.positions import current_length
@@ -93,6 +93,7 @@ def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
         )
         if call.mask == "bidirectional":
             shape = dataclasses.replace(shape, causal=False)
+        cache_index = getattr(call.module, "layer_idx", None)
         layers.append(
             LayerPlan(
                 module=names[call.module],
@@ -100,11 +101,20 @@ def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
                 kernel=SOFTMAX,
                 shape=shape,
                 reason=reason,
-                cache_index=getattr(call.module, "layer_idx", None),
+                cache_index=cache_index,
+                host=_host(call, shape, cache_index),
             )
         )
         count += not reason
     return layers
+
+
+def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
+    """Write down what the host says of itself, and where its direction comes from: its module, its call or its mask."""
+    facts = host_facts(call.module, shape, cache_index)
+    if "is_causal" in facts:
+        return facts
+    return (CALLED if call.told == shape.causal else MASKED, *facts)
 
 
 def _why_kept(call: Call) -> str:

@@ -42,7 +42,8 @@ class Call:
         value: shape of v, [B, K, S, V].
         mask: "causal", "bidirectional", "none", "local" (windows, chunks) or "bias" (something added to the scores).
         altered: what else changes the scores, in words.
-        is_causal: the host's own flag.
+        is_causal: what holds for the host: what it says at the call, or else its module's own flag.
+        told: what it says at the call; None: nothing.
     """
 
     module: nn.Module
@@ -52,6 +53,7 @@ class Call:
     mask: str
     altered: str
     is_causal: bool
+    told: bool | None = None
 
 
 @dataclass
@@ -77,7 +79,8 @@ class _Recorder:
         altered = ", ".join(what for name, what in ALTERING.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
         q, k, v = (tuple(t.shape) for t in (query, key, value))
-        self.calls.append(Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal))
+        told = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
+        self.calls.append(Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, told=told))
         # What alters the scores is left out here: only the shapes of what follows matter.
         kept = {name: value for name, value in kwargs.items() if name not in ALTERING}
         if mask is not None and mask.shape[-1] != key.shape[2]:

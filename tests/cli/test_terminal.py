@@ -5,16 +5,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 from report_models import make_original, make_text, texts
 
-from linearize.cli import main
-from linearize.cli._output import StepProgress, console, print_json, table
+from linearize.cli import _output, main
+from linearize.cli._output import Heartbeat, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
 from linearize.distillation.loop import StepReport
+from linearize.errors import ConfigError
 from linearize.finetune.trainer import last_checkpoint
 
 WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2
@@ -128,6 +131,59 @@ def show(*reports):
     for one in reports:
         progress(one)
     progress.stop()
+
+
+def heard(work, monkeypatch, stream):
+    monkeypatch.setattr(_output, "EVERY", 0.1)
+    with redirect_stdout(stream):
+        out = console()
+        with Heartbeat(out, "reading") as beat:
+            work(out, beat)
+    return stream.getvalue().splitlines()
+
+
+def test_a_log_hears_of_long_work(monkeypatch):
+    def work(out, beat):
+        time.sleep(0.35)
+        beat.what = "writing"
+        time.sleep(0.35)
+
+    lines = heard(work, monkeypatch, io.StringIO())
+    assert len(lines) >= 4 and all(re.fullmatch(r"\.\.\. (reading|writing) \(\d+ s so far\)", line) for line in lines)
+    assert "reading" in lines[0] and "writing" in lines[-1]
+
+
+def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
+    def talks(out, beat):
+        for _ in range(12):
+            out.print("said")
+            time.sleep(0.03)
+
+    assert set(heard(talks, monkeypatch, io.StringIO())) == {"said"}
+    assert heard(lambda out, beat: time.sleep(0.3), monkeypatch, terminal) == []
+
+
+def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
+    """Their work takes minutes on a busy machine: never ten seconds of a log without a line."""
+    assert _output.EVERY < 10
+    monkeypatch.setattr(_output, "EVERY", 0.1)
+
+    def slow(*args, **kwargs):
+        time.sleep(0.35)
+        raise ConfigError("stopped")
+
+    monkeypatch.setattr("linearize.demo.run_demo", slow)
+    monkeypatch.setattr("linearize.workflow.convert_checkpoint", slow)
+    for verb in (["demo"], ["convert", "bert", "--output", "nowhere"]):
+        code, out, _ = run(capsys, *verb)
+        assert code == 2 and out.count("... loading the model") >= 2
+
+
+def test_make_says_that_it_still_installs():
+    beat = Path(__file__).parents[2] / ".ci" / "beat"
+    assert subprocess.run([beat, "x", "sh", "-c", "exit 3"], check=False).returncode == 3
+    done = subprocess.run([beat, "installing", "sleep", "9"], capture_output=True, text=True, check=True)
+    assert done.stdout == "... installing (8 s so far)\n"
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(terminal, monkeypatch):
@@ -282,3 +338,27 @@ def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch
         code, _, err = run(capsys, verb, *[folders / name for name in names], "--output", tmp_path / "out")
         assert code == 130 and "interrupted: nothing was written" in err
     assert list(tmp_path.iterdir()) == []
+
+
+EVIL = "a\x1b[31mred\x1b]0;title\x07\x9b2J\r\x08\u202etxt\udcff"
+
+
+def test_names_cannot_steer_the_terminal(terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with redirect_stdout(terminal):
+        out = console()
+        out.print(EVIL, markup=False)
+        out.print(table(EVIL, [EVIL, "[red]b[/red]"], [[EVIL, "[blink]x[/blink]"]]))
+    text = plain(re.sub(r"\x1b\[\?25[lh]", "", terminal.getvalue()))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]", text.replace("\r\n", "\n"))
+    assert text.count("[31mred") == 4 and "[red]b[/red]" in text and "[blink]x[/blink]" in text
+
+
+def test_errors_cannot_steer_the_terminal(capsys, tmp_path):
+    folder = tmp_path / "bad\x1b[2J\x9bname"
+    folder.mkdir()
+    for line in (["inspect", folder], ["convert", folder], ["kernels", EVIL], ["run", EVIL], [EVIL]):
+        code, _, err = run(capsys, *line)
+        assert code == 2 and err.count("\n") == 1
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", err)

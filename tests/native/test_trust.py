@@ -1,0 +1,205 @@
+"""What may be loaded: only what the user or root owns, nobody else can write, and is the library that was built."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from linearize import native
+from linearize.cli.main import main
+from linearize.native import build as building
+from linearize.native.trust import objection
+from linearize.native.trust import record as describe
+
+
+@pytest.fixture
+def home(cache, tmp_path, monkeypatch):
+    """A cache of this test's own with the built library in it, in use; gives the folder."""
+    shutil.copytree(cache / "linearize", tmp_path / "cache" / "linearize")
+    (tmp_path / "cache").chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(native.SWITCH, "1")
+    native.forget()
+    yield tmp_path / "cache" / "linearize"
+    native.forget()
+
+
+def refused():
+    """Ask for the engine twice; return the one warning."""
+    native.forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert native.engine() is None and native.engine() is None
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    return str(caught[0].message)
+
+
+def places(home):
+    library, record = next(home.glob("*.so")), next(home.glob("*.json"))
+    return {"folder": home, "above": home.parent, "library": library, "record": record}
+
+
+def test_what_was_built_is_loaded(home):
+    assert native.engine() is not None
+    assert sorted(file.suffix for file in home.iterdir()) == [".json", ".so"]
+    for file in [home, *home.iterdir()]:
+        assert objection(file) == ""
+        assert file.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.parametrize("what", ["folder", "library", "record", "above"])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_what_others_can_write_is_not_loaded(what, mode, home):
+    path = places(home)
+    path[what].chmod(path[what].stat().st_mode | mode)
+    assert "can be written by others" in refused()
+
+
+@pytest.mark.parametrize("what", ["folder", "library", "record", "above"])
+def test_what_others_own_is_not_loaded(what, home, monkeypatch):
+    """Another owner is given by the eyes of `lstat`: only root can give a file away."""
+    path = places(home)
+    real = os.lstat
+
+    def lstat(file, *args, **kwargs):
+        found = real(file, *args, **kwargs)
+        if str(file) != str(path[what]):
+            return found
+        return os.stat_result((*found[:4], 54321, *found[5:]))
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    assert "belongs to another user (number 54321)" in refused()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+def test_a_planted_library_does_not_run(home, tmp_path):
+    """The attack as it was: somebody's folder, found through XDG_CACHE_HOME, and a library in it that writes a file."""
+    source, mark = tmp_path / "evil.c", tmp_path / "it-ran"
+    code = '__attribute__((constructor)) void f(void) { fclose(fopen("MARK", "w")); }'
+    source.write_text(f"#include <stdio.h>\n{code}\n".replace("MARK", str(mark)))
+    library = next(home.glob("*.so"))
+    subprocess.run([building.compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    record = next(home.glob("*.json"))
+    record.write_text(json.dumps(describe(library)))
+    for file in (home, library, record):
+        os.chown(file, 54321, 54321)
+    assert "another user" in refused()
+    assert not mark.exists()
+    for file in (home, library, record):
+        os.chown(file, 0, 0)
+    native.forget()
+    with warnings.catch_warnings(record=True):
+        native.engine()
+    # Only to show that the library would have run: root's own word is taken.
+    assert mark.exists()
+
+
+def test_a_link_is_not_loaded(home, tmp_path):
+    library = next(home.glob("*.so"))
+    library.rename(tmp_path / "elsewhere.so")
+    library.symlink_to(tmp_path / "elsewhere.so")
+    assert "is a link" in refused()
+
+
+@pytest.mark.parametrize("keep", [0, 100, 5000, -1])
+def test_a_library_cut_off_is_not_loaded(keep, home):
+    """Mapped into memory it would kill the process (SIGBUS) at the first page that is not there."""
+    library = next(home.glob("*.so"))
+    library.write_bytes(library.read_bytes()[:keep])
+    assert "its size or hash is another" in refused()
+
+
+def test_a_library_with_other_bytes_is_not_loaded(home):
+    library = next(home.glob("*.so"))
+    data = bytearray(library.read_bytes())
+    data[len(data) // 2] ^= 1
+    library.write_bytes(bytes(data))
+    assert "its size or hash is another" in refused()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"file": 3}', '{"file": "../x.so", "size": 1}', "[" * 9000])
+def test_a_damaged_record_loads_nothing(text, home):
+    next(home.glob("*.json")).write_text(text)
+    assert "native op: not used" in refused()
+
+
+def test_a_missing_library_is_said(home):
+    next(home.glob("*.so")).unlink()
+    assert "No such file" in refused()
+
+
+def test_nothing_is_built_where_others_can_write(home, capsys):
+    shutil.rmtree(home)
+    home.mkdir()
+    home.chmod(0o777)
+    assert main(["native", "--build"]) == 2
+    assert "can be written by others" in capsys.readouterr().err
+    assert list(home.iterdir()) == []
+
+
+def test_a_build_under_an_open_umask_is_closed(tmp_path, monkeypatch, cache):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    before = os.umask(0o000)
+    try:
+        path = building._writable_record()
+    finally:
+        os.umask(before)
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (path.parent, path.parent.parent))
+
+
+def test_verb_says_what_is_wrong(home, capsys):
+    next(home.glob("*.so")).write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(["native", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["built"] and not facts["used"] and "its size or hash is another" in facts["problem"]
+
+
+NOBODY = """
+import os, torch
+from unittest import mock
+os.environ.pop("HOME", None), os.environ.pop("XDG_CACHE_HOME", None)
+os.environ["LINEARIZE_NATIVE"] = "1"
+import pwd
+with mock.patch.object(pwd, "getpwuid", side_effect=KeyError("no such user")):
+    from linearize.native import engine
+    from linearize.native.build import record_file, remove, worth_building
+    print(engine(), record_file(), worth_building(), remove())
+    from linearize.attention.mixer import HeadShape, build_mixer
+    mixer = build_mixer("hedgehog", {}, HeadShape(2, 2, 8, 8, False))
+    mixer.reset_parameters(torch.Generator().manual_seed(0))
+    x = torch.randn(1, 2, 5, 8)
+    print(mixer(x, x, x, scaling=1.0)[0].shape)
+"""
+
+
+def test_a_user_without_home_and_name():
+    done = subprocess.run([sys.executable, "-c", NOBODY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None None False []", "torch.Size([1, 2, 5, 8])"]
+
+
+@pytest.mark.parametrize("value", ["cache", "./cache", "../x"])
+def test_a_relative_cache_folder_is_ignored(value, monkeypatch, tmp_path):
+    """It would be another one in every working folder, as one that somebody else unpacked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert building.cache_folder() == tmp_path / ".cache" / "linearize"
+
+
+BUILD = "from linearize.native.build import build; from linearize.native import engine; build(); print(engine().path)"
+
+
+def test_two_builds_at_once(tmp_path, cache):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), native.SWITCH: "1"}
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BUILD]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=250)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all(text.strip().endswith(".so") for text in said)
+    assert {file.suffix for file in (tmp_path / "linearize").iterdir()} == {".json", ".so"}
