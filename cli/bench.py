@@ -14,6 +14,7 @@ EPILOG = """examples:
   linearize bench --decode --lengths 8192,32768
   linearize bench bert-base --lengths 128,4096,16384
   linearize bench --stage-one --layers 4 --lengths 512,2048
+  linearize bench --alignment --lengths 512,2048
   linearize bench --goals --json
   linearize bench ./roberta-base-hedgehog --json --plot speed.png
 
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--decode", action="store_true", help="one token through all layers, --lengths being the context")
     add("--goals", action="store_true", help="every figure that this project promises, and whether it is reached here")
+    add("--alignment", action="store_true", help="one step of the alignment, beside its bare passes")
     add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
     sizes = parser.add_argument_group("sizes of made-up inputs")
     add = sizes.add_argument
@@ -103,7 +105,7 @@ GIVEN = ("window", "heads", "head_dim", "batch", "layers", "dtype", "repeats", "
 
 FREE = (
     *("model", "kernel", "kernel_arg", "window", "lengths", "causal", "backward", "features_given", "decode"),
-    *("stage_one", "heads", "head_dim", "batch", "layers", "dtype", "no_memory", "plot"),
+    *("stage_one", "alignment", "heads", "head_dim", "batch", "layers", "dtype", "no_memory", "plot"),
 )
 """Options that have no meaning beside --goals."""
 
@@ -139,12 +141,18 @@ def _suite(args: argparse.Namespace) -> str:
     if args.goals:
         _refuse(args, FREE, "--goals measures what its table says")
     if args.decode:
-        _refuse(args, ("model", "stage_one", "causal", "backward", "features_given"), "--decode measures one token")
+        _refuse(
+            args,
+            ("model", "stage_one", "alignment", "causal", "backward", "features_given"),
+            "--decode measures one token",
+        )
         return "decode"
-    if args.model or args.stage_one:
+    if args.model or args.stage_one or args.alignment:
         names = ("causal", "backward", "features_given", "heads", "head_dim")
         _refuse(args, names, "a whole model is measured as it is")
-        return "stage-one" if args.stage_one else "model"
+        if args.stage_one:
+            _refuse(args, ("alignment",), "--stage-one measures another step")
+        return "stage-one" if args.stage_one else "alignment" if args.alignment else "model"
     _refuse(args, ("layers",), "one attention is measured")
     if args.features_given is not None:
         _refuse(args, ("kernel", "kernel_arg", "window"), "with --features-given no kernel is measured")

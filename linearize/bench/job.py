@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
 from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe, peak_rate
@@ -21,9 +22,11 @@ LENGTHS = {
     "decode": (8192, 32768),
     "model": (128, 512, 4096),
     "stage-one": (512, 2048),
+    "alignment": (512, 2048),
 }
 """What is measured, and at which lengths unless asked otherwise."""
 
+OF_MODELS = {"model": ModelSuite, "stage-one": StageOneSuite, "alignment": AlignmentSuite}
 KERNEL = "hedgehog"
 
 Tell = Callable[[str, Any], None]
@@ -161,11 +164,11 @@ def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
         "dtype": options.dtype,
         "device": options.device,
     }
-    if options.suite in ("model", "stage-one"):
+    if options.suite in OF_MODELS:
         model = BenchModel(options.model or BERT_BASE, layers=options.layers, longest=longest, **named)
         if model.converted and (options.kernels or options.kernel_args or options.window is not None):
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
-        return ModelSuite(model) if options.suite == "model" else StageOneSuite(model)
+        return OF_MODELS[options.suite](model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
     if options.suite == "decode":
         return DecodeSuite(sizes, options.layers or 12)

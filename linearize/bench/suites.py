@@ -84,13 +84,15 @@ class Suite(abc.ABC):
 
 def suite_kinds() -> dict[str, type[Suite]]:
     """Return the suites by name."""
+    from linearize.bench.alignment import AlignmentSuite
     from linearize.bench.attention import AttentionSuite
     from linearize.bench.decode import DecodeSuite
     from linearize.bench.public_op import PublicOpSuite
     from linearize.bench.stage_one import StageOneSuite
     from linearize.bench.whole_model import ModelSuite
 
-    return {kind.name: kind for kind in (AttentionSuite, DecodeSuite, ModelSuite, PublicOpSuite, StageOneSuite)}
+    kinds = (AlignmentSuite, AttentionSuite, DecodeSuite, ModelSuite, PublicOpSuite, StageOneSuite)
+    return {kind.name: kind for kind in kinds}
 
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
