@@ -11,6 +11,7 @@ from tiny import converted, original
 from weights_loss import weights_loss
 
 from linearize.bench import machine, suites
+from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
 from linearize.bench.goals import Goal, _judge, goals, run_goals
@@ -156,6 +157,17 @@ def test_stage_one(folders, kernel, monkeypatch):
     assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
     # Both sides were said to take as much, so nothing is left between them.
     assert row.figures["memory_ratio"] == row.figures["memory_ratio_above_weights"] == 1.0
+
+
+def test_alignment(folders, monkeypatch):
+    monkeypatch.setattr(suites, "in_fresh_process", lambda *_: 1000)
+    suite = AlignmentSuite(BenchModel(str(folders / "bert"), "hedgehog", longest=64))
+    suite.check()
+    row = measure(suite, 40, rate=RATE, repeats=2)
+    consistent(row)
+    # How many times the passes a step takes.
+    assert row.figures["step_over_passes"] == pytest.approx(row.seconds("step") / row.seconds("passes"))
+    assert 0 < row.figures["blockwise_memory_ratio"] < 1
 
 
 def test_the_naive_way_is_the_loss_of_stage_one():
