@@ -199,16 +199,17 @@ class StepProgress:
             if roomy:
                 columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
             self.bar = Progress(*columns, console=self.out)
-            self.task = self.bar.add_task(self._stage(report), total=report.steps, loss="")
+            self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
             self.bar.start()
         losses = list(report.losses.values())
         text = f"loss {report.loss:.3f}" + (f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy else "")
-        self.bar.update(self.task, description=self._stage(report), completed=report.step, loss=text)
+        self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
         if report.held_out is not None:
             self.bar.console.print(self._line(report))
 
     @staticmethod
-    def _stage(report: Any) -> str:
+    def stage(report: Any) -> str:
+        """Say which stage a step is of."""
         phase = getattr(report, "phase", None)
         return "stage one" if phase is None else f"alignment, {phase}"
 
@@ -216,7 +217,7 @@ class StepProgress:
     def short(cls, report: Any) -> str:
         """Say where it stands."""
         left = report.seconds / report.step * (report.steps - report.step)
-        stage = "" if getattr(report, "phase", None) is None else f"{cls._stage(report)}, "
+        stage = "" if getattr(report, "phase", None) is None else f"{cls.stage(report)}, "
         where = f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
         return f"{where}: loss {report.loss:.4f}"
 

@@ -77,6 +77,7 @@ def _show(recipe: Any, name: str) -> None:
 
 
 def _listener(out: Any) -> Any:
+    from linearize.cli._output import StepProgress
     from linearize.cli.finetune import log_line
 
     def listen(event: str, data: Any) -> None:
@@ -88,7 +89,8 @@ def _listener(out: Any) -> Any:
         elif event == "log":
             out.print(f"  {log_line(data)}", markup=False, soft_wrap=True)
         elif event == "step" and data.held_out is not None:
-            out.print(f"  stage one {data.step}/{data.steps}: held out {data.held_out:.4f}", markup=False)
+            stage = StepProgress.stage(data)
+            out.print(f"  {stage} {data.step}/{data.steps}: held out {data.held_out:.4f}", markup=False)
         elif event == "row":
             share = "" if data["recovered"] is None else f", {data['recovered']:.1f} % of softmax"
             out.print(f"  {data['cell']}: score {data['score']:.4f}{share}", markup=False)
