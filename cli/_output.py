@@ -114,7 +114,9 @@ def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple
 
 
 def plan_table(plan: Any) -> Group:
-    """Show a plan: every attention, what becomes of it and why."""
+    """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
+    from linearize.surgery.plan import expectations
+
     rows = [
         [
             "" if layer.index is None else layer.index,
@@ -127,7 +129,8 @@ def plan_table(plan: Any) -> Group:
         for layer in plan.layers
     ]
     title = f"{plan.architecture}: {len(plan.converted)} of {len(plan.layers)} attentions become linear"
-    return table(title, ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"], rows, right=(0,))
+    columns = ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"]
+    return Group(table(title, columns, rows, right=(0,)), *(Text(line) for line in expectations(plan)))
 
 
 def _arguments(arguments: dict[str, Any]) -> str:

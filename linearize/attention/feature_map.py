@@ -18,6 +18,7 @@ from linearize.ops import (
     advance,
     bidirectional_attention,
     causal_attention,
+    floored_attention,
     kernel_weights,
     recurrent_attention,
     window_attention,
@@ -43,6 +44,7 @@ class FeatureMapMixer(Mixer):
     Attributes:
         window: W of the softmax window, or None.
         eps: smallest magnitude of a denominator.
+        floor: c of `linearize.ops.floored`, 0 for none; with a window there is none.
     """
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, window: int | None = None) -> None:
@@ -53,6 +55,7 @@ class FeatureMapMixer(Mixer):
         self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
         tied = getattr(config, "tied", True)
         self.queries: FeatureMap | None = None if tied else build(config, shape.heads, shape.head_dim)
+        self.floor = self.keys.floor if window is None else 0.0
         self.eps = EPS if self.positive else SIGNED_EPS
         assert info.feature_dim is not None
         self.feature_dim = info.feature_dim(config, shape.head_dim)
@@ -186,7 +189,8 @@ class FeatureMapMixer(Mixer):
 
     def _streams(self, q: Tensor, state: MixerState | None, return_state: bool) -> bool:
         """Tell whether the tokens are walked in parts: not where q and k meet before the map, nor while tracing."""
-        if self.window is not None or self.inputs is not None or torch.compiler.is_compiling() or q.shape[2] == 1:
+        at_once = self.window is not None or self.inputs is not None or self.floor > 0.0
+        if at_once or torch.compiler.is_compiling() or q.shape[2] == 1:
             return False
         if not torch.is_grad_enabled():
             return True
@@ -196,7 +200,7 @@ class FeatureMapMixer(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: MixerState | None, return_state: bool
     ) -> tuple[Tensor, MixerState | None] | None:
         """Attend through the native op; None where it is not there or cannot."""
-        if self.window is not None or self.inputs is not None:
+        if self.window is not None or self.inputs is not None or self.floor > 0.0:
             return None
         native = engine()
         if native is None or call.positions is not None or not native.takes(q, k, v):
@@ -251,7 +255,7 @@ class FeatureMapMixer(Mixer):
         state: MixerState,
     ) -> tuple[Tensor, MixerState]:
         """See `Mixer.decode`."""
-        if self.window is not None:
+        if self.window is not None or self.floor > 0.0:
             return super().decode(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state)
         held = State(state["kv"], state["log_scale"])
         native = engine() if self.inputs is None else None
@@ -317,10 +321,17 @@ class FeatureMapMixer(Mixer):
     def _linear(
         self, phi_q: Tensor, phi_k: Tensor, v: Tensor, state: MixerState | None, common: dict[str, Any]
     ) -> tuple[Tensor, MixerState | None]:
-        op = bidirectional_attention
-        if self.shape.causal:
-            op = recurrent_attention if phi_k.shape[2] == 1 else causal_attention
-        out: Any = op(phi_q, phi_k, v, initial_state=_linear_state(state), normalize=self.keys.normalize, **common)
+        before = _linear_state(state)
+        out: Any
+        if self.floor > 0.0:
+            out = floored_attention(
+                phi_q, phi_k, v, floor=self.floor, causal=self.shape.causal, initial_state=before, **common
+            )
+        else:
+            op = bidirectional_attention
+            if self.shape.causal:
+                op = recurrent_attention if phi_k.shape[2] == 1 else causal_attention
+            out = op(phi_q, phi_k, v, initial_state=before, normalize=self.keys.normalize, **common)
         return (out[0], out[1]._asdict()) if common["return_state"] else (out, None)
 
     def _windowed(
@@ -373,7 +384,7 @@ class FeatureMapMixer(Mixer):
             "eps": self.eps,
         }
         if self.window is None:
-            return kernel_weights(queries.phi, keys.phi, normalize=self.keys.normalize, **common)
+            return kernel_weights(queries.phi, keys.phi, normalize=self.keys.normalize, floor=self.floor, **common)
         return window_weights(
             queries.phi,
             keys.phi,

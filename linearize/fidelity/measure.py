@@ -15,6 +15,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.observe import has_rows, observed, run_body, softmax_output
 from linearize.fidelity.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
+from linearize.ops.floored import held
 
 LOG_FLOOR = 1e-6
 """Weights below this count as this in the logarithm of the KL. Total variation and negative share have no floor."""
@@ -214,7 +215,11 @@ def weight_rows(
         products, exponents = kernel_rows(features, phi_k, log_scale, rows)
         scores = products if exponents is None else products * exponents.exp()
         total = scores.sum(dim=-1, keepdim=True)
-        guard = torch.where(total < 0, -mixer.eps, mixer.eps)
-        return scores / torch.where(total.abs() < mixer.eps, guard, total)
+        least = torch.full_like(total, mixer.eps)
+        if mixer.floor:
+            sizes, _ = kernel_rows(features.abs(), phi_k.abs(), log_scale, rows)
+            sizes = sizes if exponents is None else sizes * exponents.exp()
+            least = torch.maximum(least, mixer.floor * sizes.sum(dim=-1, keepdim=True))
+        return scores / held(total, least)
 
     return rows_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, orthonormal
+from linearize.kernels.base import FeatureMap, floor_option, orthonormal
 from linearize.registry import StageOne, option
 
 
@@ -22,6 +22,7 @@ class SpectralConfig:
         None, "deviation of the starting frequencies (softmax's own: 1); none: by form", low=0.0, high=10.0
     )
     tied: bool = option(True, "whether queries and keys share one map")
+    floor: float = floor_option(0.2)
 
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
@@ -37,8 +38,8 @@ class SpectralConfig:
         raise NotImplementedError
 
 
-UNSAID = {"form": "paper"}
-"""The only form that there was when checkpoints did not say it."""
+UNSAID = {"form": "paper", "floor": 0.0}
+"""The only form that there was when checkpoints did not say it, and its denominators had no floor."""
 
 
 def spectral_stage_one(config: SpectralConfig) -> StageOne:

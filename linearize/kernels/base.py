@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linearize.native import NativeMap
+from linearize.registry import option
 
 
 class Features(NamedTuple):
@@ -85,11 +86,13 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
             `x . y` is the score that softmax would see. Maps whose definition contains sqrt(d) want that.
         normalize: whether weights are divided by their sum.
+        floor: c of `linearize.ops.floored`, which keeps signed weights' denominators off zero; 0 for none.
         alike: whether queries and keys are mapped alike, `keys` making no difference: decoding then maps both at once.
     """
 
     scale_inputs = True
     normalize = True
+    floor = 0.0
     alike = False
 
     def __init__(self, config: Any, heads: int, head_dim: int) -> None:
@@ -128,6 +131,16 @@ class FixedMap(FeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Do nothing."""
+
+
+def floor_option(default: float) -> Any:
+    """Declare the argument that a map with signed weights takes its `floor` from."""
+    return option(
+        default,
+        "c: a denominator is at least c |phi(q)| . sum |phi(k)|, where weights can be negative",
+        low=0.0,
+        high=1.0,
+    )
 
 
 @dataclass(frozen=True)

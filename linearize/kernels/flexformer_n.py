@@ -91,6 +91,7 @@ class FlexformerN(SpectralMap):
     def __init__(self, config: FlexformerNConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim, norm=config.form == "paper")
         self.scale_inputs = not config.positive
+        self.floor = 0.0 if config.positive else config.floor
         self.a = self.learned(self.n, head_dim)
         self.b = self.learned(self.n, head_dim)
         self.m = self.learned(head_dim) if config.has_magnitude else None

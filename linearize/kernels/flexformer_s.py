@@ -87,6 +87,7 @@ class FlexformerS(SpectralMap):
     def __init__(self, config: FlexformerSConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim, norm=config.form != "positive")
         self.scale_inputs = config.form != "positive"
+        self.floor = config.floor if config.form == "paper" else 0.0
         self.weight = self.learned(self.n, head_dim)
         self.stretch = self.learned(self.n) if config.form == "positive" else None
 

@@ -9,7 +9,8 @@ features are those of Rahimi and Recht 2007.
 [B, H, T, D] -> [B, H, T, 2 n]; x is scaled by scaling^1/2, so x . y is the score that softmax would see; |x|^2 / 2 is
 kept as the token's log-scale. Weights can be negative.
 Differs from the paper: queries and keys are not brought to unit length, because a pretrained model's scores depend on
-their lengths (that is what exp(|x|^2 / 2) is for), and there is no gate.
+their lengths (that is what exp(|x|^2 / 2) is for), and there is no gate. `floor` keeps denominators off zero (see
+`linearize.ops.floored`); 0 leaves them as in the paper.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, Features, draw_normal, project
+from linearize.kernels.base import FeatureMap, Features, draw_normal, floor_option, project
 from linearize.registry import KernelInfo, option, register_kernel
 
 
@@ -28,6 +29,7 @@ class RfaConfig:
     """Arguments of `rfa`."""
 
     frequencies: int | None = option(None, "number n of frequencies; none: the head size", low=1, high=65536)
+    floor: float = floor_option(0.2)
 
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
@@ -42,6 +44,7 @@ class Rfa(FeatureMap):
     def __init__(self, config: RfaConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)
+        self.floor = config.floor
         self.weight: Tensor
         self.frozen("weight", self.n, head_dim)
 
@@ -72,5 +75,6 @@ register_kernel(
         positive=False,
         random=True,
         estimates=torch.exp,
+        unsaid={"floor": 0.0},
     )
 )

@@ -3,6 +3,7 @@
 from linearize.ops.bidirectional import bidirectional_attention, gather_keys, read_state
 from linearize.ops.block import BlockState, block_attention, block_weights
 from linearize.ops.causal import causal_attention
+from linearize.ops.floored import floored_attention
 from linearize.ops.naive import kernel_weights, naive_attention
 from linearize.ops.recurrent import advance, recurrent_attention
 from linearize.ops.state import State, empty_state
@@ -19,6 +20,7 @@ __all__ = [
     "block_weights",
     "causal_attention",
     "empty_state",
+    "floored_attention",
     "gather_keys",
     "kernel_weights",
     "naive_attention",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from linearize.ops.floored import held
 from linearize.ops.state import EPS, FLOOR, State, divide, masked_log_scale, with_ones, without_padding
 
 
@@ -17,6 +20,7 @@ def kernel_weights(
     causal: bool = False,
     normalize: bool = True,
     eps: float = EPS,
+    floor: float = 0.0,
 ) -> Tensor:
     """Write out the attention weights of a feature map; quadratic in T, for reference, reports and stage one.
 
@@ -28,6 +32,7 @@ def kernel_weights(
         causal: whether query i sees keys up to its own position only.
         normalize: whether the rows are divided by their sums.
         eps: smallest magnitude of a row's sum.
+        floor: c of `linearize.ops.floored`, 0 for none.
 
     Returns:
         Weights [B, H, T, S] in fp32, zero at padded and later keys.
@@ -49,6 +54,12 @@ def kernel_weights(
     scores = scores.masked_fill(~visible, 0.0)
     if not normalize:
         return scores
+    if floor:
+        options: Any = {"key_padding_mask": key_padding_mask, "log_scale": log_scale, "causal": causal}
+        with torch.no_grad():
+            sizes = kernel_weights(phi_q.abs(), phi_k.abs(), normalize=False, **options)
+        least = (floor * sizes.sum(dim=-1, keepdim=True)).clamp(min=eps)
+        return scores / held(scores.sum(dim=-1, keepdim=True), least)
     return divide(torch.cat([scores, scores.sum(dim=-1, keepdim=True)], dim=-1), eps)
 
 

@@ -13,7 +13,7 @@ from linearize.attention.mixer import HeadShape, build_mixer, check_window
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
-from linearize.registry import WINDOW, kernel_info
+from linearize.registry import WINDOW, KernelInfo, kernel_info, make_config
 from linearize.surgery.layers import assign
 from linearize.surgery.positions import current_length
 from linearize.surgery.probe import Call, probe
@@ -170,6 +170,32 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
         if value != defaults[name] or name in unsaid
     }
     return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window)
+
+
+def expectations(plan: Plan) -> list[str]:
+    """Say in a line each what to expect of kernels whose weights can be negative; nothing of others."""
+    found = []
+    for layer in plan.converted:
+        info = kernel_info(layer.kernel)
+        config = make_config(info, layer.arguments)
+        if info.is_positive(config) or not info.normalized:
+            continue
+        mends = [f"--kernel-arg {mend} avoids it" for mend in _positive_choices(info, config)]
+        found.append(
+            f"{layer.kernel}: weights can be negative, so it stays further from softmax than kernels whose weights "
+            f"cannot; {mends[0] if mends else '`linearize kernels` says which those are'}"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _positive_choices(info: KernelInfo, config: Any) -> list[str]:
+    """List NAME=VALUE of the arguments that would make a kernel positive."""
+    return [
+        f"{field.name}={choice}"
+        for field in dataclasses.fields(config)
+        for choice in field.metadata.get("choices") or ()
+        if info.is_positive(dataclasses.replace(config, **{field.name: choice}))
+    ]
 
 
 def _why_none(model: PreTrainedModel, found: list[LayerPlan]) -> str:

@@ -44,7 +44,7 @@ def written_out(model, batch, kernel_of):
     return found
 
 
-@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
+@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n", "rfa"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_figures_equal_written_out_matrices(name, kernel):
     model = converted(name, kernel=kernel)

@@ -135,7 +135,11 @@ def test_weights_are_what_the_facts_say(info, arguments, direction):
     assert (weights[0, ..., -4:] == 0).all()
     if direction == "causal":
         assert (weights.triu(1) == 0).all()
-    if info.normalized:
+    if info.normalized and getattr(mixer, "floor", 0.0):
+        # Where the floor is met, a row adds up to less than one, of either sign.
+        assert (weights.sum(-1).abs() <= 1 + 1e-4).all()
+        assert (weights.abs().sum(-1) <= 1 / mixer.floor + 1e-4).all()
+    elif info.normalized:
         # A padded query's row is nobody's: padding is mapped as zeros are, and some maps have no feature for those.
         sums = weights.sum(-1).transpose(1, 2)[mask]
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-4, atol=1e-4)

@@ -84,18 +84,20 @@ def test_second_round_writes_the_same_files(tmp_path):
 @pytest.mark.parametrize("kernel", ["flexformer_n", "flexformer_s"])
 def test_a_checkpoint_that_does_not_say_its_form_is_the_papers(kernel, tmp_path):
     """They were written when that was the default, and defaults were not; nor was there a checksum then."""
-    model = converted("bert", kernel=kernel, kernel_args={"form": "paper"})
+    model = converted("bert", kernel=kernel, kernel_args={"form": "paper", "floor": 0.0})
     linearize.save(model, tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     values = json.loads(file.read_text())
     del values["linearize"]["checksum"]
     for layer in values["linearize"]["layers"]:
-        assert layer["arguments"].pop("form") == "paper" and layer.pop("host")
+        assert layer["arguments"] == {"form": "paper", "floor": 0.0} and layer.pop("host")
+        layer["arguments"] = {}
     file.write_text(json.dumps(values))
     inputs = inputs_of(model)
     for _ in range(2):
         loaded = AutoModel.from_pretrained(tmp_path / "out")
         assert {layer.mixer.config.form for layer in linear_attentions(loaded).values()} == {"paper"}
+        assert {layer.mixer.floor for layer in linear_attentions(loaded).values()} == {0.0}
         assert torch.equal(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
         # What it is saved as again.
         linearize.save(loaded, tmp_path / "out", overwrite=True)
@@ -105,7 +107,7 @@ def test_a_checkpoint_says_the_default_form(tmp_path):
     model = converted("bert", kernel="flexformer_n")
     linearize.save(model, tmp_path / "out")
     values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert [layer["arguments"] for layer in values["linearize"]["layers"]] == [{"form": "positive"}] * 2
+    assert [layer["arguments"] for layer in values["linearize"]["layers"]] == [{"form": "positive", "floor": 0.2}] * 2
     loaded = AutoModel.from_pretrained(tmp_path / "out")
     assert torch.equal(outputs(loaded, inputs_of(model))[0], outputs(model, inputs_of(model))[0])
 

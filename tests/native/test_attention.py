@@ -11,11 +11,11 @@ from linearize.bench.agreement import agreement, check_agreement, native_kernels
 from linearize.native import engine
 from linearize.ops import State, causal_attention, naive_attention
 
-PAPER = {"form": "paper"}
+PAPER = {"form": "paper", "floor": 0.0}
 PLAIN = {"magnitude": False}
 OPTIONS = {
     "flexformer_n": (
-        *(PLAIN, PLAIN | {"frequencies": 5}, PLAIN | {"tied": False}, {"form": "damped"}),
+        *(PLAIN, PLAIN | {"frequencies": 5}, PLAIN | {"tied": False}, {"form": "damped", "floor": 0.0}),
         *(PAPER, PAPER | {"frequencies": 5}, PAPER | {"tied": False}),
     ),
     "flexformer_s": (PAPER, PAPER | {"frequencies": 21}),

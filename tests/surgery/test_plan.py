@@ -8,6 +8,7 @@ from tiny import CONFIGS, converted, inputs_of, original, outputs
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError, UnknownNameError, UnsupportedModelError
+from linearize.surgery.plan import expectations
 
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
 EXPECTED = {
@@ -32,6 +33,16 @@ def test_plan_finds_every_attention(name):
     assert (shape.heads, shape.key_heads, shape.head_dim, shape.causal) == (heads, key_heads, 8, causal)
     assert [layer.index for layer in plan.converted] == list(range(count))
     assert linearize.Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_what_to_expect_of_signed_kernels():
+    model = original("bert")
+    one = expectations(linearize.plan(model, "flexformer_n", {"form": "paper"}))
+    assert len(one) == 1 and one[0].startswith("flexformer_n: weights can be negative")
+    assert one[0].endswith("; --kernel-arg form=positive avoids it")
+    assert expectations(linearize.plan(model, "rfa"))[0].endswith("`linearize kernels` says which those are")
+    for kernel in ("flexformer_n", "flexformer_s", "hedgehog", "norm_elu"):
+        assert expectations(linearize.plan(model, kernel)) == []
 
 
 def test_local_layers_stay_and_say_why():
