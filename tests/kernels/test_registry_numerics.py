@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import KERNELS, directions, make_inputs, make_mixer, run, stepwise
+from kernel_cases import KERNELS, directions, make_inputs, make_mixer, run, stepwise, variants
 
 CASES = [
     pytest.param(info, direction, window, id=f"{info.name}-{direction}-{window or 'plain'}")
     for info in KERNELS
     for direction in directions(info)
     for window in ([None, 8] if info.windowed else [None])
+]
+FORMS = [
+    pytest.param(info, arguments, id=f"{info.name}-{arguments['form']}")
+    for info in KERNELS
+    for arguments in variants(info)
+    if "form" in arguments
 ]
 LONG = 32768
 
@@ -41,6 +47,13 @@ def assert_finite(mixer, inputs, mask=None):
 def test_large_inputs(info, direction, window, dtype):
     mixer = make_mixer(info, causal=direction == "causal", window=window)
     assert_finite(mixer, extreme(150, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("info", "arguments"), FORMS)
+def test_large_inputs_of_other_forms(info, arguments, dtype):
+    for direction in directions(info):
+        assert_finite(make_mixer(info, arguments, causal=direction == "causal"), extreme(150, dtype))
 
 
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
