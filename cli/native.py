@@ -32,8 +32,9 @@ def run(args: argparse.Namespace) -> int:
     """Build, remove or say what is there."""
     from linearize.bench.agreement import agreement, check_agreement
     from linearize.cli._output import console, print_json, table
+    from linearize.errors import ConfigError
     from linearize.native import SWITCH, engine
-    from linearize.native.build import build, compiled, compiler, remove, shipped
+    from linearize.native.build import build, cache_folder, compiled, compiler, remove, shipped
 
     out = console(to_stderr=args.json)
     removed = remove() if args.remove else []
@@ -41,6 +42,10 @@ def run(args: argparse.Namespace) -> int:
         with out.status("compiling"):
             build()
     library, problem = _library(compiled, shipped)
+    if library is None and cache_folder() is None:
+        raise ConfigError(
+            "native op: got no home folder, expected one for what is compiled; set HOME or XDG_CACHE_HOME"
+        )
     found = engine()
     rows = agreement() if args.build and found is not None else []
     facts = {

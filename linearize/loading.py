@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, unknown_name
+from linearize.parsing import parse_json
 
 TASKS = {
     "feature-extraction": "AutoModel",
@@ -157,7 +157,7 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
                 f"{name!r} is no checkpoint: expected a folder with a config.json; give such a folder or a Hub name"
             )
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
+            raw = parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download the checkpoint again") from None
         if not isinstance(raw, dict):

@@ -18,6 +18,7 @@ CHECKOUT = PACKAGE.parent
 # From the ground up: a room may import those before it, and itself.
 ROOMS = [
     "errors",
+    "parsing",
     "registry",
     "native",
     "ops",

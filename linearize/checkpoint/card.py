@@ -14,8 +14,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.inspect import training_rows
+from linearize.errors import printable
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
+from linearize.parsing import parse_yaml
 from linearize.registry import kernel_info
 
 _TASKS = {
@@ -48,10 +50,30 @@ def base_facts(name: str) -> dict[str, Any]:
         folder = Path(name)
         path = folder / "README.md" if folder.is_dir() else Path(hf_hub_download(name, "README.md", etag_timeout=5))
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", path.read_text(encoding="utf-8"), re.DOTALL)
-        facts = yaml.safe_load(match[1]) if match else {}
-    except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError, HFValidationError):
+        facts = parse_yaml(match[1]) if match else {}
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError):
         return {}
-    return {key: facts[key] for key in _KEPT if facts.get(key)} if isinstance(facts, dict) else {}
+    return {key: facts[key] for key in _KEPT if _is_fact(facts.get(key))} if isinstance(facts, dict) else {}
+
+
+def _is_fact(value: Any) -> bool:
+    """Whether a value is a name or a list of names; whatever else a card says is not taken over."""
+    values = value if isinstance(value, list) else [value]
+    return bool(value) and len(values) <= 100 and all(isinstance(one, str) and len(one) <= 300 for one in values)
+
+
+def _text(value: Any) -> str:
+    """Escape a text for Markdown, HTML and cells of tables, on one line."""
+    line = " ".join(printable(str(value)).split())
+    return re.sub(r"([\\`*_\[\]|#~$!])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def _code(value: Any) -> str:
+    """Put a text between backticks, more of them than it has in a row; a table's cell ends at no bar in it."""
+    line = " ".join(printable(str(value)).split()).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    room = " " if line[:1] == "`" or line[-1:] == "`" or not line else ""
+    return f"{fence}{room}{line}{room}{fence}"
 
 
 def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None) -> str:
@@ -72,9 +94,9 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
     front = _front(model, plan, task, dict(facts or {}))
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
-        f"# {base} with linear attention\n",
-        f"The softmax attention of `{base}` was replaced with linear attention by `linearize`: time and memory grow "
-        "linearly with the input.\n",
+        f"# {_text(base)} with linear attention\n",
+        f"The softmax attention of {_code(base)} was replaced with linear attention by `linearize`: time and memory "
+        "grow linearly with the input.\n",
         _usage(auto),
         _kernels(plan),
         _layers(model, plan),
@@ -127,10 +149,10 @@ def _layers(model: PreTrainedModel, plan: Plan) -> str:
         "| --- | --- | --- | --- |",
     ]
     for layer in plan.layers:
-        arguments = ", ".join(f"{key}={value}" for key, value in layer.arguments.items())
+        arguments = ", ".join(_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items())
         window = f"window={layer.window}" if layer.window else ""
         given = ", ".join(text for text in (arguments, window) if text)
-        lines.append(f"| `{layer.module}` | {layer.kernel} | {given} | {layer.reason} |")
+        lines.append(f"| {_code(layer.module)} | {layer.kernel} | {given} | {_text(layer.reason)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +160,12 @@ def _training(provenance: Mapping[str, Any]) -> str:
     rows = training_rows(dict(provenance))
     if not rows:
         return "## Training\n\nThe kernels are as they start: they were not trained.\n"
-    lines = ["## Training\n", "| | |", "| --- | --- |", *(f"| {label} | {value} |" for label, value in rows)]
+    lines = [
+        "## Training\n",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {_text(label)} | {_text(value)} |" for label, value in rows),
+    ]
     return "\n".join(lines) + "\n\n" + _fidelity(provenance)
 
 
@@ -155,7 +182,7 @@ def _fidelity(provenance: Mapping[str, Any]) -> str:
     lines = ["## Fidelity to softmax\n", f"| attention | {head} |", "| --- " * (1 + 2 * len(names)) + "|"]
     for one, two in zip(before, after, strict=True):
         figures = " | ".join(f"{_number(one.get(name))} | {_number(two.get(name))}" for name in names)
-        lines.append(f"| `{two.get('module')}` | {figures} |")
+        lines.append(f"| {_code(two.get('module'))} | {figures} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import first_line, read_header
+from linearize.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
     """
     values = _config_values(name)
     header = read_header(name)
-    total = None if header is None else sum(prod(shape) for shape in header.values())
+    total = None if header is None else sum(prod(tensor.shape) for tensor in header.values())
     architecture = (values.get("architectures") or [None])[0]
     if values.get("model_type") == MODEL_TYPE:
         check_checkpoint(name)
@@ -144,14 +144,14 @@ def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(name) / "config.json"
     try:
         if Path(name).is_dir():
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = parse_json(file.read_text(encoding="utf-8"))
         else:
             values, _ = PreTrainedConfig.get_config_dict(name)
     except FileNotFoundError:
         raise CheckpointError(
             f"{str(name)!r} has no config.json, so it is no checkpoint; name another folder"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{str(name)!r}: config.json cannot be read ({first_line(error)}); name a folder or a Hub model"
         ) from None

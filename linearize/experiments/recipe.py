@@ -9,8 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build
 from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, Recipe, Step, Tune
@@ -18,6 +16,7 @@ from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import HEADS
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
+from linearize.parsing import parse_yaml
 from linearize.registry import kernel_info, make_config
 
 SUFFIXES = (".yaml", ".yml")
@@ -115,8 +114,10 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
     """
     title = Path(name).stem
     try:
-        values = yaml.safe_load(recipe_text(name))
-    except yaml.YAMLError as error:
+        values = parse_yaml(recipe_text(name))
+    except (OSError, ValueError) as error:
+        if isinstance(error, LinearizeError):
+            raise
         raise ConfigError(f"recipe {title}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {title}: got a {type(values).__name__}, expected keys with values")
@@ -277,8 +278,8 @@ def _change(values: dict[str, Any], change: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"got {change!r}, expected key=value such as finetune.epochs=1")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"{key}: got {text!r}, expected a YAML value such as 1, text or [a,b]") from error
     if parts == ["kernels"] and isinstance(value, list):
         known = {_label(one): one for one in values.get("kernels", [])}

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,11 +33,16 @@ HUB_OPTIONS = (
 
 Header = dict[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint by its name."""
-Kinds = dict[str, str]
-"""Type of the numbers of every tensor of a checkpoint, in safetensors' words, by its name."""
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that a model's weights may be stored in."""
+"""Types that floating point weights may be stored in, in safetensors' words, and as config.json names them."""
+
+
+class Stored(NamedTuple):
+    """What a file says of a tensor: its shape, and the type of its numbers in safetensors' words."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], config: Any, **options: Any) -> None:
@@ -50,11 +55,13 @@ def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], co
         **options: of `from_pretrained`; those about the Hub are used.
 
     Raises:
-        CheckpointError: if a file is missing or cut off, or a tensor is missing, too many or of another size.
+        CheckpointError: if a file is missing or cut off, or a tensor is missing, too many, of another size, or of
+            numbers of another kind.
     """
-    header = read_header(name, **options)
-    if header is None:
+    stored = read_header(name, **options)
+    if stored is None:
         return
+    header = {key: tensor.shape for key, tensor in stored.items()}
     _check_depth(config, header)
     try:
         with torch.device("meta"):
@@ -69,6 +76,28 @@ def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], co
     named = revert_weight_conversion(empty, empty.state_dict())
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
     _compare(header, expected, _optional(empty, header, expected))
+    _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
+
+
+def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said: str) -> None:
+    """Refuse numbers of another kind than the model's: loading would cast them without a word.
+
+    Floating point weights may be of any of `FLOATS`. Kernels are saved in fp32 whatever the rest is in, unless somebody
+    cast the whole model on purpose (`model.half().save_pretrained`): config.json then names that type too.
+    """
+    for key in sorted(stored.keys() & named.keys()):
+        got = stored[key].dtype
+        if not named[key].is_floating_point():
+            good, expected = got not in FLOATS and not got.startswith("F8"), "whole numbers or true and false"
+        elif ".linear_attention." in key:
+            good, expected = got == "F32" or (got in FLOATS and FLOATS[got] == said), "F32"
+        else:
+            good, expected = got in FLOATS, f"one of {', '.join(FLOATS)}"
+        if not good:
+            raise CheckpointError(
+                f"the weights file holds {key!r} as {got}, expected {expected} (config.json says dtype {said}); the "
+                "file was changed after it was written: download the checkpoint again or convert again"
+            )
 
 
 def _optional(model: PreTrainedModel, header: Header, expected: Header) -> set[str]:
@@ -145,15 +174,15 @@ def _check_depth(config: Any, header: Header) -> None:
                 )
 
 
-def read_header(name: str | os.PathLike[str], **options: Any) -> Header | None:
-    """Read the names and shapes of all tensors of a checkpoint, and check that no file is cut off.
+def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Stored] | None:
+    """Read the names, shapes and types of all tensors of a checkpoint, and check that no file is cut off.
 
     Args:
         name: folder, or name on the Hub.
         **options: of `from_pretrained`; those about the Hub are used.
 
     Returns:
-        The shapes; None where the weights are not in safetensors files of the usual names (then nothing can be said).
+        What the files say; None where the weights are not in safetensors files of the usual names.
 
     Raises:
         CheckpointError: if a file is missing or damaged.
@@ -166,7 +195,7 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> Header | None:
     if index is None:
         _complain_if_empty(name, hub)
         return None
-    header: Header = {}
+    header: dict[str, Stored] = {}
     for shard in _shards(index):
         path = _find(name, shard, hub)
         if path is None:
@@ -198,7 +227,7 @@ def _shards(index: str) -> Iterable[str]:
     try:
         with open(index, encoding="utf-8") as handle:
             files = set(json.load(handle)["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
     for file in files:
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
@@ -206,11 +235,12 @@ def _shards(index: str) -> Iterable[str]:
     return sorted(files)
 
 
-def _file_header(path: str) -> Header:
+def _file_header(path: str) -> dict[str, Stored]:
     """Read a file's header; safetensors holds it against the file's size, and reads no weight."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return {key: Stored(tuple(one.get_shape()), str(one.get_dtype())) for key, one in slices.items()}
     except (OSError, SafetensorError):
         raise CheckpointError(
             f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"

@@ -197,6 +197,27 @@ def test_damaged_weights(name, folder):
         AutoModel.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", [KERNEL, "bert.encoder.layer.1.output.dense.weight"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_numbers_of_another_kind_are_refused(name, dtype, folder):
+    change_weights(folder, lambda w: w.update({name: w[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=r"holds '.*' as .*, expected"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_kernels_in_another_type_only_where_the_whole_model_is(dtype, folder, tmp_path):
+    """What somebody cast on purpose is read, into fp32 as always; a kernel that alone was cast is damage."""
+    load(folder).to(dtype).save_pretrained(tmp_path / "cast")
+    stored = load_file(tmp_path / "cast" / "model.safetensors")
+    assert stored[KERNEL].dtype == dtype
+    loaded = load(tmp_path / "cast").state_dict()[KERNEL]
+    assert loaded.dtype == torch.float32 and torch.equal(loaded, stored[KERNEL].float())
+    change_weights(folder, lambda w: w.update({KERNEL: w[KERNEL].to(dtype)}))
+    with pytest.raises(CheckpointError, match="expected F32"):
+        load(folder)
+
+
 def test_damaged_shards(tmp_path):
     linearize.save(converted("gpt2", "AutoModelForCausalLM"), tmp_path / "out", max_shard_size="20KB")
     index = tmp_path / "out" / "model.safetensors.index.json"
