@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test install lint types unit slow wheel format clean
+.PHONY: demo test install lint types unit slow sanitize wheel format clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ unit: install
 
 slow: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow --timeout 1800
+
+# The native op under the address and undefined-behaviour sanitizers of gcc; takes some minutes.
+sanitize: install
+	HF_HUB_OFFLINE=1 $(BIN)/python tests/native/sanitize.py
 
 # A wheel with the native op inside, for processors of several kinds.
 wheel: install

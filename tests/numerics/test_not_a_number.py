@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import CASES, DIM, HEADS, IDS, KEY_HEADS, directions, make_inputs, make_mixer, run
+from kernel_cases import DIM, HEADS, KEY_HEADS, make_inputs, make_mixer, run
+from numerics_cases import ENGINES, MIXERS
 
 from linearize.bench.agreement import native_kernels
 from linearize.registry import kernel_info
 
-TOKENS, AT, WINDOW = 70, 52, 5
-ENGINES = pytest.mark.parametrize("native", [False, True], ids=["pytorch", "native"])
-MIXERS = [
-    pytest.param(info, arguments, direction, window, id=f"{name}-{direction}" + ("-window" if window else ""))
-    for (info, arguments), name in zip(CASES, IDS, strict=True)
-    for direction in directions(info)
-    for window in ([None, WINDOW] if info.windowed else [None])
-]
+TOKENS, AT = 70, 52
 GROUP = HEADS // KEY_HEADS
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import CASES, DIM, IDS, directions, make_inputs, make_mixer, naive, run
+from kernel_cases import DIM, make_inputs, make_mixer, naive, run
+from numerics_cases import ENGINES, MIXERS
 
 from linearize.ops import (
     bidirectional_attention,
@@ -17,15 +18,8 @@ from linearize.ops import (
 )
 from linearize.ops.causal_traced import traced_attention
 
-TOKENS, WINDOW = 70, 5
+TOKENS = 70
 """More than a chunk of the ops in PyTorch, and than a tile of the native op."""
-ENGINES = pytest.mark.parametrize("native", [False, True], ids=["pytorch", "native"])
-MIXERS = [
-    pytest.param(info, arguments, direction, window, id=f"{name}-{direction}" + ("-window" if window else ""))
-    for (info, arguments), name in zip(CASES, IDS, strict=True)
-    for direction in directions(info)
-    for window in ([None, WINDOW] if info.windowed else [None])
-]
 GARBAGE = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38])
 
 
