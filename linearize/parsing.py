@@ -91,7 +91,7 @@ def _check_events(text: str) -> None:
             aliases += 1
             if event.anchor in anchors:
                 raise ValueError(f"the alias {event.anchor!r} stands for itself")
-            counts[-1] += sizes.get(event.anchor, 1)
+            counts[-1] += sizes.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
             counts[-1] += 1
             if event.anchor is not None:
