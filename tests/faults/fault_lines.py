@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import yaml
@@ -67,3 +69,15 @@ def changed(words: list[str], option: str, value: object) -> list[str]:
     """Return a line with another value of an option."""
     place = words.index(option) + 1
     return [*words[:place], str(value), *words[place + 1 :]]
+
+
+def run_words(words: list[str], environment: dict[str, str]) -> None:
+    """Run a command line in a process of its own, silently, and end with its exit code."""
+    os.environ.update(environment)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    if "LINEARIZE_KILL_DEBUG" not in os.environ:
+        os.dup2(silent, 2)
+    from linearize.cli import main
+
+    sys.exit(main(words))
