@@ -13,7 +13,7 @@ from linearize.native import build as building
 from linearize.native.build import build, compiler
 
 if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
-    building.FLAGS = (*(flag for flag in building.FLAGS if not flag.startswith("-march")), *flags.split())
+    building.HERE = tuple(flags.split())
 
 
 @pytest.fixture(scope="session")

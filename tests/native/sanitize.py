@@ -25,7 +25,7 @@ SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 
 def compiled() -> Path:
     """Compile as `linearize native --build` does, at a lower level of optimisation and with the sanitizers."""
-    from linearize.native.build import FLAGS, SOURCES, compiler
+    from linearize.native.build import FLAGS, HERE, SOURCES, compiler
 
     program = compiler()
     if program is None:
@@ -33,7 +33,7 @@ def compiled() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     source = CHECKOUT / "linearize" / "native" / SOURCES[0]
     unit, library = FOLDER / "native.o", FOLDER / "native.so"
-    flags = ["-O1" if flag == "-O3" else flag for flag in FLAGS]
+    flags = ["-O1" if flag == "-O3" else flag for flag in (*FLAGS, *HERE)]
     subprocess.run([program, *flags, *SANITIZERS, "-fopenmp", "-c", str(source), "-o", str(unit)], check=True)
     subprocess.run([program, *SANITIZERS, "-shared", str(unit), "-lm", "-o", str(library)], check=True)
     return library
