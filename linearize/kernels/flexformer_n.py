@@ -132,12 +132,10 @@ class FlexformerN(SpectralMap):
         found: dict[str, Tensor] = {"a": self.a}
         return found | {"b": self.b} if self.config.form == "paper" else found
 
-    def native(self) -> NativeMap | None:
+    def native(self) -> NativeMap:
         """See `FeatureMap.native`."""
-        if self.m is not None:
-            return None
         if self.config.positive:
-            return NativeMap("positive_waves", self.a, self.b)
+            return NativeMap("positive_waves", self.a, self.b, magnitude=self.m)
         if self.config.form == "damped":
             return NativeMap("damped_waves", self.a, self.b)
         return NativeMap("wave_pairs", self.a, self.b, tau=self.tau, amplitude=self.n**-0.5, scaled=True)

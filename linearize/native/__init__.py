@@ -17,7 +17,7 @@ from torch import Tensor
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: 0 leaves the native op alone though it is built."""
 
-WEIGHTS = ("first", "second", "bias", "tau", "bank")
+WEIGHTS = ("first", "second", "bias", "tau", "bank", "magnitude")
 """The tensors of a `NativeMap`."""
 
 
@@ -32,6 +32,7 @@ class NativeMap(NamedTuple):
         tau: [H], where the log-scale is exp(-tau) |x|^2, or None.
         bank: [H, L, 3 hidden + 1] scalar functions relu(c + sum_j v_j relu(s_j u + t_j)), as [s, t, v, c], or None.
             It may be made of the kernel's parameters; then keys must not have a log-scale.
+        magnitude: [H, D], where features are multiplied by exp(4 tanh(magnitude . x / 4)), or None.
         amplitude: factor of the features, where the map has one.
         scaled: whether keys have a log-scale.
     """
@@ -42,6 +43,7 @@ class NativeMap(NamedTuple):
     bias: Tensor | None = None
     tau: Tensor | None = None
     bank: Tensor | None = None
+    magnitude: Tensor | None = None
     amplitude: float = 1.0
     scaled: bool = False
 

@@ -67,7 +67,9 @@ INLINE int rounds(const call_t *c, const map_t *map) {
     return PAIRS && !c->exact && c->type == BFLOAT16 && map->kind != GIVEN && map->size % 2 == 0;
 }
 
-INLINE long rounded_size(const call_t *c, const map_t *map) { return rounds(c, map) ? map->rows * map->size : 0; }
+INLINE long rounded_size(const call_t *c, const map_t *map) {
+    return rounds(c, map) ? map->rows * map->size + map->size / 2 : 0;
+}
 
 static int prepare(const call_t *c, scratch_t *s) {
     long size = c->keys.kind == GIVEN ? 0 : c->keys.size, f = c->features, width = padded(c->value_size);

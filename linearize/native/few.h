@@ -89,7 +89,7 @@ INLINE void bank_row(const map_t *map, long head, const float *u, float *phi) {
         }
 }
 
-/* Finish one token's map from its projections, as `activate` does. Returns the log-scale where the map makes it. */
+/* Finish one token's map from its projections, as `activate` does, padded as they are. Returns the log-scale where the map makes it. */
 INLINE float activate_row(const map_t *map, long head, float *phi, float *other) {
     long n = map->rows, wide = padded(n);
     float *first = map->kind == BANK ? other : phi, top = 0.0f;
@@ -108,7 +108,8 @@ INLINE float activate_row(const map_t *map, long head, float *phi, float *other)
         break;
     case POSITIVE_WAVES:
         softmax_row(other, n, 1.0f);
-        positive_waves(phi, other, wide / W, W, 0);
+        if (map->magnitude) multiply(other, wide, magnitude_of(splat(other[wide]), 0)[0]);
+        positive_waves(phi, other, 0, wide / W, W, 0);
         break;
     case DAMPED_WAVES:
         softmax_row(other, n, 1.0f);
@@ -129,6 +130,11 @@ PART void map_few(const call_t *c, const map_t *map, long head, const few_t *f, 
     project_few(map, map->first + head * all, rounded, f->x, f->x_step, tokens, to, f->step);
     if (map->second)
         project_few(map, map->second + head * all, rounded, f->x, f->x_step, tokens, f->other, f->step);
+    for (long t = 0; map->magnitude && t < tokens; t++) {
+        float rest = 0, *to = f->other + t * f->step + padded(map->rows);
+        const float *x = f->x + t * f->x_step;
+        *to = total(dot(projection(map, MAGNITUDE, head), x, map->size, rounded, &rest)) + rest;
+    }
     for (long t = 0; t < tokens; t++) {
         log_scale[t] = activate_row(map, head, f->phi + t * f->step, f->other + t * f->step);
         if (!map->tau) continue;

@@ -12,10 +12,10 @@ typedef struct {
     void *dq, *dk, *dv;
     float *given;                        /* gradient of given log-scales [B, K, T], or null */
     /* Of the weights, per batch entry and key head; null where there are none. */
-    float *first, *second, *bias, *tau, *bank;
+    float *first, *second, *bias, *tau, *bank, *magnitude;
     const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
     /* Of the queries' weights, per batch entry and query head, where they have a map of their own. */
-    float *q_first, *q_second, *q_bias, *q_tau, *q_bank;
+    float *q_first, *q_second, *q_bias, *q_tau, *q_bank, *q_magnitude;
 } back_t;
 
 /* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `turned`, the rows
@@ -34,19 +34,20 @@ INLINE long bank_sums(const map_t *m) { return m->kind == BANK ? m->channels * (
 
 /* What is added up for one head's weights: tau's is one number, the bank's see bank_back. */
 typedef struct {
-    float *first, *second, *bias, *tau, *bank;
+    float *first, *second, *bias, *tau, *bank, *magnitude;
 } sums_t;
 
 /* Numbers that one head's sums have room for. */
 INLINE long sums_size(const map_t *m) {
-    return m->kind == GIVEN ? 0 : 2 * m->rows * padded(m->size) + padded(m->rows) + UNIT + padded(bank_sums(m));
+    if (m->kind == GIVEN) return 0;
+    return (2 * m->rows + 1) * padded(m->size) + padded(m->rows) + UNIT + padded(bank_sums(m));
 }
 
 /* The sums of the keys' map for `which` 0; where queries have one, of theirs for 1 + the head's number in its group. */
 INLINE sums_t sums_at(const map_t *m, const work_t *w, long which) {
     float *first = w->sums + which * sums_size(m), *second = first + m->rows * w->width;
-    float *bias = second + m->rows * w->width, *tau = bias + padded(m->rows);
-    return (sums_t){first, second, bias, tau, tau + UNIT};
+    float *bias = second + m->rows * w->width, *tau = bias + padded(m->rows), *bank = tau + UNIT;
+    return (sums_t){first, second, bias, tau, bank, bank + padded(bank_sums(m))};
 }
 
 static int prepare_work(const call_t *c, const back_t *g, work_t *w) {
@@ -73,9 +74,8 @@ static void free_work(work_t *w) {
 }
 
 /* From the gradient to the features dphi [F, wide] to that of the projections, in place: the first in rows 0 to n, the
-   second behind it. One column of vectors. */
-INLINE void map_back_column(const map_t *m, const float *phi, const float *other, const float *keep, float *dphi,
-                            long wide) {
+   second behind it; the magnitude's instead of its slopes in `keep`. One column of vectors. */
+INLINE void map_back_column(const map_t *m, const float *phi, const float *other, float *keep, float *dphi, long wide) {
     long n = m->rows;
     vf one = {0}, two = {0};
     for (long i = 0; i < n; i++) {
@@ -87,6 +87,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
             one += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
         }
     }
+    if (m->magnitude) store(keep + n * wide, load(keep + n * wide) * one);
     for (long i = 0; i < n; i++) {
         float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
         vf p = load(phi + i * wide);
@@ -189,10 +190,12 @@ static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t 
     for (long t = 0; t < count; t++)
         if (is_padding(c, b, first + t)) memset(w->plain + t * w->width, 0, w->width * sizeof(float));
         else read_row(at(x, c->type, t * step), c->type, size, m->scale, w->plain + t * w->width);
-    for (int which = 0; which < (m->second ? 2 : 1); which++) {
-        const float *weight = (which ? m->second : m->first) + head * n * size, *d = dphi + which * n * wide;
-        product(which, size, wide, n, weight, 1, size, d, wide, w->dx, wide);
-        product(1, n, w->width, count, d, wide, 1, w->plain, w->width, which ? sums.second : sums.first, w->width);
+    float *weights[] = {sums.first, sums.second, sums.magnitude};
+    for (int which = 0; which < projections(m); which++) {
+        const float *d = which == MAGNITUDE ? w->keep + n * wide : dphi + which * n * wide;
+        long rows = projection_rows(m, which);
+        product(which, size, wide, rows, projection(m, which, head), 1, size, d, wide, w->dx, wide);
+        product(1, rows, w->width, count, d, wide, 1, w->plain, w->width, weights[which], w->width);
     }
     if (m->bias)
         for (long i = 0; i < n; i++) {
@@ -317,6 +320,7 @@ static void write_sums(const map_t *m, long head, sums_t sums, long width, long 
             to->first[(index * n + i) * size + d] = sums.first[i * width + d];
             if (to->second) to->second[(index * n + i) * size + d] = sums.second[i * width + d];
         }
+    if (to->magnitude) memcpy(to->magnitude + index * size, sums.magnitude, size * sizeof(float));
     if (to->bias) memcpy(to->bias + index * n, sums.bias, n * sizeof(float));
     if (to->tau) to->tau[index] = *sums.tau;
     if (to->bank)
@@ -325,8 +329,8 @@ static void write_sums(const map_t *m, long head, sums_t sums, long width, long 
 
 /* Hand over the gradients of the weights of key head `n` of all batch entries', and of its group's queries'. */
 static void write_weights(const call_t *c, const back_t *g, long n, const work_t *w) {
-    const sums_t keys = {g->first, g->second, g->bias, g->tau, g->bank};
-    const sums_t queries = {g->q_first, g->q_second, g->q_bias, g->q_tau, g->q_bank};
+    const sums_t keys = {g->first, g->second, g->bias, g->tau, g->bank, g->magnitude};
+    const sums_t queries = {g->q_first, g->q_second, g->q_bias, g->q_tau, g->q_bank, g->q_magnitude};
     long group = w->maps - 1, first = n % c->key_heads * group;
     if (c->keys.kind == GIVEN) return;
     write_sums(&c->keys, n % c->key_heads, sums_at(&c->keys, w, 0), w->width, n, &keys);

@@ -15,6 +15,7 @@ typedef struct {
     const float *first, *second, *bias; /* bias [heads, rows] or null */
     const float *tau;        /* [heads]: the log-scale is exp(-tau) |x|^2; null: no such */
     const float *bank;       /* [heads, channels, 3 hidden + 1]: slopes, offsets, weights, a bias; or null */
+    const float *magnitude;  /* [heads, size]: features are multiplied by exp(4 tanh(magnitude . x / 4)); or null */
     float scale, amplitude;  /* of the inputs; of a wave */
     int32_t scaled;          /* whether keys have a log-scale */
 } map_t;
@@ -109,25 +110,36 @@ PART void waves(int32_t kind, float amplitude, float *phi, const float *other, l
     }
 }
 
-/* Of angles a in phi and envelopes s in other: s cos^2(a + pi/4) and s sin^2(a + pi/4), as s (1 -+ sin 2 a) / 2, which
-   rounding leaves at 0 or above. With `keep` [n, wide]: s cos 2 a goes there, for the gradient. */
-INLINE void positive_column(float *phi, const float *other, long n, long wide, int far, float *keep) {
+/* exp(4 tanh(y / 4)); where there is `slope`, its logarithm's derivative goes there. What is no number stays none. */
+INLINE vf magnitude_of(vf y, float *slope) {
+    vf e = vexp(-larger(splat(-80.0f), y * -0.5f)), part = 1.0f / (1.0f + e);
+    if (slope) store(slope, 4.0f * (e * part) * part);
+    return vexp(4.0f - 8.0f * part);
+}
+
+/* Of angles a in phi, envelopes s in other and half their factor r: r s cos^2(a + pi/4) and r s sin^2(a + pi/4), as
+   r s (1 -+ sin 2 a) / 2, which rounding leaves at 0 or above. With `keep` [n, wide]: r s cos 2 a goes there, for the
+   gradient. */
+INLINE void positive_column(float *phi, const float *other, vf half_factor, long n, long wide, int far, float *keep) {
     for (long i = 0; i < n; i++) {
-        vf sine, cosine, envelope = load(other + i * wide), half = envelope * 0.5f;
+        vf sine, cosine, half = load(other + i * wide) * half_factor;
         any_sincos(load(phi + i * wide) * 2.0f, &sine, &cosine, far);
         /* In this order, so that what is no number stays none. */
         store(phi + i * wide, larger((vf){0}, half - half * sine));
         store(phi + (n + i) * wide, larger((vf){0}, half + half * sine));
-        if (keep) store(keep + i * wide, envelope * cosine);
+        if (keep) store(keep + i * wide, (half + half) * cosine);
     }
 }
 
-PART void positive_waves(float *phi, const float *other, long n, long wide, float *keep) {
+/* `factor` [wide], or null. */
+PART void positive_waves(float *phi, const float *other, const float *factor, long n, long wide, float *keep) {
     int far = far_away(phi, n * wide, FAR / 2);
     for (long j = 0; j < wide; j += W) {
-        if (keep) positive_column(phi + j, other + j, n, wide, far, keep + j);
-        else if (far) positive_column(phi + j, other + j, n, wide, 1, 0);
-        else positive_column(phi + j, other + j, n, wide, 0, 0);
+        vf half = splat(0.5f);
+        if (factor) half *= load(factor + j);
+        if (keep) positive_column(phi + j, other + j, half, n, wide, far, keep + j);
+        else if (far) positive_column(phi + j, other + j, half, n, wide, 1, 0);
+        else positive_column(phi + j, other + j, half, n, wide, 0, 0);
     }
 }
 
@@ -168,7 +180,13 @@ INLINE void add_bias(const map_t *map, long head, float *projected, long wide) {
             store(projected + i * wide + j, load(projected + i * wide + j) + map->bias[head * map->rows + i]);
 }
 
-/* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide]. */
+/* The magnitudes of projections y [wide], in place; for the gradient, `slope` [wide] or null. */
+INLINE void magnitudes(float *y, long wide, float *slope) {
+    for (long j = 0; j < wide; j += W) store(y + j, magnitude_of(load(y + j), slope ? slope + j : 0));
+}
+
+/* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide], behind it the
+   magnitude's [wide]. Its slopes go behind what waves keep. */
 INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *keep) {
     long n = map->rows;
     add_bias(map, head, phi, wide);
@@ -186,7 +204,8 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
         break;
     case POSITIVE_WAVES:
         for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
-        positive_waves(phi, other, n, wide, keep);
+        if (map->magnitude) magnitudes(other + n * wide, wide, keep ? keep + n * wide : 0);
+        positive_waves(phi, other, map->magnitude ? other + n * wide : 0, n, wide, keep);
         break;
     case WAVE_PAIRS:
         waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide, keep);
@@ -196,34 +215,46 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     }
 }
 
+/* What inputs are projected with. A map with a magnitude has second weights too. */
+enum { FIRST = 0, SECOND = 1, MAGNITUDE = 2 };
+
+INLINE int projections(const map_t *map) { return map->magnitude ? 3 : map->second ? 2 : 1; }
+
+INLINE long projection_rows(const map_t *map, int which) { return which == MAGNITUDE ? 1 : map->rows; }
+
+/* One head's weights [rows, size]. */
+INLINE const float *projection(const map_t *map, int which, long head) {
+    const float *weights = which == MAGNITUDE ? map->magnitude : which == SECOND ? map->second : map->first;
+    return weights + head * projection_rows(map, which) * map->size;
+}
+
 /* One head's projections rounded to bf16, for `project`: as many numbers as there are weights. */
 PART void round_weights(const map_t *map, long head, uint16_t *to) {
-    long all = map->rows * map->size;
     head = map->heads == 1 ? 0 : head;
-    for (int which = 0; which < (map->second ? 2 : 1); which++, to += all) {
-        const float *weights = (which ? map->second : map->first) + head * all;
-        long i = 0;
+    for (int which = 0; which < projections(map); which++) {
+        const float *weights = projection(map, which, head);
+        long all = projection_rows(map, which) * map->size, i = 0;
         for (; i + W <= all; i += W) write_numbers(to, BFLOAT16, i, load(weights + i));
-        if (i == all) continue;
         float rest[W] = {0};
         uint16_t rest_rounded[W];
         memcpy(rest, weights + i, (all - i) * sizeof(float));
         write_numbers(rest_rounded, BFLOAT16, 0, load(rest));
         memcpy(to + i, rest_rounded, (all - i) * sizeof(uint16_t));
+        to += all;
     }
 }
 
-/* Project tokens x [size, wide] with one head's first or second weights; or pairs of bf16 numbers [size / 2, wide], not
-   scaled yet, with what `round_weights` made of the weights. */
-PART void project(const map_t *map, int second, const uint16_t *rounded, long head, const float *x, float *to,
+/* Project tokens x [size, wide] with one head's weights; or pairs of bf16 numbers [size / 2, wide], not scaled yet, with
+   what `round_weights` made of the weights. */
+PART void project(const map_t *map, int which, const uint16_t *rounded, long head, const float *x, float *to,
                   long wide) {
-    long n = map->rows, size = map->size;
+    long n = projection_rows(map, which), size = map->size;
     if (rounded) {
-        const float *weights = (const float *)(rounded + second * n * size);
+        const float *weights = (const float *)(rounded + which * map->rows * size);
         blocks(1, 0, map->scale, n, wide, size / 2, weights, size / 2, 1, x, wide, to, wide);
         return;
     }
-    product(0, n, wide, size, (second ? map->second : map->first) + head * n * size, size, 1, x, wide, to, wide);
+    product(0, n, wide, size, projection(map, which, head), size, 1, x, wide, to, wide);
 }
 
 /* The keys' log-scales, exp(-tau) |x|^2. */
@@ -243,13 +274,14 @@ INLINE void squares(const map_t *map, int pairs, long head, const float *x, floa
 INLINE void map_tile(const map_t *map, const uint16_t *rounded, long head, const float *x, float *phi, float *other,
                      float *log_scale, long wide, float *keep) {
     head = map->heads == 1 ? 0 : head;
-    project(map, 0, rounded, head, x, map->kind == BANK ? other : phi, wide);
+    project(map, FIRST, rounded, head, x, map->kind == BANK ? other : phi, wide);
     if (map->kind == BANK) {
         add_bias(map, head, other, wide);
         bank_tile(map, head, other, phi, wide);
         return;
     }
-    if (map->second) project(map, 1, rounded, head, x, other, wide);
+    if (map->second) project(map, SECOND, rounded, head, x, other, wide);
+    if (map->magnitude) project(map, MAGNITUDE, rounded, head, x, other + map->rows * wide, wide);
     if (map->tau) squares(map, rounded != 0, head, x, log_scale, wide);
     activate(map, head, phi, other, log_scale, wide, keep);
 }

@@ -29,7 +29,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 HEAD = struct.Struct("@18q4P2i2P")
 """`call_t` of call.h up to its maps."""
-MAP = struct.Struct("@2i4q5P2fi0q")
+MAP = struct.Struct("@2i4q6P2fi0q")
 """`map_t` of maps.h."""
 TAIL = struct.Struct("@4Pf2i0q")
 """`call_t` behind its maps."""
@@ -67,7 +67,7 @@ class Maps(NamedTuple):
 
 def given(features: int, *, scaled: bool) -> Maps:
     """Stand for maps where q and k are features already; `scaled` says whether keys come with log-scales."""
-    empty = MAP.pack(KINDS["given"], 1, *[0] * 9, 1.0, 1.0, scaled)
+    empty = MAP.pack(KINDS["given"], 1, *[0] * 10, 1.0, 1.0, scaled)
     return Maps(features, empty + empty, ())
 
 

@@ -1,6 +1,7 @@
 """The native op's gradients equal those of the ops in PyTorch: to q, k, v, the map's weights, given features."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -78,6 +79,25 @@ def test_bfloat16(switch, causal):
     ours = gradients(mixer, 130, None, torch.bfloat16)
     switch(False)
     equal(ours, gradients(mixer, 130, None, torch.bfloat16), 2**-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_magnitude_at_its_bounds(switch, watch, causal):
+    """Keys e^4 and e^-4 times as large as others: weights over a range of e^8, and slopes that are all but zero."""
+    calls = watch("gradients")
+    mixer = learned("flexformer_n", {}, causal=causal)
+    with torch.no_grad():
+        mixer.keys.m.mul_(20.0)
+    inputs = tokens(150)
+    r = mixer.keys(inputs[1], keys=True).phi.sum(-1)
+    assert r.min() < 1.01 * math.exp(-4) and r.max() > 0.99 * math.exp(4)
+    towards = torch.randn(2, 4, 150, V, generator=torch.Generator().manual_seed(7))
+    exact, moves = deviation(gradients_in_double(mixer, None, D**-0.5), [*inputs, towards, *mixer.parameters()])
+    terms = D + mixer.feature_dim + V + 2 * 150 + 2 * 3 * 150
+    found = gradients(mixer, 150, None)
+    assert calls == ["gradients"]
+    for ours, wanted, move in zip(found, exact, moves, strict=True):
+        assert (ours - wanted).abs().max().item() <= allowed(move, terms)
 
 
 def test_padding_gets_no_gradient(switch):
