@@ -200,6 +200,7 @@ def distill_checkpoint(options: DistillOptions, listen: Listener | None = None) 
 
 
 def _distill(options: DistillOptions, listen: Listener | None) -> ConvertResult:
+    from linearize.checkpoint.inspect import weights_were_trained
     from linearize.checkpoint.log import read_log
     from linearize.loading import load_converted
 
@@ -212,7 +213,7 @@ def _distill(options: DistillOptions, listen: Listener | None) -> ConvertResult:
     tell("plan", plan)
     source = _load_data(options, loaded)
     provenance = dict(loaded.model.config.linearize.get("provenance") or {})
-    if (provenance.get("alignment") or {}).get("train", "kernels") != "kernels":
+    if weights_were_trained(provenance) and "finetuning" not in provenance:
         raise ConfigError(
             f"{options.model!r} was aligned with its original, so that its own softmax, which stage one imitates, is "
             f"no longer the original's; go on with: linearize align {options.model} --teacher ORIGINAL"

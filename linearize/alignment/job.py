@@ -201,8 +201,11 @@ def check_own_softmax(provenance: dict[str, Any]) -> None:
     Raises:
         ConfigError: saying which stage changed them.
     """
-    aligned = (provenance.get("alignment") or {}).get("train", "kernels") != "kernels"
-    stage = "tuned on a task" if "finetuning" in provenance else "aligned" if aligned else None
+    from linearize.checkpoint.inspect import weights_were_trained
+
+    stage = None
+    if weights_were_trained(provenance):
+        stage = "tuned on a task" if "finetuning" in provenance else "aligned"
     if stage is not None:
         given = "TUNED-ORIGINAL" if "finetuning" in provenance else provenance.get("base_model", "ORIGINAL")
         raise ConfigError(

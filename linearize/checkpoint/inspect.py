@@ -85,6 +85,7 @@ def training_rows(provenance: dict[str, Any]) -> list[tuple[str, str]]:
             figures = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in mean.items() if value is not None]
             if figures:
                 rows.append((f"fidelity {side}", ", ".join(figures)))
+    rows += _alignment_rows(provenance.get("alignment"))
     tuned = provenance.get("finetuning")
     if isinstance(tuned, dict):
         rows.append(("stage two", f"{tuned.get('task')} on {tuned.get('data')}, {tuned.get('steps')} steps"))
@@ -92,6 +93,36 @@ def training_rows(provenance: dict[str, Any]) -> list[tuple[str, str]]:
             if isinstance(value, (int, float)):
                 rows.append((f"metric {name}", f"{value:.4g}"))
     return rows
+
+
+def _alignment_rows(aligned: Any) -> list[tuple[str, str]]:
+    if not isinstance(aligned, dict):
+        return []
+    teacher = aligned.get("teacher") or "its own softmax"
+    rows = [("alignment", f"{aligned.get('steps')} steps with {teacher}, trained: {aligned.get('train')}")]
+    for side in ("before", "after"):
+        found = aligned.get(side)
+        if not isinstance(found, dict):
+            continue
+        layers = [value for value in (found.get("layers") or {}).values() if isinstance(value, (int, float))]
+        named = {
+            "last hidden state, relative error": layers[-1] if layers else None,
+            "pooled cosine": found.get("cosine"),
+        }
+        named["logits"] = found.get("logits")
+        figures = [f"{name} {value:.4g}" for name, value in named.items() if isinstance(value, (int, float))]
+        rows.append((f"whole model {side}", ", ".join(figures)))
+    return rows
+
+
+def weights_were_trained(provenance: Any) -> bool:
+    """Tell whether the weights that came from the original were trained since, by an alignment or by stage two.
+
+    The checkpoint's own softmax is then no longer the original's.
+    """
+    known = provenance if isinstance(provenance, dict) else {}
+    aligned = known.get("alignment")
+    return "finetuning" in known or (isinstance(aligned, dict) and aligned.get("train", "kernels") != "kernels")
 
 
 def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:

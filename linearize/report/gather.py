@@ -18,6 +18,13 @@ MAP_TOKENS = 32
 Listener = Callable[[str], None]
 
 
+OTHER_SOFTMAX = (
+    "This checkpoint's weights were trained after stage one (alignment or stage two). The softmax shown here is that "
+    "of the trained weights, which are no longer the original's: how far its kernels are from it says little. What "
+    "counts is the whole model's output against the original's."
+)
+
+
 @dataclass(frozen=True)
 class ReportOptions:
     """What a user may say about a report.
@@ -98,7 +105,7 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
     Raises:
         LinearizeError: one of its children, for everything the user can mend.
     """
-    from linearize.checkpoint.inspect import inspect_checkpoint
+    from linearize.checkpoint.inspect import inspect_checkpoint, weights_were_trained
     from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.spread import measure_spread
     from linearize.fidelity.whole import output_difference
@@ -115,6 +122,8 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
     info = inspect_checkpoint(options.checkpoint)
     inputs = load_inputs(loaded, options.inputs, seed=_seed(info))
     notes = list(inputs.notes)
+    if weights_were_trained(info.provenance):
+        notes.append(OTHER_SOFTMAX)
     left_out: list[str] = []
     original, missing = find_original(options.original, loaded, device)
     notes += cut_notes(original, inputs.batches)

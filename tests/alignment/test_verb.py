@@ -91,6 +91,18 @@ def test_an_interrupted_alignment_goes_on(here, tmp_path, capsys, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
+def test_what_is_said_of_an_aligned_checkpoint(here, tmp_path, capsys):
+    assert main(["inspect", "aligned"]) == 0
+    assert "pooled cosine" in capsys.readouterr().out
+    assert "2 steps with its own softmax, trained: blocks" in (here / "aligned" / "README.md").read_text()
+    look = ["--dataset", "texts.jsonl", "--text-column", "text", "--inputs", "2", "--max-length", "16"]
+    for name, noted in (("aligned", True), ("plain", False)):
+        line = ["report", name, *look, "--lengths", "none", "--device", "cpu", "--output", str(tmp_path / name)]
+        assert main(line) == 0
+        page = (tmp_path / name / "index.html").read_text()
+        assert ("no longer the original" in page) is noted
+
+
 def test_divergence_inside_convert_keeps_what_stage_one_learned(here, tmp_path, capsys):
     line = ["convert", "bert", *DATA, "--distill-steps", "2", "--align-steps", "4", "--output", str(tmp_path / "out")]
     wild = ["--align-learning-rate", "1e5", "--align-kernel-learning-rate", "1e5", "--align-patience", "0"]
