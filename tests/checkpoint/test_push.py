@@ -65,7 +65,7 @@ def push(hub, folder, home, repo="alice/tiny", visibility="public", token=TOKEN)
 
 
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".linearize.json"}
 
 
 @pytest.mark.parametrize("visibility", ["public", "private"])
