@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from linearize.errors import ConfigError, DataError
 from linearize.experiments.recipe import AVERAGE, cells, check, resolve
 from linearize.experiments.schema import SOFTMAX, Recipe
+from linearize.parsing import parse_yaml
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
@@ -121,8 +120,8 @@ def read_recipe(folder: Path) -> Recipe:
     """
     path = folder / RECIPE
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        values = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read ({type(error).__name__}); the run was damaged: run it again"
         ) from error
