@@ -82,14 +82,25 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         if (m->kind == SOFTMAX_BOTH) {
             one += load(phi + i * wide) * load(dphi + i * wide);
             two += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
-        } else if (m->kind == DAMPED_WAVES || m->kind == POSITIVE_WAVES) {
+        } else if (m->kind == DAMPED_WAVES) {
             one += load(phi + i * wide) * load(dphi + i * wide);
             one += load(phi + (n + i) * wide) * load(dphi + (n + i) * wide);
+        } else if (m->kind == POSITIVE_WAVES) {
+            float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
+            vf dp = load(d), dr = load(e), both = load(phi + i * wide) * dp + load(phi + (n + i) * wide) * dr;
+            /* The same number here and in the sum: of a softmax over one score, nothing may be left. */
+            one += both;
+            store(e, both);
+            store(d, load(keep + i * wide) * (dr - dp));
         }
     }
     if (m->magnitude) store(keep + n * wide, load(keep + n * wide) * one);
     for (long i = 0; i < n; i++) {
         float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
+        if (m->kind == POSITIVE_WAVES) {
+            store(e, load(e) - load(other + i * wide) * one);
+            continue;
+        }
         vf p = load(phi + i * wide);
         if (m->kind == RELU) {
             store(d, (vf)((vi)load(d) & ~(p <= 0.0f))); /* what is not a number lets the gradient through */
@@ -98,10 +109,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         vf r = load(phi + (n + i) * wide), dp = load(d), dr = load(e);
         if (m->kind == SOFTMAX_BOTH) store(d, p * (dp - one) - r * (dr - two));
         else if (m->kind == EXP_BOTH) store(d, p * dp - r * dr); /* the scale that was split off cancels */
-        else if (m->kind == POSITIVE_WAVES) {
-            store(d, load(keep + i * wide) * (dr - dp));
-            store(e, p * dp + r * dr - load(other + i * wide) * one);
-        } else store(d, p * dr - r * dp);
+        else store(d, p * dr - r * dp);
         if (m->kind == WAVE_PAIRS || m->kind == DAMPED_WAVES) {
             vf envelope = load(keep + i * wide) * dp + load(keep + (n + i) * wide) * dr;
             if (m->kind == WAVE_PAIRS) store(e, load(keep + (2 * n + i) * wide) * envelope);
