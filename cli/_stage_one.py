@@ -19,7 +19,8 @@ def add_data(parser: argparse.ArgumentParser) -> Any:
         metavar="NAME_OR_PATH",
         help="Hub data set (name or name:config), local file or folder; several with weights: a.jsonl=0.7,b.txt=0.3",
     )
-    add("--text-column", metavar="C", help="column of the text; found by itself where it is clear")
+    add("--text-column", metavar="C[,D]", help="column of the text, or the two of a pair; found by itself where clear")
+    add("--extra-pairs", type=float, default=0.0, metavar="N", help="texts of pairs paired anew, per pair (0)")
     add("--image-column", metavar="C", help="column of the image")
     add("--holdout", type=int, default=64, metavar="N", help="examples to measure on, never trained on (64)")
     add("--packing", action="store_true", help="join short texts to rows of full length")

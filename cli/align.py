@@ -12,6 +12,7 @@ EPILOG = """examples:
   linearize align ./roberta-base-hedgehog --dataset reviews.jsonl --text-column text
   linearize align ./roberta-base-hedgehog --dataset reviews.jsonl --steps 2000 --save-every 200   # then with --resume
   linearize align ./bert-cola-hedgehog --teacher ./bert-cola --dataset cola.jsonl.gz              # a tuned original
+  linearize align ./bert-hedgehog --dataset mrpc.jsonl.gz --text-column sentence1,sentence2 --extra-pairs 0.5
   linearize align ./vit-hedgehog --dataset ./photos --train kernels
 
 First each block learns to give what the original's block gives on the original's inputs (--blockwise), then the whole
@@ -55,6 +56,7 @@ def job_from(args: argparse.Namespace) -> Any:
     data = DataConfig(
         dataset=values.pop("dataset"),
         text_column=values.pop("text_column"),
+        extra_pairs=values.pop("extra_pairs"),
         image_column=values.pop("image_column"),
         holdout=values.pop("holdout"),
         packing=values.pop("packing"),

@@ -26,6 +26,7 @@ class StageOneOptions:
 
     dataset: str | None = None
     text_column: str | None = None
+    extra_pairs: float = 0.0
     image_column: str | None = None
     streaming: bool = False
     packing: bool = False
@@ -425,6 +426,7 @@ def _load_data(options: StageOneOptions, loaded: Any) -> Any:
     data = DataConfig(
         dataset=options.dataset,
         text_column=options.text_column,
+        extra_pairs=options.extra_pairs,
         image_column=options.image_column,
         streaming=options.streaming,
         packing=options.packing,

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 
 Modality = Literal["text", "image"]
 TEXT_NAMES = ("text", "sentence", "content", "document", "article", "review", "body")
+PAIRS = (
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+    ("text1", "text2"),
+    ("question", "sentence"),
+    ("question", "context"),
+)
+"""Columns that are read as the two texts of a pair where none is named."""
 PEEK = 20
 
 
@@ -42,8 +51,10 @@ def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
     names = {"label": config.label_column}
     if modality == "text":
-        names["text"] = find_column(kinds, config.text_column, "text", origin)
-        names["pair"] = config.text_pair_column
+        pair = find_pair(kinds) if config.finds_pairs else None
+        first, second = pair or (None, config.text_pair_column)
+        names["text"] = first or find_column(kinds, config.text_column, "text", origin)
+        names["pair"] = second
     else:
         names["image"] = find_column(kinds, config.image_column, "image", origin)
     for role, name in names.items():
@@ -89,6 +100,15 @@ def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin
         f"{origin}: got {len(fitting)} columns that may be the {kind}, expected one; "
         f"set {kind}_column to one of its columns: {listed(kinds)}."
     )
+
+
+def find_pair(kinds: dict[str, str]) -> tuple[str, str] | None:
+    """Give the two columns of a pair of texts where it is clear: under usual names, and no other usual text beside."""
+    for pair in PAIRS:
+        others = [name for name in TEXT_NAMES if kinds.get(name) == "text" and name not in pair]
+        if not others and all(kinds.get(name) == "text" for name in pair):
+            return pair
+    return None
 
 
 def listed(kinds: dict[str, str]) -> str:

@@ -33,7 +33,8 @@ class DataConfig:
         metadata={"help": "Split to read from a Hub data set or a folder; a single local file is read whole."},
     )
     text_column: str | None = field(
-        default=None, metadata={"help": "Column of the text; found by its name when not given."}
+        default=None,
+        metadata={"help": "Column of the text, or a pair's two as A,B; found by name when not given."},
     )
     text_pair_column: str | None = field(
         default=None, metadata={"help": "Column of the second text, for models that read pairs."}
@@ -47,6 +48,9 @@ class DataConfig:
             "help": "Column of the label, which batches then carry; "
             "for image folders any name makes the class folders the labels."
         },
+    )
+    extra_pairs: float = field(
+        default=0.0, metadata={"help": "Texts of pairs paired anew, per training pair; half of them share words."}
     )
     max_length: int = field(default=128, metadata={"help": "Tokens per row; longer texts are cut."})
     batch_size: int = field(default=32, metadata={"help": "Examples per batch and process."})
@@ -68,6 +72,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", _as_dataset(self.dataset))
+        self._part_columns()
         for name, least in (("max_length", 1), ("batch_size", 1), ("seed", 0), ("holdout", 0)):
             _check_int(name, getattr(self, name), least)
         if self.limit is not None:
@@ -84,6 +89,30 @@ class DataConfig:
         for name in ("text_pair_column", "label_column"):
             if self.packing and getattr(self, name):
                 raise ConfigError(f"data: got packing together with {name}, expected one of them; drop packing.")
+        self._check_pairs()
+
+    def _part_columns(self) -> None:
+        """Read `A,B` as the columns of a pair."""
+        if not isinstance(self.text_column, str) or "," not in self.text_column:
+            return
+        columns = [name.strip() for name in self.text_column.split(",")]
+        if len(columns) != 2 or not all(columns) or self.text_pair_column is not None:
+            raise ConfigError(f"data: got text_column {self.text_column!r}, expected one name, or two with a comma.")
+        object.__setattr__(self, "text_column", columns[0])
+        object.__setattr__(self, "text_pair_column", columns[1])
+
+    def _check_pairs(self) -> None:
+        extra = self.extra_pairs
+        if isinstance(extra, bool) or not isinstance(extra, int | float) or not 0 <= extra <= 100:
+            raise ConfigError(f"data: got extra_pairs {extra!r}, expected a number from 0 to 100.")
+        for name in ("packing", "streaming", "label_column"):
+            if extra and getattr(self, name):
+                raise ConfigError(f"data: got extra_pairs together with {name}, expected one of them; drop one.")
+
+    @property
+    def finds_pairs(self) -> bool:
+        """Whether the two columns of a pair are looked for: no column is named, and texts are not packed."""
+        return self.text_column is None and self.text_pair_column is None and not self.packing
 
     @property
     def sources(self) -> Mixture:

@@ -108,6 +108,10 @@ class TextEncoder:
 
     def _tokenize(self, examples: Sequence[Example]) -> dict[str, list[list[int]]]:
         pairs = [example.pair for example in examples]
+        if None in pairs and any(pair is not None for pair in pairs):
+            # A mixture of single texts and pairs, which a tokenizer takes apart from each other only.
+            each = [self._tokenize([example]) for example in examples]
+            return {name: [row[name][0] for row in each] for name in each[0]}
         fields = self.tokenizer(
             [example.value for example in examples],
             pairs if pairs[0] is not None else None,

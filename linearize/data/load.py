@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
-from linearize.data.columns import Modality, class_names, merge_names, uniform
+from linearize.data.columns import Modality, class_names, column_kinds, find_pair, merge_names, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
 from linearize.data.feeds import MapFeed, PackedFeed, StreamFeed, StreamPart
@@ -18,6 +18,7 @@ from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import looks_local, open_local
 from linearize.data.order import Split, split_off
+from linearize.data.pairs import PairedAnew
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Source
 from linearize.errors import ConfigError, DataError, unknown_name
@@ -52,7 +53,7 @@ def load_source(config: DataConfig, processor: Any, modality: Modality) -> Sourc
     if modality not in ("text", "image"):
         raise unknown_name("modality", str(modality), ("text", "image"))
     if modality == "image":
-        for name in ("packing", "bucketing", "text_column", "text_pair_column"):
+        for name in ("packing", "bucketing", "text_column", "text_pair_column", "extra_pairs"):
             if getattr(config, name):
                 raise ConfigError(f"data: got {name} for a model that reads images, expected it for text; drop it.")
     elif config.image_column:
@@ -81,7 +82,7 @@ def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]
             if config.text_column or config.image_column or config.split != "train":
                 raise
             reason = str(error)
-    for option in ("text_pair_column", "label_column"):
+    for option in ("text_pair_column", "label_column", "extra_pairs"):
         if getattr(config, option):
             raise DataError(f"got {option}, which the built-in data does not have, and {reason}; pass a dataset.")
     return [_builtin(config, modality, reason)], True
@@ -128,6 +129,8 @@ def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Mo
     if isinstance(opened[0], ImageFile):
         return Part(ImageFiles(list(opened), config.label_column is not None, origin), weight, origin)
     tables = [uniform(table, config, modality, origin) for table in opened]
+    if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(opened[0], origin))):
+        origin += f" (pairs of {pair[0]} and {pair[1]})"
     try:
         table = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     except (ValueError, TypeError) as error:
@@ -155,11 +158,12 @@ def _mapped(
         assert isinstance(encoder, TextEncoder)
         train, held = _packed(records, split, weights, encoder, config)
     else:
-        train = MapFeed(records, split.train, weights, config.seed)
+        train = _with_pairs(records, split, weights, config, parts)
         held = MapFeed(records, split.held, weights, config.seed)
     assert train.size is not None and held.size is not None
     skipped = sum(part.skipped for part in records)
     counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
+    counted += f", {train.size - sum(map(len, split.train)):,} of them paired anew" if config.extra_pairs else ""
     counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
     counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
     return Source(
@@ -176,6 +180,29 @@ def _mapped(
         _held=range(held.size),
         _fetch_held=held.fetch,
     )
+
+
+def _with_pairs(
+    records: list[Records], split: Split, weights: list[float], config: DataConfig, parts: Sequence[Part]
+) -> MapFeed:
+    """Feed the training rows, and beside them as many pairs made anew of each part as are asked for.
+
+    Raises:
+        DataError: if a part has no pairs.
+    """
+    data, rows, shares = list(records), list(split.train), list(weights)
+    for part, chosen in zip(parts, split.train, strict=True) if config.extra_pairs else ():
+        if not isinstance(part.data, TextRecords) or part.data.fetch([0])[0].pair is None:
+            raise DataError(
+                f"{part.origin}: got extra_pairs {config.extra_pairs}, but no pairs of texts; name the two columns "
+                "(--text-column A,B), or drop it."
+            )
+        made = PairedAnew(part.data, chosen, config.extra_pairs, config.seed)
+        if made.pairs:
+            data.append(made)
+            rows.append(np.arange(len(made.pairs)))
+            shares.append(part.weight * len(made.pairs) / len(chosen))
+    return MapFeed(data, rows, shares, config.seed)
 
 
 def _packed(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+from linearize.data.records import Example, Records, text_digest
 
 NEIGHBOURS = 6
 """Among so many nearest second texts the hard partner is drawn."""
@@ -48,6 +50,32 @@ def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed:
             other = int(chance.integers(total))
         made.append((anchor, other))
     return made
+
+
+class PairedAnew:
+    """Pairs made anew out of some rows of records, as records; their labels are gone.
+
+    Args:
+        records: rows with pairs of texts.
+        rows: [N] which of them.
+        extra: pairs to make, per row.
+        seed: of the choice.
+    """
+
+    def __init__(self, records: Records, rows: np.ndarray, extra: float, seed: int) -> None:
+        examples = records.fetch(rows.tolist())
+        firsts, seconds = [example.value for example in examples], [str(example.pair) for example in examples]
+        made = paired_anew(firsts, seconds, round(extra * len(rows)), seed)
+        self.pairs = [(firsts[first], seconds[second]) for first, second in made]
+        self.sizes = np.array([len(first.strip()) + len(second.strip()) for first, second in self.pairs], np.int32)
+        self.skipped = 0
+        self.names = records.names
+
+    def fetch(self, rows: Sequence[int]) -> list[Example]:
+        return [Example(*self.pairs[row]) for row in rows]
+
+    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
+        return (text_digest(*self.pairs[row]) for row in rows)
 
 
 def _near(

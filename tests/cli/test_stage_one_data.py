@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from test_cli import WORDS, folders, run  # noqa: F401 - `folders` is a fixture
 
 from linearize.distillation import trainer
@@ -38,6 +39,26 @@ def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):
         assert len(seen) == 8
         shares[bool(option)] = sum(real for real, _ in seen) / sum(whole for _, whole in seen)
     assert shares[False] < 0.75 < 0.85 < shares[True]
+
+
+@pytest.mark.parametrize("verb", ["convert", "align"])
+def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):  # noqa: F811
+    rows = [json.dumps({"a": WORDS[i % 20], "b": f"{WORDS[i % 19]} {WORDS[i % 7]}"}) for i in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    line = ["--dataset", tmp_path / "pairs.jsonl", "--text-column", "a,b", "--extra-pairs", 1, "--holdout", 6]
+    line += ["--batch-size", 4, "--device", "cpu", "--json", "--output", tmp_path / "out"]
+    model = folders / "gpt2"
+    if verb == "convert":
+        line += ["--distill-steps", 2, "--align-steps", 0]
+    else:
+        untrained = ["--distill-steps", 0, "--align-steps", 0, "--output", tmp_path / "in"]
+        assert run(capsys, "convert", model, *untrained)[0] == 0
+        model, line = tmp_path / "in", [*line, "--steps", 2]
+    code, text, err = run(capsys, verb, model, *line)
+    assert code == 0, err
+    assert "48 texts to train on, 6 held out, 24 of them paired anew" in json.loads(text)["data"]
+    code, _, err = run(capsys, verb, model, *line[:2], "--text-column", "a,b,c", *line[4:], "--overwrite")
+    assert code == 2 and "expected one name, or two with a comma" in err
 
 
 def test_images_have_no_length(folders, tmp_path, capsys):  # noqa: F811

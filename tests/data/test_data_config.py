@@ -65,6 +65,10 @@ def test_what_yaml_has_becomes_pairs() -> None:
         ("packing", "yes"),
         ("split", ""),
         ("text_column", 3),
+        ("text_column", "a,b,c"),
+        ("text_column", "a,"),
+        ("extra_pairs", -1),
+        ("extra_pairs", "many"),
         ("dataset", 3),
         ("dataset", ()),
         ("dataset", (("a", 1), "b")),
@@ -81,6 +85,19 @@ def test_bad_values_are_refused_with_one_line(name: str, value: object) -> None:
 def test_packing_excludes_what_belongs_to_one_text(name: str) -> None:
     with pytest.raises(ConfigError, match=f"packing together with {name}"):
         DataConfig(packing=True, **{name: "x"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["packing", "streaming", "label_column"])
+def test_pairs_made_anew_exclude_what_they_cannot_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"extra_pairs together with {name}"):
+        DataConfig(extra_pairs=1.0, **{name: "x" if name == "label_column" else True})  # type: ignore[arg-type]
+
+
+def test_two_columns_make_a_pair() -> None:
+    config = DataConfig(text_column="a, b")
+    assert (config.text_column, config.text_pair_column) == ("a", "b")
+    with pytest.raises(ConfigError, match="expected one name, or two"):
+        DataConfig(text_column="a,b", text_pair_column="c")
 
 
 def test_importing_is_light() -> None:

@@ -54,6 +54,68 @@ def test_long_texts_are_cut_and_pairs_are_told_apart(rows: Rows, bert_tokenizer:
     assert batch["token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_columns_are_a_pair(rows: Rows, bert_tokenizer: Any, streaming: bool) -> None:
+    """Under usual names by themselves, else as A,B; one name alone means that text alone."""
+    path = rows("a.jsonl", [{"label": 1, "sentence2": "w2 w3", "sentence1": "w1"}] * 4)
+    pair = [[2, 6, 3, 7, 8, 3], [0, 0, 0, 1, 1, 1]]
+    for column, expected in ((None, pair), ("sentence1,sentence2", pair), ("sentence1", [[2, 6, 3], [0, 0, 0]])):
+        config = DataConfig(dataset=path, text_column=column, batch_size=1, holdout=0, streaming=streaming)
+        source = load_source(config, bert_tokenizer, "text")
+        batch = next(source.train_batches())
+        assert [batch["input_ids"][0].tolist(), batch["token_type_ids"][0].tolist()] == expected
+        assert ("(pairs of sentence1 and sentence2)" in source.description) is (column is None)
+    swapped = DataConfig(dataset=path, text_column="sentence2, sentence1", batch_size=1, holdout=0)
+    batch = next(load_source(swapped, bert_tokenizer, "text").train_batches())
+    assert batch["input_ids"][0].tolist() == [2, 7, 8, 3, 6, 3]
+
+
+def test_packing_and_a_usual_text_column_leave_pairs_alone(rows: Rows, bert_tokenizer: Any) -> None:
+    row = {"text": "w5", "sentence1": "w1", "sentence2": "w2"}
+    batch = next(
+        load_source(DataConfig(dataset=rows("a.jsonl", [row] * 2), holdout=0), bert_tokenizer, "text").train_batches()
+    )
+    assert batch["input_ids"][0].tolist() == [2, 10, 3]
+    with pytest.raises(DataError, match="set text_column"):
+        load_source(
+            DataConfig(dataset=rows("b.jsonl", [{"sentence1": "a", "sentence2": "b"}]), packing=True),
+            bert_tokenizer,
+            "text",
+        )
+
+
+def test_a_mixture_of_texts_and_pairs(rows: Rows, bert_tokenizer: Any) -> None:
+    mixture = {
+        rows("a.jsonl", [{"text": "w1"}] * 8): 1.0,
+        rows("b.jsonl", [{"question": "w2", "sentence": "w3"}] * 8): 1.0,
+    }
+    config = DataConfig(dataset=tuple(mixture.items()), batch_size=8, holdout=0)
+    batch = next(load_source(config, bert_tokenizer, "text").train_batches())
+    found = sorted(
+        ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    )
+    assert found == [[2, 6, 3]] * 4 + [[2, 7, 3, 8, 3]] * 4
+
+
+def test_pairs_made_anew_come_between_the_others(rows: Rows, bert_tokenizer: Any) -> None:
+    items = [{"sentence1": f"w{n}", "sentence2": f"w{100 + n}"} for n in range(40)]
+    path = rows("a.jsonl", items)
+    config = DataConfig(dataset=path, batch_size=15, holdout=10, extra_pairs=0.5, seed=1)
+    source = load_source(config, bert_tokenizer, "text")
+    assert source.num_train == 45 and "45 texts to train on, 10 held out, 15 of them paired anew" in source.description
+    batches = [batch for batch, _ in zip(source.train_batches(), range(3), strict=False)]
+    found = [(int(row[1]) - 5, int(row[3]) - 105) for batch in batches for row in batch["input_ids"]]
+    held = {int(row[1]) - 5 for batch in source.holdout_batches() for row in batch["input_ids"]}
+    anew = [(one, two) for one, two in found if one != two]
+    assert len(anew) == 15 and not held & {number for pair in found for number in pair}
+    again = next(load_source(config, bert_tokenizer, "text").train_batches(1))
+    assert again["input_ids"].equal(batches[1]["input_ids"])
+    with pytest.raises(DataError, match=r"got extra_pairs 0.5, but no pairs of texts; name the two columns"):
+        load_source(
+            DataConfig(dataset=rows("b.jsonl", numbered(0, 8)), holdout=1, extra_pairs=0.5), bert_tokenizer, "text"
+        )
+
+
 def test_a_tokenizer_without_padding_pads_with_its_end_and_stays_as_it_was(rows: Rows, gpt_tokenizer: Any) -> None:
     path = rows("a.jsonl", [{"text": "w1 w2"}, {"text": "w3"}])
     batch = next(load_source(DataConfig(dataset=path, batch_size=2, holdout=0), gpt_tokenizer, "text").train_batches())

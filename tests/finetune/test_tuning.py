@@ -67,6 +67,11 @@ def test_pairs_have_two_metrics(bert, glue, tmp_path):
     assert int((data.collate([data.train[0]])["input_ids"] == 3).sum()) == 2, "both texts are there"
 
 
+def test_pairs_under_usual_names_are_found(bert, glue):
+    data = data_for("text-classification", bert, glue / "mrpc")
+    assert int((data.collate([data.train[0]])["input_ids"] == 3).sum()) == 2
+
+
 def test_regression(bert, glue, tmp_path):
     model, _, result = tune("stsb", bert, glue, tmp_path, TuneConfig(learning_rate=1e-2, epochs=20, batch_size=8))
     assert model.config.problem_type == "regression" and model.config.num_labels == 1
