@@ -46,7 +46,8 @@ SMALL = "--device cpu --distill-steps 2 --distill-length 16 --batch-size 4 --hol
 LOOK = "--device cpu --lengths 16 --inputs 2 --max-length 16"
 TASK = "--device cpu --batch-size 8 --max-length 16"
 QUICK = {
-    "convert": SMALL, "distill": SMALL, "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
+    "convert": SMALL, "distill": SMALL, "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
+    "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
     "recipes": "", "results": "", "kernels": "", "inspect": "", "push": "", "report": LOOK, "compare": LOOK,
     "demo": "--steps 2 --tokens 200", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
