@@ -26,7 +26,11 @@ LENGTHS = {
 }
 """What is measured, and at which lengths unless asked otherwise."""
 
-OF_MODELS = {"model": ModelSuite, "stage-one": StageOneSuite, "alignment": AlignmentSuite}
+OF_MODELS: dict[str, Callable[[BenchModel], Suite]] = {
+    "model": ModelSuite,
+    "stage-one": StageOneSuite,
+    "alignment": AlignmentSuite,
+}
 KERNEL = "hedgehog"
 
 Tell = Callable[[str, Any], None]
