@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, floor_option, orthonormal
+from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
 from linearize.registry import StageOne, option
 
 
@@ -24,6 +24,10 @@ class SpectralConfig:
     tied: bool = option(True, "whether queries and keys share one map")
     floor: float = floor_option(0.2)
 
+    magnitude: bool = option(
+        True, "whether the positive form learns how much a key is attended to at all; of no effect in the others"
+    )
+
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
         return self.frequencies if self.frequencies is not None else head_dim
@@ -36,6 +40,11 @@ class SpectralConfig:
     def positive(self) -> bool:
         """Whether weights can never be negative."""
         raise NotImplementedError
+
+    @property
+    def has_magnitude(self) -> bool:
+        """Whether the map has a learned magnitude."""
+        return self.positive and self.magnitude
 
 
 UNSAID = {"form": "paper", "floor": 0.0}
@@ -54,6 +63,7 @@ class SpectralMap(FeatureMap):
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)
         self.tau = self.learned() if norm else None
+        self.m = self.learned(head_dim) if config.has_magnitude else None
 
     @abc.abstractmethod
     def frequencies(self, scaling: float) -> dict[str, Tensor]:
@@ -69,6 +79,18 @@ class SpectralMap(FeatureMap):
             return
         with torch.no_grad():
             self.tau.fill_(math.log(2.0))
+
+    def reset_magnitude(self) -> None:
+        """Start where it changes nothing."""
+        if self.m is not None:
+            with torch.no_grad():
+                self.m.zero_()
+
+    def times_magnitude(self, envelope: Tensor, x: Tensor) -> Tensor:
+        """Return the envelope [B, H, T, n] times r(x) = exp(4 tanh(m . x / 4)), between e^-4 and e^4."""
+        if self.m is None:
+            return envelope
+        return envelope * (4.0 * (project(x, self.m[:, None]) / 4.0).tanh()).exp()
 
     def log_norm(self, x: Tensor) -> Tensor:
         """Return log h(x) [B, H, T]."""

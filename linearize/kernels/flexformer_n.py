@@ -63,19 +63,11 @@ class FlexformerNConfig(SpectralConfig):
     form: str = option(
         "positive", "never negative, the paper's pairs, or damped frequencies", choices=("positive", "paper", "damped")
     )
-    magnitude: bool = option(
-        True, "whether the positive form learns how much a key is attended to at all; of no effect in the others"
-    )
 
     @property
     def positive(self) -> bool:
         """Whether weights can never be negative."""
         return self.form == "positive"
-
-    @property
-    def has_magnitude(self) -> bool:
-        """Whether the map has a learned magnitude."""
-        return self.positive and self.magnitude
 
     def parameters(self, head_dim: int) -> int:
         """Return the learnable numbers of a head."""
@@ -94,7 +86,6 @@ class FlexformerN(SpectralMap):
         self.floor = 0.0 if config.positive else config.floor
         self.a = self.learned(self.n, head_dim)
         self.b = self.learned(self.n, head_dim)
-        self.m = self.learned(head_dim) if config.has_magnitude else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw `a` from a narrow Gaussian density, and start `b` close to zero or at the identity."""
@@ -103,9 +94,8 @@ class FlexformerN(SpectralMap):
         draw_normal(self.a, generator, scale)
         draw_normal(self.b, generator, 0.1 * scale)
         self.reset_tau()
+        self.reset_magnitude()
         with torch.no_grad():
-            if self.m is not None:
-                self.m.zero_()
             if positive:
                 self.b.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
             elif self.config.form == "damped":
@@ -120,9 +110,7 @@ class FlexformerN(SpectralMap):
         angle, envelope = project(x, self.a), project(x, self.b)
         if self.config.form == "paper":
             return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
-        envelope = envelope.softmax(dim=-1)
-        if self.m is not None:
-            envelope = envelope * _magnitude(project(x, self.m[:, None]))
+        envelope = self.times_magnitude(envelope.softmax(dim=-1), x)
         return Features(halves(angle, envelope) if self.config.positive else waves(angle, envelope))
 
     def frequencies(self, scaling: float) -> dict[str, Tensor]:
@@ -139,11 +127,6 @@ class FlexformerN(SpectralMap):
         if self.config.form == "damped":
             return NativeMap("damped_waves", self.a, self.b)
         return NativeMap("wave_pairs", self.a, self.b, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
-
-
-def _magnitude(y: Tensor) -> Tensor:
-    """Return exp(y), bounded smoothly within e^-4 and e^4."""
-    return (4.0 * (y / 4.0).tanh()).exp()
 
 
 register_kernel(

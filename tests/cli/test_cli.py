@@ -277,9 +277,9 @@ def test_kernels_table_one_and_json(capsys):
     code, text, _ = run(capsys, "kernels", "--json")
     facts = {f["name"]: f for f in json.loads(text)}
     assert facts["hedgehog"]["feature_size"] == 128
-    # 12 layers, 12 heads: d^2 + d; n d + n; 2 n d + d with n = d = 64.
+    # 12 layers, 12 heads: d^2 + d; n d + n + d; 2 n d + d with n = d = 64.
     assert facts["hedgehog"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 64)
-    assert facts["flexformer_s"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 64)
+    assert facts["flexformer_s"]["extra_parameters_bert_base"] == 144 * (64 * 64 + 2 * 64)
     assert facts["flexformer_n"]["extra_parameters_bert_base"] == 144 * (2 * 64 * 64 + 64)
     assert facts["flexformer_n"]["positive"] and not facts["rfa"]["positive"]
     assert facts["flexformer_n"]["stage_one"]["negative_penalty"] == 0

@@ -237,9 +237,10 @@ def test_positive_flexformer_n():
     assert (far >= 0).all() and (far <= math.exp(4) * (1 + 1e-6)).all()
 
 
+@pytest.mark.parametrize("name", ["flexformer_n", "flexformer_s"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_an_untrained_magnitude_changes_no_bit(causal):
-    info = kernel_info("flexformer_n")
+def test_an_untrained_magnitude_changes_no_bit(causal, name):
+    info = kernel_info(name)
     inputs = make_inputs(30)
     with_it, without = (make_mixer(info, {"magnitude": on}, causal=causal) for on in (True, False))
     assert set(dict(with_it.named_parameters())) - set(dict(without.named_parameters())) == {"keys.m"}
@@ -259,19 +260,28 @@ def test_the_magnitude_of_a_query_cancels():
     torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("form", ["paper", "damped"])
-def test_other_forms_have_no_magnitude(form):
-    info = kernel_info("flexformer_n")
+@pytest.mark.parametrize(
+    ("name", "form", "names"),
+    [
+        ("flexformer_n", "paper", {"a", "b", "tau"}),
+        ("flexformer_n", "damped", {"a", "b"}),
+        ("flexformer_s", "paper", {"weight", "tau"}),
+        ("flexformer_s", "squared", {"weight", "tau"}),
+    ],
+)
+def test_other_forms_have_no_magnitude(name, form, names):
+    info = kernel_info(name)
     for on in (True, False):
         config = make_config(info, {"form": form, "magnitude": on})
         kernel = info.build(config, HEADS, DIM)
-        assert set(dict(kernel.named_parameters())) == {"a", "b", *(["tau"] if form == "paper" else [])}
+        assert set(dict(kernel.named_parameters())) == names
         assert info.parameters(config, DIM) == sum(p[0].numel() for p in kernel.parameters())
 
 
-def test_training_follows_keys_that_are_attended_to_whatever_the_query():
+@pytest.mark.parametrize("name", ["flexformer_n", "flexformer_s"])
+def test_training_follows_keys_that_are_attended_to_whatever_the_query(name):
     """Softmax weights whose scores have a term of the key alone: the magnitude learns it, the rest cannot."""
-    info = kernel_info("flexformer_n")
+    info = kernel_info(name)
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(2, 1, 1, 200, 8, generator=generator).unbind()
     liked = torch.zeros(8)
@@ -313,7 +323,8 @@ def test_positive_flexformer_s():
     kernel, x = make("flexformer_s", frequencies=5)
     y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x)
     angle = kernel.stretch[:, None] * y[..., [1, 2, 3, 4, 0]] + math.pi / 4
-    want = torch.cat([y.softmax(-1) * angle.cos().square(), y.softmax(-1) * angle.sin().square()], -1)
+    r = (4 * torch.tanh(torch.einsum("hd,bhtd->bht", kernel.m, x) / 4)).exp()[..., None]
+    want = r * torch.cat([y.softmax(-1) * angle.cos().square(), y.softmax(-1) * angle.sin().square()], -1)
     found = kernel(x, keys=True)
     torch.testing.assert_close(found.phi, want)
     assert found.log_scale is None and not kernel.scale_inputs
