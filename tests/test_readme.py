@@ -66,7 +66,8 @@ TINY_TUNING = "batch_size: 8, epochs: 1, eval_every: 2"
 RECIPES = {
     "minilm-glue": ["tasks=[cola]", "model={name: MINILM}", "rows.max_length=16", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
-                    "distil={steps: 2, batch_size: 4, holdout: 8}"],
+                    "distil={steps: 2, batch_size: 4, holdout: 8}", "seeds=0",
+                    "align={steps: 2, batch_size: 4, holdout: 8}"],
     "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
                     "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",

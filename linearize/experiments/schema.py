@@ -38,6 +38,7 @@ class Kernel:
         label: what the row is called; by default the kernel's name.
         args: its arguments.
         distil: whether stage one is run.
+        align: whether the alignment is run, where the recipe has one.
         window: softmax inside a window of so many tokens, beside the kernel.
         keep_softmax: numbers of layers that stay.
         note: what differs from the paper.
@@ -47,6 +48,7 @@ class Kernel:
     label: str = ""
     args: dict[str, Any] = field(default_factory=dict)
     distil: bool = True
+    align: bool = True
     window: int | None = None
     keep_softmax: tuple[int, ...] = ()
     note: str = ""

@@ -93,7 +93,7 @@ class Workshop:
         record = distil_record(result)
         lines = log_lines(STAGE_ONE, result.history)
         stage = {"task": job.name, "seed": cell.seed, "distillation": _brief(record)}
-        if job.align.steps:
+        if job.align.steps and cell.kernel.align:
             aligned = self._align(model, data, job, cell)
             record["alignment"] = alignment_record(aligned, config=job.align)
             stage["alignment"] = record["alignment"]

@@ -139,6 +139,24 @@ def test_the_tuned_softmax_model_is_the_teacher(tiny, sets, tmp_path):
     assert check(tiny, "tiny").finetune["teacher"] == "softmax"
 
 
+def test_a_recipe_aligns_between_its_stages(tiny, tmp_path):
+    """Every row but the one that says not to; the rows that it measures on are held out of the training rows."""
+    tiny |= {"kernels": ["hedgehog", {"name": "hedgehog", "label": "plain", "align": False}], "figures": {}}
+    tiny |= {"tasks": {"mrpc": {"align": {"steps": 3}, "rows": {"extra_pairs": 0.5}}}}
+    tiny |= {"align": {"steps": 2, "batch_size": 8, "eval_every": 1, "holdout": 8}}
+    tiny["finetune"] |= {"teacher": True}
+    seen = []
+    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", listen=lambda event, data: seen.append((event, data)))
+    assert [row["row"] for row in rows] == ["hedgehog", "plain"]
+    steps = [data for event, data in seen if event == "step" and hasattr(data, "phase")]
+    assert [data.step for data in steps] == [1, 2, 3]
+    aligned, plain = (
+        (tmp_path / "run" / "distilled" / f"{name}-mrpc-s0" / "stage.json") for name in ("hedgehog", "plain")
+    )
+    assert json.loads(aligned.read_text())["alignment"]["steps"] == 3
+    assert "alignment" not in json.loads(plain.read_text())
+
+
 @pytest.mark.parametrize("flow", ["pretrained", "transfer"])
 def test_the_softmax_row_is_the_teacher_of_models_that_were_not_tuned_first(tiny, tmp_path, flow):
     tiny |= {"flow": flow, "kernels": ["hedgehog"], "tasks": {"cola": {}}, "teacher": {}, "figures": {}}
