@@ -189,8 +189,7 @@ class _Run:
             before = measure(self.objective, held_out)
             if not self.config.phases():
                 return AlignResult(0, 0, "steps", before, before)
-            best_step, stopped = self._train(held_out, before)
-            after = measure(self.objective, held_out)
+            best_step, stopped, after = self._train(held_out, before)
         finally:
             for parameter, flag in flags.items():
                 parameter.requires_grad_(flag)
@@ -200,8 +199,8 @@ class _Run:
         seconds = self.earlier + time.perf_counter() - self.start
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
 
-    def _train(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, str]:
-        """Run the phases; return the step that was kept and why the last phase ended."""
+    def _train(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, str, Closeness]:
+        """Run the phases; return the step that was kept, why the last phase ended, and what came of it."""
         student, config = self.pair.student, self.config
         if config.train == "lora":
             with torch.random.fork_rng(devices=[]):
@@ -223,11 +222,11 @@ class _Run:
                     progress = self._phase(number, done, trainer, held_out, saved)
                     saved = None
                 done += steps
-            last = progress.best_loss if phase == END_TO_END else measure(self.objective, held_out).loss
-            if not last < before.loss:
+            after = measure(self.objective, held_out)
+            if not after.loss < before.loss:
                 trainer.restore(first)
-                return 0, progress.stopped
-            return done - steps + progress.best_step, progress.stopped
+                return 0, progress.stopped, before
+            return done - steps + progress.best_step, progress.stopped, after
         finally:
             if config.train == "lora":
                 merge_lora(student)
@@ -242,6 +241,7 @@ class _Run:
             best = trainer.snapshot()
         else:
             progress = _Progress(**saved.record["progress"])
+            trainer.restore({name: saved.tensors[f"trained/{name}"] for name in trainer.parameters})
             # The state of a finished run has no copies: what is trained is the best.
             kept = {
                 name: saved.tensors.get(f"best/{name}", saved.tensors[f"trained/{name}"]) for name in trainer.parameters
@@ -270,7 +270,7 @@ class _Run:
         trainer.restore(best)
         progress.stopped = progress.stopped or "steps"
         if number == len(config.phases()) - 1 and self.identity:
-            trained = {f"trained/{name}": parameter.detach() for name, parameter in trainer.parameters.items()}
+            trained = {f"trained/{name}": tensor for name, tensor in trainer.snapshot().items()}
             self.state = RunState(self._record(number, done, progress), trained)
         return progress
 
@@ -365,7 +365,7 @@ class _Run:
     ) -> None:
         if self.states is None or not self.accelerator.is_main_process:
             return
-        tensors = {f"trained/{name}": p.detach() for name, p in trainer.parameters.items()}
+        tensors = {f"trained/{name}": tensor for name, tensor in trainer.snapshot().items()}
         tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in trainer.optimizer_tensors().items()}
         state = RunState(self._record(number, done, progress), tensors)

@@ -39,6 +39,9 @@ def is_kernel(name: str) -> bool:
     return ".linear_attention." in f".{name}"
 
 
+FULL = (torch.float32, torch.float64)
+
+
 class Diverged(Exception):
     """A loss or gradient left the numbers; says which and where."""
 
@@ -66,8 +69,12 @@ class AlignTrainer:
         self.device = accelerator.device
         self.factor = 1.0
         self.interrupts = Interrupts()
-        kernels = [p for name, p in self.parameters.items() if is_kernel(name)]
-        rest = [p for name, p in self.parameters.items() if not is_kernel(name)]
+        # Weights in half precision would lose small updates: those are added up in fp32 copies.
+        self.masters = {
+            name: p if p.dtype in FULL else nn.Parameter(p.detach().float()) for name, p in self.parameters.items()
+        }
+        kernels = [p for name, p in self.masters.items() if is_kernel(name)]
+        rest = [p for name, p in self.masters.items() if not is_kernel(name)]
         groups = [(kernels, config.kernel_learning_rate), (rest, config.learning_rate)]
         self.rates = [rate for members, rate in groups if members]
         self.optimizer = torch.optim.AdamW(
@@ -86,7 +93,8 @@ class AlignTrainer:
         """
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = self.factor * rate * warm_cosine(step - 1, self.steps, self.config.warmup)
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in (*self.parameters.values(), *self.masters.values()):
+            parameter.grad = None
         mine = [self.moved(next(batches)) for _ in range(self.config.gradient_accumulation)]
         sizes = torch.tensor([size_of(batch) for batch in mine], dtype=torch.float64, device=self.device)
         tokens, rows = self._sum(sizes.sum(dim=0)).tolist()
@@ -99,11 +107,16 @@ class AlignTrainer:
                 terms[name] = terms.get(name, 0.0) + value
         terms, loss = self._reduce(terms, loss)
         self._check(terms, loss, step)
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        for name, master in self.masters.items():
+            parameter = self.parameters[name]
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float()
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)
         if not math.isfinite(float(norm)):
             raise Diverged(f"the gradient became {float(norm)} at step {step}")
         self.interrupts.hold()
         self.optimizer.step()
+        self._write_back()
         return terms, loss, float(self.optimizer.param_groups[0]["lr"])
 
     def _backward(self, batch: Mapping[str, Tensor], share: Share) -> tuple[dict[str, float], float]:
@@ -159,14 +172,21 @@ class AlignTrainer:
             raise Diverged(f"the loss became {loss} at step {step}")
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of the trained weights."""
-        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        """Return copies of the trained weights, of those in half precision the fp32 ones."""
+        return {name: master.detach().clone() for name, master in self.masters.items()}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         """Put copies back."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(snapshot[name])
+        for name, master in self.masters.items():
+            master.copy_(snapshot[name])
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's moments as named tensors."""
