@@ -61,6 +61,34 @@ def test_deep_json_is_one_line(verb, depth, tmp_path, capsys):
     assert "nested too deeply" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", BAD_YAML)
+def test_the_recipe_in_a_run_and_a_config_too(name, tmp_path, capsys):
+    """`run --resume` reads the recipe it wrote back, `init` a config of the user's."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(BAD_YAML[name])
+    config = tmp_path / "config.yaml"
+    config.write_text(BAD_YAML[name])
+    for words, named in (
+        (["run", "minilm-glue", "--output", str(run), "--resume"], "recipe.yaml' cannot be read ("),
+        (["init", str(config), "--output", str(tmp_path / "out")], "config.yaml' cannot be read ("),
+    ):
+        start = time.perf_counter()
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert named in err and err.count("\n") == 1 and "nested too deeply; expected fewer" not in err
+        assert time.perf_counter() - start < 15
+    assert [path.name for path in run.iterdir()] == ["recipe.yaml"] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("depth", [65, 100_000])
+def test_a_deep_config_for_init(depth, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "x": ' + "[" * depth + "]" * depth + "}")
+    assert main(["init", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "expected at most 64 levels); mend the file" in err and err.count("\n") == 1
+
+
 def test_what_is_good_is_read():
     text = "a: &a {x: 1}\nb: *a\nc: [*a, *a]\n"
     assert parse_yaml(text) == yaml.safe_load(text)

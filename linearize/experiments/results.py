@@ -13,7 +13,7 @@ from typing import Any
 from linearize.errors import ConfigError, DataError
 from linearize.experiments.recipe import AVERAGE, cells, check, resolve
 from linearize.experiments.schema import SOFTMAX, Recipe
-from linearize.parsing import parse_yaml
+from linearize.parsing import parse_json, parse_yaml
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
@@ -80,7 +80,7 @@ def read_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
     damaged = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             found[row["cell"]] = row
             float(row["score"])
         except (ValueError, KeyError, TypeError):

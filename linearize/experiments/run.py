@@ -21,6 +21,7 @@ from linearize.experiments.results import RECIPE, append_row, mend, read_rows
 from linearize.experiments.schema import SOFTMAX, Recipe
 from linearize.experiments.stages import STAGE, Workshop, local_or_name
 from linearize.finetune.tasks import recovered
+from linearize.parsing import parse_yaml
 
 Listener = Callable[[str, Any], None]
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
@@ -156,7 +157,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
             raise ConfigError(f"output {str(folder)!r} exists and is not empty; go on with --resume, or choose another")
         if not file.is_file():
             raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        before = _read_recipe(file)
         _same(before, values, folder)
         if before != values:
             beside = file.with_name(f".{RECIPE}")
@@ -167,6 +168,15 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
         (fresh / RECIPE).write_text(text, encoding="utf-8")
         text = json.dumps(environment(recipe), indent=2) + "\n"
         (fresh / "environment.json").write_text(text, encoding="utf-8")
+
+
+def _read_recipe(file: Path) -> Any:
+    try:
+        return parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be read ({error}), so its run cannot be gone on with; choose another output"
+        ) from None
 
 
 def _same(before: Any, now: dict[str, Any], folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from linearize.finetune.tasks import Task, recovered, score_of
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import TuneResult, check_trains, finetune, last_checkpoint, measure_task
 from linearize.finetune.work import check_work, remove_work
+from linearize.parsing import parse_json, parse_yaml
 
 Listener = Callable[[str, Any], None]
 
@@ -266,17 +266,15 @@ def read_config(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: if it is not there or no mapping.
     """
-    import yaml
-
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"config: got {name!r}, expected a JSON or YAML file, or a folder with a config.json")
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"config: {name!r} cannot be read ({str(error).splitlines()[0]}); mend the file") from error
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config: {name!r} cannot be read ({error}); mend the file") from error
     if not isinstance(values, dict):
         raise ConfigError(f"config: {name!r} holds a {type(values).__name__}, expected a mapping with model_type")
     for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
