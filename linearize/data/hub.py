@@ -84,7 +84,7 @@ def cause(error: BaseException) -> str:
     """Give the innermost reason of an error in one line of at most 300 characters."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": .")[:300]
 
 
 def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[dict[str, Any]]:

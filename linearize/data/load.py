@@ -21,6 +21,7 @@ from linearize.data.order import Split, split_off
 from linearize.data.pairs import PairedAnew
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Source
+from linearize.data.walk import exists
 from linearize.errors import ConfigError, DataError, unknown_name
 
 FETCH_ROWS = 1_000
@@ -109,7 +110,7 @@ def open_records(name: str, config: DataConfig, modality: Modality) -> Part:
 
 def _open(name: str, weight: float, config: DataConfig, modality: Modality) -> Part:
     path = Path(name).expanduser()
-    if path.exists() or looks_local(name):
+    if exists(path) or looks_local(name):
         origin = f"{'folder' if path.is_dir() else 'file'} {name}"
         opened: Sequence[Any] = open_local(path, config.split, modality, config.streaming)
     else:
@@ -141,7 +142,9 @@ def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Mo
         return Part(StreamPart(stream, weight, names, origin), weight, origin)
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
-        raise DataError(f"{origin} is empty: got {records.skipped} rows, all blank or without a label; check it.")
+        raise DataError(
+            f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected others."
+        )
     return Part(records, weight, origin)
 
 

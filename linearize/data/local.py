@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from linearize.data.columns import Modality
 from linearize.data.hub import cause, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
+from linearize.data.walk import exists, files_in
 from linearize.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 Item = TypeVar("Item")
+CHECKED_ROWS = 10_000
 TABLE_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -31,6 +33,15 @@ EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz)
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
+}
+
+
+FORMS = {
+    "json": "objects of the same fields, one per line, or a list of them",
+    "csv": "a header and rows of as many fields",
+    "tsv": "a header and rows of as many fields",
+    "parquet": "a whole parquet file",
+    "text": "lines of text",
 }
 
 
@@ -57,12 +68,12 @@ def open_local(
     Raises:
         DataError: If there is nothing to read, the file is empty or damaged, or it is of another kind.
     """
-    if not path.exists():
+    if not exists(path):
         raise DataError(f"got {str(path)!r}, which does not exist, expected a file or a folder; check the path.")
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return [_saved(path, split)]
     root = path if path.is_dir() else path.parent
-    files = select_split(root, sorted(_known_files(path)), split) if path.is_dir() else [path]
+    files = select_split(root, _known_files(path), split) if path.is_dir() else [path]
     kinds = {file: file_kind(file) for file in files}
     counts = Counter("images" if kind in ("image", "zip") else "tables or texts" for kind in kinds.values())
     if not files or None in kinds.values():
@@ -128,13 +139,10 @@ def _name_split(place: PurePosixPath) -> str | None:
 
 
 def _known_files(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and file_kind(file) is not None
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    ]
+    files = sorted(file for file in files_in(folder) if file_kind(file) is not None)
+    for file in files:
+        exists(file)  # Refuses a link that leads nowhere.
+    return files
 
 
 def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:
@@ -178,16 +186,36 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
     try:
         with quiet(logs=True):
             if kind == "parquet" and any(file.suffix.lower() == ".gz" for file in files):
-                return concatenate_datasets([_parquet(file) for file in files])
-            names = [glob.escape(str(file)) for file in files]
-            table = load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
+                table = concatenate_datasets([_parquet(file) for file in files])
+            else:
+                names = [glob.escape(str(file)) for file in files]
+                table = load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
+            if isinstance(table, Dataset):
+                _check_encoding(table)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
         if "corresponds to no data" in str(error):
             raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one.") from error
-        raise DataError(f"cannot read {_names(files)} as {kind}: {cause(error)}") from error
+        raise _unreadable(files, kind, error) from error
     if isinstance(table, Dataset) and not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
+
+
+def _check_encoding(table: Dataset) -> None:
+    """Refuse texts that are not UTF-8, which Arrow's readers of JSON and parquet let through.
+
+    Raises:
+        ArrowInvalid: If there is one.
+    """
+    for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
+        batch.validate(full=True)
+
+
+def _unreadable(files: Sequence[Path], kind: str, error: Exception) -> DataError:
+    form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
+    return DataError(
+        f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; mend the file or get it anew."
+    )
 
 
 def _parquet(file: Path) -> Dataset:
@@ -212,7 +240,9 @@ def _is_empty(file: Path, kind: str) -> bool:
                 if not needed:
                     return False
     except (OSError, EOFError) as error:
-        raise DataError(f"cannot read {file.name!r}: {cause(error)}; check the file.") from error
+        raise DataError(
+            f"cannot read {file.name!r}: {cause(error)}; expected a whole file that may be read; check it."
+        ) from error
     return True
 
 

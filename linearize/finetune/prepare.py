@@ -44,6 +44,8 @@ def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, d
     given = task.dataset if data is None else data
     if given is None:
         raise DataError(f"task {task.name} has no data set of its own; name one (--dataset NAME_OR_PATH)")
+    if given == "":
+        raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
     if isinstance(given, str) and _is_local(given):
         given = local_folder(task, given)
     module = importlib.import_module(f"linearize.finetune.kinds.{_FILES[task.kind]}")
@@ -54,5 +56,6 @@ def _is_local(name: str) -> bool:
     from pathlib import Path
 
     from linearize.data.local import looks_local
+    from linearize.data.walk import exists
 
-    return looks_local(name) or Path(name).expanduser().exists()
+    return looks_local(name) or exists(Path(name).expanduser())

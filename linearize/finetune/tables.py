@@ -11,10 +11,11 @@ import numpy as np
 
 from linearize.data.columns import class_names, column_kinds, uniform
 from linearize.data.config import DataConfig
-from linearize.data.hub import load_hub
+from linearize.data.hub import cause, load_hub
 from linearize.data.images import ImageTable
 from linearize.data.load import looks_local, open_local, open_records
 from linearize.data.records import Example, TextRecords
+from linearize.data.walk import exists
 from linearize.errors import DataError
 from linearize.finetune.tasks import Task
 
@@ -99,7 +100,10 @@ def open_splits(
         where = f"{most:,} of {where}"
     if limit is not None and limit < len(train):
         train = _select(train, _some(task, len(train), limit))
-    return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}")
+    parts = {id(part.records): part.records.skipped for part in (train, validation) if isinstance(part, View)}
+    skipped = sum(parts.values())
+    left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
+    return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")
 
 
 def _some(task: Task, rows: int, count: int) -> np.ndarray:
@@ -116,12 +120,12 @@ def local_folder(task: Task, path: str) -> str:
         DataError: if the path does not exist, or is a folder of data sets that lacks the task's.
     """
     root = Path(path).expanduser()
-    if not root.exists():
+    if not exists(root):
         raise DataError(f"data: got {path!r}, which does not exist, expected a file or a folder; check the path")
     if not root.is_dir():
         return path
     for name in (*task.folders, task.name):
-        if (root / name).exists():
+        if exists(root / name):
             return str(root / name)
     if task.folders and not _holds_data(root):
         raise DataError(
@@ -132,7 +136,12 @@ def local_folder(task: Task, path: str) -> str:
 
 
 def _holds_data(root: Path) -> bool:
-    return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
+    try:
+        return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
+    except OSError as error:
+        raise DataError(
+            f"data: cannot read folder {root.name!r}: {cause(error)}; expected one that may be read; check it"
+        ) from error
 
 
 def _open(task: Task, given: Given, split: str, raw: bool) -> Any:
@@ -170,7 +179,7 @@ def raw_table(name: str, split: str) -> Any:
         DataError: if it cannot be found or read, or is of several kinds of files.
     """
     path = Path(name).expanduser()
-    if not path.exists() and not looks_local(name):
+    if not exists(path) and not looks_local(name):
         return load_hub(name, split, False)
     tables: list[Any] = open_local(path, split, "text", False)
     if len(tables) > 1:
@@ -185,7 +194,7 @@ def _validation_split(task: Task, given: Given) -> str | None:
     if not isinstance(given, str):
         return next((name for name in task.validation if name in given), None)
     path = Path(given).expanduser()
-    if path.exists() or looks_local(given):
+    if exists(path) or looks_local(given):
         if not _has_splits(path, task):
             return None
         candidates = [name for name in task.validation if _opens(path, name, task)]
@@ -221,8 +230,8 @@ def _select(data: Any, rows: np.ndarray) -> Any:
     return View(data.records, data.rows[rows]) if isinstance(data, View) else data.select(rows)
 
 
-def need_columns(table: Any, names: Sequence[str], origin: str) -> None:
-    """Refuse a raw table that lacks a column.
+def need_columns(table: Any, names: Sequence[str], origin: str, kind: str | None = None) -> None:
+    """Refuse a raw table that lacks a column, or whose column does not hold what it should.
 
     Raises:
         DataError: naming the columns there are.
@@ -231,3 +240,6 @@ def need_columns(table: Any, names: Sequence[str], origin: str) -> None:
     missing = [name for name in names if name not in kinds]
     if missing:
         raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")
+    odd = [name for name in names if kind is not None and kinds[name] != kind]
+    if odd:
+        raise DataError(f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; mend it or name another")

@@ -151,6 +151,7 @@ def test_rows_made_anew_have_no_label_and_no_held_out_text(bert, glue, name):
 
 def test_a_set_too_small_to_hold_rows_out(bert, tmp_path):
     write(tmp_path / "rows.jsonl", [{"text": "good film", "label": n % 2} for n in range(2)])
-    data = data_for("text-classification", bert, tmp_path / "rows.jsonl")
+    named = task("text-classification", labels=("0", "1"))
+    data = prepare(named, load_processor(bert, "text"), SHORT, data=str(tmp_path / "rows.jsonl"))
     with pytest.raises(DataError, match="lower selection_rows"):
         hold_out(data)

@@ -18,7 +18,7 @@ from linearize.data.columns import column_kinds, find_column
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, TaskData, copy_tokenizer, stable_seed
-from linearize.finetune.tables import Given, open_splits
+from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.tasks import Task
 
 TEXTS = 1_000
@@ -62,6 +62,8 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     tokenizer = copy_tokenizer(processor)
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     column = find_column(column_kinds(splits.train, "text"), task.columns[0] if task.columns else None, "text", "text")
+    for table in (splits.train, splits.validation):
+        need_columns(table, [column], "text", kind="text")
     train, _ = tokens_of(splits.train, column, tokenizer)
     valid, words = tokens_of(splits.validation, column, tokenizer)
     length = options.max_length

@@ -56,6 +56,8 @@ def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
     rows: list[Row] = []
     columns = (table[question], table[context], table[str(task.label)])
     for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
+        if not isinstance(asked, str) or not isinstance(text, str):
+            raise DataError(f"question answering: got row {owner} without {question} or {context}, expected both texts")
         if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
             raise DataError(f"question answering: got {task.label} {answer!r}, expected text and answer_start")
         coded = tokenizer(

@@ -19,6 +19,9 @@ from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskDat
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.tasks import NUMBERS, Task
 
+MOST_CLASSES = 100_000
+"""A label of a larger number is no class: a head of a million outputs was never meant."""
+
 
 def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
     """Read texts and labels.
@@ -85,17 +88,38 @@ def label_names(task: Task, view: View) -> tuple[str, ...]:
     if task.labels is not None:
         return task.labels
     if view.names is not None:
+        if len(view.names) < 2:
+            raise _one_class(task, view.names[0])
         return view.names
     found = sorted(
         {example.label for example in view.fetch(range(len(view)))}, key=lambda label: (str(type(label)), label)
     )
-    numbers = [label for label in found if isinstance(label, int | float) and label == int(label) and label >= 0]
+    numbers = [label for label in found if isinstance(label, int | float) and whole(label) and label >= 0]
     if len(numbers) < len(found):
         raise DataError(
             f"task {task.name}: got the label {next(x for x in found if x not in numbers)!r} in column {task.label!r}, "
             "expected class names or whole numbers from 0; use task text-regression for numbers of other kinds"
         )
+    if max(numbers) >= MOST_CLASSES:
+        raise DataError(
+            f"task {task.name}: got the label {max(numbers)!r} in column {task.label!r}, expected class numbers from 0 "
+            f"below {MOST_CLASSES:,}; number the classes anew, or use task text-regression"
+        )
+    if len(found) < 2:
+        raise _one_class(task, found[0])
     return tuple(str(number) for number in range(int(max(numbers)) + 1))
+
+
+def whole(number: float) -> bool:
+    """Whether a number is whole and finite."""
+    return math.isfinite(number) and number == int(number)
+
+
+def _one_class(task: Task, only: Any) -> DataError:
+    return DataError(
+        f"task {task.name}: got the one class {only!r} in column {task.label!r}, expected at least two; add rows of "
+        "others, or name all classes (--labels A,B)"
+    )
 
 
 def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
@@ -111,7 +135,13 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
                 f"task {task.name}: got the text {wrong!r} in label column {task.label!r}, expected numbers; "
                 "use task text-classification for names, or name another column"
             )
-        return [float(e.label) for e in examples]  # type: ignore[arg-type]
+        numbers = [float(e.label) for e in examples]  # type: ignore[arg-type]
+        infinite = next((number for number in numbers if not math.isfinite(number)), None)
+        if infinite is not None:
+            raise DataError(
+                f"task {task.name}: got {infinite} in label column {task.label!r}, expected finite numbers; mend it"
+            )
+        return numbers
     names = task.labels or ()
     places = {name: number for number, name in enumerate(names)}
     found = []
@@ -120,7 +150,7 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
         if isinstance(label, str):
             number = places.get(label, -1)
         else:
-            number = int(label) if label is not None and label == int(label) else -1
+            number = int(label) if label is not None and whole(label) else -1
         if not 0 <= number < len(names):
             raise DataError(
                 f"task {task.name}: got label {label!r}, expected one of its {len(names)} classes: "

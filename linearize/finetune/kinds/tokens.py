@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from linearize.errors import ConfigError, DataError
+from linearize.finetune.kinds.text import MOST_CLASSES
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, pad_labels
 from linearize.finetune.tables import Given, need_columns, open_splits
@@ -19,7 +20,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     """Read words and tags.
 
     Raises:
-        DataError: if a column is missing, or a tag is not among the task's.
+        DataError: if a column is missing or holds something else than lists, or a tag is not among the task's.
         ConfigError: if the tokenizer cannot tell which word a token belongs to.
     """
     tokenizer = copy_tokenizer(processor)
@@ -64,9 +65,15 @@ def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
     feature = getattr(table.features[label], "feature", None)
     if isinstance(feature, ClassLabel):
         return tuple(feature.names)
-    found = {tag for tags in table[label] for tag in tags}
-    if all(isinstance(tag, str) for tag in found):
+    found = {tag for tags in table[label] for tag in (tags if isinstance(tags, list) else [tags])}
+    if found and all(isinstance(tag, str) for tag in found):
         return tuple(sorted(found))
+    wrong = [tag for tag in found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
+    if wrong or not found:
+        raise DataError(
+            f"task {task.name}: got {f'tag {wrong[0]!r}' if wrong else 'no tags'} in column {label!r}, expected a list "
+            "of names or of whole numbers from 0 in every row; mend the rows"
+        )
     return tuple(str(number) for number in range(int(max(found)) + 1))
 
 
@@ -76,6 +83,11 @@ def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
     places: dict[Any, int] = {name: number for number, name in enumerate(names)} | {n: n for n in range(len(names))}
     rows = []
     for texts, tags in zip(table[words], table[label], strict=True):
+        if not isinstance(tags, list) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+            raise DataError(
+                f"task {task.name}: got {str(texts)[:60]!r} with {str(tags)[:60]!r}, expected a list of words in "
+                f"column {words!r} and a list of tags in {label!r}; mend the row"
+            )
         unknown = [tag for tag in tags if tag not in places]
         if unknown or len(tags) != len(texts):
             problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
