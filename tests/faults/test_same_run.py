@@ -234,7 +234,15 @@ def test_ctrl_c_before_the_first_state_keeps_what_was_learned(step, models, cut,
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_ctrl_c_in_a_half_done_step_waits_for_its_end(tmp_path):
+@pytest.fixture
+def ctrl_c_counts():
+    """A background job's children ignore Ctrl-C; here it shall raise, wherever the tests were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_half_done_step_waits_for_its_end(tmp_path, ctrl_c_counts):
     """The signal comes while the optimizer moves the kernels; the state that is kept is that of a whole step."""
     real, seen = torch.optim.AdamW.step, []
 
