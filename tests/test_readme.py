@@ -68,6 +68,8 @@ RECIPES = {
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
                     "distil={steps: 2, batch_size: 4, holdout: 8}", "seeds=0",
                     "align={steps: 2, batch_size: 4, holdout: 8}"],
+    "minilm-embedding": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
+                         "distil={steps: 2, batch_size: 4, holdout: 8}", "align={steps: 2, batch_size: 4, holdout: 8}"],
     "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
                     "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
@@ -119,6 +121,13 @@ def place(tmp_path, monkeypatch):
     for split, count in (("train", 24), ("validation", 8)):
         text = "".join(json.dumps({"sentence": row["text"], "label": row["label"]}) + "\n" for row in rows[:count])
         (tmp_path / "glue" / "cola" / f"{split}.jsonl").write_text(text)
+        pairs = [
+            {"sentence1": one["text"], "sentence2": other["text"], "label": number % 6}
+            for number, (one, other) in enumerate(itertools.pairwise(rows[: count + 1]))
+        ]
+        text = "".join(json.dumps(pair) + "\n" for pair in pairs)
+        (tmp_path / "glue" / "stsb").mkdir(exist_ok=True)
+        (tmp_path / "glue" / "stsb" / f"{split}.jsonl").write_text(text)
     (tmp_path / "data" / "wikitext2").mkdir(parents=True)
     for split in ("train", "validation"):
         own = "".join(f"{split} {row['text']}\n" for row in rows)
