@@ -37,6 +37,7 @@ ROOMS = [
     "synthetic",
     "bench",
     "report",
+    "conversion_options",
     "workflow",
     "demo",
     "examples",
