@@ -72,7 +72,7 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
         max_length=tokens,
         distill_steps=steps,
         # A taste of it: a real conversion takes more of both.
-        align={"steps": steps // 4},
+        align={"steps": steps // 6},
         distill_length=128,
         output=output,
         overwrite=True,
