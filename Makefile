@@ -33,7 +33,7 @@ slow: install
 
 # The native op under the address and undefined-behaviour sanitizers of gcc; takes some minutes.
 sanitize: install
-	HF_HUB_OFFLINE=1 $(BIN)/python tests/native/sanitize.py
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/native/sanitize.py
 
 # A wheel with the native op inside, for processors of several kinds.
 wheel: install

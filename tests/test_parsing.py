@@ -5,7 +5,7 @@ import time
 
 import pytest
 import yaml
-from tiny import converted
+from support.tiny import converted
 
 import linearize
 from linearize.checkpoint.card import base_facts

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from report_models import WORDS as VOCABULARY
-from report_models import make_original
+from support.checkpoints import WORDS as VOCABULARY
+from support.checkpoints import make_original
 
 import linearize
 from linearize.cli import main

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from tiny import original
+from support.tiny import original
+from support.training import ALIGN as QUICK
+from support.training import Fixed, batches, loud
+from support.training import loud_converted as sharp
 
 import linearize
 from linearize.alignment.config import AlignConfig
@@ -19,25 +20,6 @@ from linearize.alignment.pair import OUTPUT, find_blocks, make_pair
 from linearize.distillation.state import StateFolder
 from linearize.errors import ConfigError, DataError, TrainingError
 from linearize.surgery.timm import wrap
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distillation"))
-from test_loop import Fixed, batches
-
-QUICK = {"steps": 16, "eval_every": 4, "learning_rate": 2e-3, "kernel_learning_rate": 1e-2}
-
-
-def loud(name, head="AutoModel", **overrides):
-    """A tiny softmax model whose attention is sharp and counts for much, as a trained one's does."""
-    model = original(name, head, **overrides)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "embed" not in key and "wte" not in key and "wpe" not in key:
-                parameter.mul_(8)
-    return model
-
-
-def sharp(name, head="AutoModel", **options):
-    return linearize.convert(loud(name, head), **options)
 
 
 def state(model):

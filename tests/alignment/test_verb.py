@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from report_models import make_original, texts
+from support.checkpoints import make_original, texts
 from transformers import AutoModel
 
 from linearize.alignment.trainer import AlignTrainer

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from kernel_cases import CASES, DIM, directions, make_inputs, make_mixer, naive, run, stepwise
+from support.kernel_cases import CASES, DIM, directions, make_inputs, make_mixer, naive, run, stepwise
 
 from linearize.attention.mixer import HeadShape, build_mixer
 from linearize.errors import ConfigError

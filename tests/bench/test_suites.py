@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import converted, original
-from weights_loss import weights_loss
+from support.tiny import converted, original
+from support.weights_loss import weights_loss
 
 from linearize.bench import machine, suites
 from linearize.bench.alignment import AlignmentSuite

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import converted, original
+from support.bad_values import VALUES
+from support.tiny import converted, original
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
@@ -235,9 +236,6 @@ def test_damaged_shards(tmp_path):
         index.write_text(other)
         with pytest.raises(CheckpointError, match=r"index\.json"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-
-
-VALUES = [None, True, -1, 0, 1, 3, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x", "softmax", [], {}]
 
 
 def mutate(values, rng):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import yaml
-from tiny import converted, original
+from support.tiny import converted, original
 from transformers import AutoModel
 
 import linearize

@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 import torch
-from test_bad_input import VALUES
-from tiny import converted, inputs_of, original, outputs
+from support.bad_values import VALUES
+from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoModel
 
 import linearize

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from fake_hub import TOKEN, FakeHub
-from tiny import converted, original
+from support.fake_hub import TOKEN, FakeHub
+from support.tiny import converted, original
 
 import linearize
 from linearize.checkpoint.push import check_repo

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from report_models import make_original, texts
+from support.checkpoints import make_original, texts
 
 from linearize.checkpoint.sentence import pools_first, sentence_files, with_length
 from linearize.cli import main

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from tiny import converted, inputs_of, outputs, stir
+from support.tiny import converted, inputs_of, outputs, stir
 
 import linearize
 from linearize.checkpoint.remote import code_files, flat_name, flat_text, source_of
@@ -169,7 +169,7 @@ def test_flat_text_changes_import_lines_only():
 
 
 def _bert():
-    from tiny import original
+    from support.tiny import original
 
     return original("bert")
 

@@ -7,55 +7,14 @@ import sys
 import pytest
 import torch
 import transformers
-from tiny import original
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTImageProcessor, pipeline
+from support.checkpoints import FAMILIES, tokenizer
+from support.tiny import original
+from transformers import pipeline
 
 import linearize
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
-
-SENTENCE = "the cat sat on a mat and then it ran far away from all of us who saw how very fast one can be"
-WORDS = SENTENCE.split()
-FAMILIES = {
-    "roberta": ("AutoModelForMaskedLM", "fill-mask"),
-    "gpt2": ("AutoModelForCausalLM", "text-generation"),
-    "llama": ("AutoModelForCausalLM", "text-generation"),
-    "vit": ("AutoModelForImageClassification", "image-classification"),
-}
-
-
-def tokenizer():
-    specials = ["<pad>", "<unk>", "<mask>", "<s>", "</s>"]
-    vocabulary = {word: i for i, word in enumerate([*specials, *dict.fromkeys(WORDS)])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        bos_token="<s>",
-        eos_token="</s>",
-        model_max_length=64,
-    )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Checkpoints of tiny models, with tokenizer or image processor, and a data set."""
-    root = tmp_path_factory.mktemp("models")
-    for name, (head, _) in FAMILIES.items():
-        # RoBERTa's table has two rows for itself.
-        overrides = {"max_position_embeddings": 66} if name == "roberta" else {}
-        original(name, head, **overrides).save_pretrained(root / name)
-        processor = ViTImageProcessor(size={"height": 30, "width": 30}) if name == "vit" else tokenizer()
-        processor.save_pretrained(root / name)
-    lines = [json.dumps({"sentence": " ".join(WORDS[i % 7 :] + WORDS[: i % 5]), "n": i}) for i in range(60)]
-    (root / "data.jsonl").write_text("\n".join(lines))
-    (root / "empty.jsonl").write_text("")
-    return root
 
 
 def run(capsys, *arguments):
@@ -229,7 +188,7 @@ def test_nan_in_stage_one_names_layer_and_step(folders, tmp_path, capsys):
         # Every weight is a number, but the scores are none.
         model.transformer.h[0].attn.c_attn.weight.mul_(1e25)
     model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
+    tokenizer(ends=False).save_pretrained(tmp_path / "model")
     out = tmp_path / "out"
     capsys.readouterr()
     code, _, err = run(

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from report_models import make_original, make_text, texts
+from support.checkpoints import make_original, make_text, texts
 
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser

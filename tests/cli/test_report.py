@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from report_models import make_text, texts
+from support.checkpoints import make_text, texts
 
 from linearize.cli import main
 

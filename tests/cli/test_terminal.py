@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from report_models import make_original, make_text, texts
+from support.checkpoints import make_original, make_text, texts
 
 from linearize.cli import _output, main
 from linearize.cli._output import Heartbeat, StepProgress, console, print_json, table

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
-from processes import launch
-from test_cli import folders  # noqa: F401 - a fixture
+from support.processes import launch
 
 SCRIPT = os.path.join(os.path.dirname(sys.executable), "linearize")
 
@@ -19,13 +18,13 @@ def start(processes, root, logs, *arguments):
     return launch(line, processes, logs)
 
 
-def test_a_childs_own_error_is_shown(folders, tmp_path):  # noqa: F811
+def test_a_childs_own_error_is_shown(folders, tmp_path):
     with pytest.raises(AssertionError, match=r"process 0 said:\n(.|\n)*linearize: error: .*nowhere"):
         start(2, folders, tmp_path / "logs", "--dataset", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
 
 
 @pytest.mark.timeout(900)
-def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory):  # noqa: F811
+def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--bucket-by-length", "--json"]
     one = start(1, folders, logs, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one")

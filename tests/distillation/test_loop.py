@@ -1,56 +1,18 @@
 """Stage one on tiny models: it learns, stops, recovers, and changes nothing but the kernels."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from tiny import converted, inputs_of, original
+from support.tiny import converted, original
+from support.training import Fixed, batches, sharp
 
-import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.distillation import DistillConfig
 from linearize.distillation.layer_loss import layer_loss
 from linearize.distillation.loop import distill
 from linearize.distillation.targets import Targets
 from linearize.errors import ConfigError, TrainingError
-
-
-class Fixed:
-    """Batches from a list, over and over."""
-
-    def __init__(self, batches, held_out=None):
-        self.batches, self.held_out = batches, held_out or batches[:1]
-
-    def train_batches(self, start=0, rank=0, world_size=1):
-        return itertools.islice(itertools.cycle(self.batches), start, None)
-
-    def holdout_batches(self):
-        return self.held_out
-
-
-def sharp(name, head="AutoModel", **options):
-    """A tiny model whose softmax is far from flat, as a trained one's is."""
-    model = original(name, head)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if any(
-                part in key
-                for part in ("query.weight", "key.weight", "q_proj.weight", "k_proj.weight", "c_attn.weight")
-            ):
-                parameter.mul_(8)
-    return linearize.convert(model, **options)
-
-
-def batches(model, count=4):
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for _ in range(count):
-        batch = inputs_of(model, batch=4, tokens=12)
-        if "input_ids" in batch:
-            batch["input_ids"] = torch.randint(3, 90, batch["input_ids"].shape, generator=generator)
-        made.append(batch)
-    return made
 
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from weights_loss import weights_loss
+from support.weights_loss import weights_loss
 
 import linearize.distillation.blocks as blocks
 from linearize.distillation.losses import output_loss

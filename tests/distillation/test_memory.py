@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 import transformers
-from test_loop import Fixed, sharp
-from tiny import CONFIGS
+from support.tiny import CONFIGS
+from support.training import Fixed, sharp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_loop import Fixed, batches, sharp
+from support.processes import environment
+from support.training import Fixed, batches, sharp
 
 from linearize.distillation import DistillConfig
 from linearize.distillation.loop import distill
@@ -84,36 +84,14 @@ def test_layers_one_after_the_other_learn_as_well():
     assert all(len(report.losses) == 1 for report in result.history)
 
 
-CHILD = """
-    import os, sys, torch
-    sys.path[:0] = {paths!r}
-    torch.set_num_threads(1)
-    from safetensors.torch import save_file
-    from test_loop import Fixed, batches, sharp
-    from linearize.attention.interface import linear_attentions
-    from linearize.distillation import DistillConfig
-    from linearize.distillation.loop import distill
-
-    model = sharp("bert")
-    config = DistillConfig(steps=60, eval_every=7, save_every=1, query_sample=5, folder=sys.argv[1], resume=True)
-    print("ready", flush=True)
-    distill(model, Fixed(batches(model)), config)
-    kernels = {{k: v.clone() for k, v in model.state_dict().items() if ".linear_attention." in k}}
-    save_file(kernels, sys.argv[2] + ".new")
-    os.replace(sys.argv[2] + ".new", sys.argv[2])
-"""
-
-
-def child(tmp_path, states, result):
-    paths = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
-    script = tmp_path / "child.py"
-    script.write_text(textwrap.dedent(CHILD.format(paths=paths)))
-    return subprocess.Popen([sys.executable, script, states, result], stdout=subprocess.PIPE, text=True)
+def child(states, result):
+    words = [sys.executable, "-m", "support.children.resumed", states, result]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
     """Kills runs at random moments, again and again; they always go on, and end where an unharmed one ends."""
-    assert child(tmp_path, tmp_path / "whole", tmp_path / "whole.safetensors").wait(120) == 0
+    assert child(tmp_path / "whole", tmp_path / "whole.safetensors").wait(120) == 0
     whole, ended = load_file(tmp_path / "whole.safetensors"), tmp_path / "cut.safetensors"
     dice = random.Random(int(os.environ.get("LINEARIZE_KILL_SEED", "0")))
     kills = int(os.environ.get("LINEARIZE_KILLS", "4"))
@@ -123,7 +101,7 @@ def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
             same_tensors(whole, load_file(ended))
             ended.unlink()
             shutil.rmtree(tmp_path / "cut")
-        process = child(tmp_path, tmp_path / "cut", ended)
+        process = child(tmp_path / "cut", ended)
         assert process.stdout.readline() == "ready\n"
         if not kills:
             assert process.wait(120) == 0

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from report_models import WORDS, make_original
+from support.checkpoints import WORDS, make_original
 
 from linearize.checkpoint.log import read_log
 from linearize.examples import classification, generation, images, long_documents

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-WORDS = ["good", "bad", "film", "play", "song", "the", "a", "was", "is", "very", "not", "and"]
+from support.tasks import WORDS
+from support.tiny import SMALLER, original
 
 
 @pytest.fixture(scope="session")
@@ -35,17 +35,11 @@ def sets(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """Folder of a tiny untrained BERT."""
-    import torch
-    from transformers import BertConfig, BertModel
-
     from linearize.synthetic.tokenizers import fixed_tokenizer
 
-    torch.manual_seed(0)
     tokenizer = fixed_tokenizer(WORDS)
     folder = tmp_path_factory.mktemp("bert")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, pad_token_id=0, **sizes)
-    BertModel(config).save_pretrained(folder)
+    original("bert", vocab_size=len(tokenizer), max_position_embeddings=32, **SMALLER).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fault_lines import make_models
+from support.command_lines import make_models
 
 from linearize.cli import main
 

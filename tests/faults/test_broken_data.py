@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_lines import changed
-from report_models import WORDS, make_text
+from support.checkpoints import WORDS, make_text
+from support.command_lines import changed
 
 from linearize.data import walk
 from linearize.data.walk import exists, files_in

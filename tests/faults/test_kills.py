@@ -13,17 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from fault_lines import line_of, run_words
 from safetensors.torch import load_file
+from support.command_lines import line_of, run_words
+from support.fake_hub import TOKEN, FakeHub
 
 from linearize.checkpoint.ownership import check_ours
-
-sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
-from fake_hub import TOKEN, FakeHub
 
 # One process that has imported everything: each run is a fork of it and begins at once.
 context = multiprocessing.get_context("forkserver")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_lines import VERBS, line_of, without
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tiny import converted, inputs_of, outputs
+from support.command_lines import VERBS, line_of, without
+from support.tiny import converted, inputs_of, outputs
 from transformers import PreTrainedModel
 
 import linearize.native as native

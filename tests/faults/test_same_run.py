@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fault_lines import line_of
 from safetensors.torch import load_file, save_file
-from tiny import converted, inputs_of, original
+from support.command_lines import line_of
+from support.tiny import converted, inputs_of, original
 
 import linearize
 from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_lines import changed, line_of, without
-from tiny import converted
+from support.command_lines import changed, line_of, without
+from support.tiny import converted
 
 import linearize
 from linearize.checkpoint.output import atomic_folder, check_target, claim

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import converted, inputs_of, original
+from support.tiny import converted, inputs_of, original
 
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError, DataError

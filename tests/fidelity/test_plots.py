@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tiny import converted, inputs_of
+from support.tiny import converted, inputs_of
 
 from linearize.errors import DataError
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps

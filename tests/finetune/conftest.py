@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-from tiny_tasks import WORDS, word_tokenizer, write
+from support.tasks import WORDS, word_tokenizer, write
+from support.tiny import SMALLER, original
 
 
 @pytest.fixture(scope="session")
@@ -18,21 +18,8 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory, tokenizer) -> str:
     """Folder of a tiny untrained BERT without a head."""
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("bert")
-    BertModel(
-        BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=32,
-            pad_token_id=0,
-        )
-    ).save_pretrained(folder)
+    original("bert", vocab_size=len(tokenizer), max_position_embeddings=32, **SMALLER).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -40,13 +27,9 @@ def bert(tmp_path_factory, tokenizer) -> str:
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory, tokenizer) -> str:
     """Folder of a tiny untrained GPT-2."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("gpt2")
-    GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=32, pad_token_id=0)
-    ).save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 16, "n_head": 2, "n_positions": 32}
+    original("gpt2", "AutoModelForCausalLM", **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -54,14 +37,10 @@ def gpt2(tmp_path_factory, tokenizer) -> str:
 @pytest.fixture(scope="session")
 def vit(tmp_path_factory) -> str:
     """Folder of a tiny untrained ViT."""
-    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+    from transformers import ViTImageProcessor
 
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("vit")
-    size = {"image_size": 8, "patch_size": 4, "num_channels": 3}
-    ViTModel(
-        ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, **size)
-    ).save_pretrained(folder)
+    original("vit", image_size=8, patch_size=4, **SMALLER).save_pretrained(folder)
     ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder)
     return str(folder)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_tasks import WORDS, write
+from support.tasks import WORDS, write
 
 from linearize.data.pairs import paired_anew
 from linearize.errors import DataError

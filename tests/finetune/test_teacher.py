@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_tasks import WORDS, word_tokenizer, write
+from support.tasks import WORDS, photos, word_tokenizer, write
 from torch.nn import functional
 
 import linearize
@@ -219,8 +219,6 @@ def texts(path):
 def test_every_kind_of_task_has_a_teacher(name, base, make, request, tmp_path):
     folder = request.getfixturevalue(base)
     if make is None:
-        from test_tuning import photos
-
         path = photos(tmp_path)
     else:
         path = tmp_path / "rows.jsonl"

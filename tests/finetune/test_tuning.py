@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_tasks import WORDS, write
+from support.tasks import WORDS, photos, write
 
 import linearize
 from linearize.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
@@ -132,18 +132,6 @@ def test_windows_predict_every_place_once(count, length, stride):
     places = [place for s, f in zip(starts, fresh, strict=True) for place in range(f, min(s + length, count))]
     assert places == list(range(1, count))
     assert all(s < f for s, f in zip(starts, fresh, strict=True))
-
-
-def photos(tmp_path):
-    from PIL import Image
-
-    for split in ("train", "test"):
-        for name, colour in (("red", (250, 10, 10)), ("blue", (10, 10, 250))):
-            folder = tmp_path / "photos" / split / name
-            folder.mkdir(parents=True)
-            for number in range(12):
-                Image.new("RGB", (8, 8), tuple(max(0, c - number) for c in colour)).save(folder / f"{number}.png")
-    return tmp_path / "photos"
 
 
 def test_images(vit, tmp_path):

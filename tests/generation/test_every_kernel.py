@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_generation import GREEDY, assert_same_text, causal, prompts
+from support.generation import GREEDY, assert_same_text, causal, prompts
 
 from linearize.registry import kernel_infos
 

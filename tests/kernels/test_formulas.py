@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import make_inputs, make_mixer, run
+from support.kernel_cases import make_inputs, make_mixer, run
 
 from linearize.kernels.flexformer_n import FlexformerN
 from linearize.kernels.flexformer_s import FlexformerS

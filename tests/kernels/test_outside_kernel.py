@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from tiny import converted, inputs_of, outputs
+from support.tiny import converted, inputs_of, outputs
 
 import linearize
 import linearize.registry as registry

@@ -8,7 +8,7 @@ import pkgutil
 
 import pytest
 import torch
-from kernel_cases import (
+from support.kernel_cases import (
     BATCH,
     CASES,
     DIM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny import converted, inputs_of, outputs
+from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.mixer import count_parameters

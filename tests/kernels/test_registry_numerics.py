@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import KERNELS, directions, make_inputs, make_mixer, run, stepwise, variants
+from support.kernel_cases import KERNELS, directions, make_inputs, make_mixer, run, stepwise, variants
 
 CASES = [
     pytest.param(info, direction, window, id=f"{info.name}-{direction}-{window or 'plain'}")

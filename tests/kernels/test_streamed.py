@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import CASES, DIRECTIONS, IDS, make_inputs, make_mixer
+from support.kernel_cases import CASES, DIRECTIONS, IDS, make_inputs, make_mixer
 
 from linearize.attention import feature_map, streamed
 

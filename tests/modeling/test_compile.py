@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import converted, inputs_of, outputs
+from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.interface import linear_attentions
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
-from tiny import converted, inputs_of, original, outputs
+from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoConfig, AutoModel
 
 import linearize

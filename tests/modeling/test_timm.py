@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from tiny import outputs, stir
+from support.tiny import outputs, stir
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, TimmWrapperConfig
 
 import linearize

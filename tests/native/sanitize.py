@@ -56,9 +56,7 @@ def preloaded() -> str:
 def run() -> int:
     """Call everything there is; returns how many calls that were."""
     import torch
-
-    sys.path[:0] = [str(CHECKOUT / "tests"), str(Path(__file__).parent)]
-    from test_attention import CASES, learned
+    from support.native_cases import CASES, learned
 
     import linearize.native as native
     from linearize.native.calls import Engine

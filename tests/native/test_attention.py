@@ -5,69 +5,20 @@ import itertools
 
 import pytest
 import torch
+from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
 
-from linearize.attention.mixer import HeadShape, build_mixer
 from linearize.bench.agreement import agreement, check_agreement, native_kernels
 from linearize.native import engine
 from linearize.ops import State, causal_attention, naive_attention
 
-PAPER = {"form": "paper", "floor": 0.0}
-PLAIN = {"magnitude": False}
-OPTIONS = {
-    "flexformer_n": (
-        *({}, {"frequencies": 5}, {"tied": False}, PLAIN, {"form": "damped", "floor": 0.0}),
-        *(PAPER, PAPER | {"frequencies": 5}, PAPER | {"tied": False}),
-    ),
-    "flexformer_s": (PAPER, PAPER | {"frequencies": 21}),
-    "hedgehog": ({}, {"activation": "exp"}, {"bias": False}, {"tied": False}),
-    "luna": (
-        *({}, {"shared_heads": True, "hidden": 5}, {"shared_mlp": True, "projections": 3, "channels": 1}),
-        {"shared_heads": True, "tied": False},
-    ),
-    "t2r": ({}, {"features": 70}),
-}
 LENGTHS = (1, 15, 48, 49, 200)
 """Tokens: within a tile of the op (48), one of them, one more, several."""
 GROUPS = pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
 """Causal heads go another way through a tile where each has keys of its own."""
-D, V = 20, 24
 
 
 def test_every_native_kernel_is_tested():
     assert sorted(OPTIONS) == native_kernels()
-
-
-CASES = [(name, args) for name in sorted(OPTIONS) for args in OPTIONS[name]]
-
-
-def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V):
-    """A mixer whose weights are not those of the start."""
-    mixer = build_mixer(name, args, HeadShape(heads, key_heads, size, value, causal))
-    mixer.reset_parameters(torch.Generator().manual_seed(1))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return mixer.eval()
-
-
-def tokens(count, *, batch=2, heads=4, key_heads=2, size=D, value=V, dtype=torch.float32):
-    """Inputs as models hand them over: the heads of a token side by side in memory."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((heads, size), (key_heads, size), (key_heads, value))
-    return [torch.randn(batch, count, n, d, generator=generator).to(dtype).transpose(1, 2) for n, d in shapes]
-
-
-def padding(count, batch=2):
-    mask = torch.rand(batch, count, generator=torch.Generator().manual_seed(4)) > 0.3
-    mask[:, 0] = True
-    return mask
-
-
-def close(ours, theirs, tolerance=3e-6):
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    limit = tolerance * max(1.0, theirs.abs().max().item())
-    assert (ours.float() - theirs.float()).abs().max().item() <= limit
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_attention import CASES, D, close, learned, tokens
+from support.native_cases import CASES, D, close, learned, tokens
 
 from linearize.native import engine
 

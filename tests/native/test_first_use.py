@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from report_models import make_original, texts
+from support.checkpoints import make_original, texts
 
 from linearize import native
 from linearize.cli.main import main
@@ -133,7 +133,7 @@ def test_a_cut_off_library_is_built_again(fresh, capsys, tmp_path):
 
 def test_using_the_package_builds_nothing(fresh):
     import torch
-    from tiny import converted, inputs_of
+    from support.tiny import converted, inputs_of
 
     model = converted("bert")
     with torch.no_grad():

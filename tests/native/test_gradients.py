@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from in_double import allowed, deviation, gradients_in_double
-from test_attention import CASES, D, V, close, learned, padding, tokens
+from support.native_cases import CASES, D, V, close, learned, padding, tokens
+from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.native.gradient import _Native
 from linearize.ops import causal_attention

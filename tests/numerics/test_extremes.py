@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
-from in_double import allowed, deviation, gradients_in_double
-from kernel_cases import DIM, KERNELS, make_inputs, make_mixer, run
-from numerics_cases import ENGINES, MIXERS
+from support.kernel_cases import DIM, KERNELS, make_inputs, make_mixer, run
+from support.numerics_cases import ENGINES, MIXERS
+from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.bench.agreement import native_kernels
 from linearize.registry import kernel_info

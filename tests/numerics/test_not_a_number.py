@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DIM, HEADS, KEY_HEADS, make_inputs, make_mixer, run
-from numerics_cases import ENGINES, MIXERS
+from support.kernel_cases import DIM, HEADS, KEY_HEADS, make_inputs, make_mixer, run
+from support.numerics_cases import ENGINES, MIXERS
 
 from linearize.bench.agreement import native_kernels
 from linearize.registry import kernel_info

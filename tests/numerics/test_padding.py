@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DIM, make_inputs, make_mixer, naive, run
-from numerics_cases import ENGINES, MIXERS
+from support.kernel_cases import DIM, make_inputs, make_mixer, naive, run
+from support.numerics_cases import ENGINES, MIXERS
 
 from linearize.ops import (
     bidirectional_attention,

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from test_ops import gradients, make
+from support.op_cases import gradients, make
 
 import linearize.ops.causal as causal
 from linearize.ops import causal_attention, naive_attention

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 import torch
-from report_models import make_image, make_original, make_text, texts
+from support.checkpoints import make_image, make_original, make_text, texts
 
 from linearize.errors import CheckpointError, ConfigError, DataError
 from linearize.fidelity.whole import output_difference

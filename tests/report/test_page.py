@@ -10,7 +10,7 @@ import signal
 import subprocess
 
 import pytest
-from report_models import make_text, texts
+from support.checkpoints import make_text, texts
 
 from linearize.report.gather import ReportOptions
 from linearize.report.inputs import InputOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import converted, original
+from support.tiny import converted, original
 
 import linearize
 from linearize.errors import ConfigError, LinearizeError, UnknownNameError

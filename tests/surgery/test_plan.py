@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from tiny import CONFIGS, converted, inputs_of, original, outputs
+from support.tiny import CONFIGS, converted, inputs_of, original, outputs
 
 import linearize
 from linearize.attention.interface import linear_attentions

@@ -8,6 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+TESTS = str(Path(__file__).parents[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a child: offline, one thread, on the CPU, and able to import `support`."""
+    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
+    return os.environ | fixed | more
+
 
 def launch(words: Sequence[object], count: int, logs: Path) -> str:
     """Run a program once, or as `count` processes that find each other on a free port of the system's choice.
@@ -20,13 +29,12 @@ def launch(words: Sequence[object], count: int, logs: Path) -> str:
     Returns:
         What the (first) process printed on stdout.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     front: list[object] = []
     if count > 1:
         front = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         front += ["--nproc_per_node", count, "--log_dir", logs, "--redirects", 3]
     line = [str(word) for word in [*front, *words]]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     said = {path.parent.name: path.read_text() for path in sorted(logs.rglob("stderr.log"))}
     if done.returncode:
         # The launcher's own traceback says only that a child failed.

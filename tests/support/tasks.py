@@ -32,3 +32,15 @@ def word_tokenizer():
 def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def photos(tmp_path):
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for name, colour in (("red", (250, 10, 10)), ("blue", (10, 10, 250))):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for number in range(12):
+                Image.new("RGB", (8, 8), tuple(max(0, c - number) for c in colour)).save(folder / f"{number}.png")
+    return tmp_path / "photos"

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import yaml
-from report_models import make_original, make_text, texts
+
+from support.checkpoints import make_original, make_text, texts
 
 VERBS = ("convert", "distill", "align", "finetune", "init", "report", "compare", "run")
 

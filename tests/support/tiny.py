@@ -21,6 +21,8 @@ TEXT = {
     "vocab_size": 99,
     "max_position_embeddings": 64,
 }
+SMALLER = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+"""Changes for `original`: half of TEXT and of IMAGE in all sizes."""
 IMAGE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

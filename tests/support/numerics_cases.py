@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kernel_cases import CASES, IDS, directions, needed
+
+from support.kernel_cases import CASES, IDS, directions, needed
 
 WINDOW = 5
 ENGINES = pytest.mark.parametrize("native", [False, True], ids=["pytorch", "native"])

@@ -2,24 +2,33 @@
 
 import json
 
-from tiny import converted, original
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, ViTImageProcessor
 
 import linearize
+from support.tiny import converted, original
 
 SENTENCE = "the cat sat on a mat and then it ran far away from all of us who saw how very fast one can be"
 WORDS = SENTENCE.split()
+FAMILIES = {
+    "roberta": ("AutoModelForMaskedLM", "fill-mask"),
+    "gpt2": ("AutoModelForCausalLM", "text-generation"),
+    "llama": ("AutoModelForCausalLM", "text-generation"),
+    "vit": ("AutoModelForImageClassification", "image-classification"),
+}
+"""One model of each kind, its head, and the pipeline that runs it."""
 
 
-def tokenizer(length=64):
+def tokenizer(length=64, ends=True):
+    """A tokenizer of whole words; with ends, <s> and </s> are put around a text."""
     specials = ["<pad>", "<unk>", "<mask>", "<s>", "</s>", "$x^2$"]
     vocabulary = {word: i for i, word in enumerate([*specials, *dict.fromkeys(WORDS)])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
-    )
+    if ends:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", mask_token="<mask>", bos_token="<s>",
         eos_token="</s>", model_max_length=length,

@@ -1,0 +1,29 @@
+"""Align a tiny model in these processes: `python -m support.children.alignment TARGET`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from safetensors.torch import save_file
+
+from linearize.alignment.config import AlignConfig
+from linearize.alignment.loop import align
+from support.training import ALIGN, Split, batches, loud_converted
+
+
+def run() -> dict[str, torch.Tensor]:
+    """Align, and return weights, losses and the last figure."""
+    model = loud_converted("bert", "AutoModelForSequenceClassification")
+    result = align(model, Split(batches(model)), AlignConfig(**ALIGN | {"steps": 6, "eval_every": 2}))
+    losses = torch.tensor([report.loss for report in result.history])
+    state = {k: v.clone().contiguous() for k, v in model.state_dict().items()}
+    return state | {"losses": losses, "after": torch.tensor(result.after.loss)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = run()
+    if int(os.environ.get("RANK", "0")) == 0:
+        save_file(found, sys.argv[1])

@@ -1,0 +1,28 @@
+"""Random calls of the ops, and their gradients."""
+
+import torch
+
+
+def make(tokens, *, batch=2, heads=4, key_heads=2, features=5, width=3, scaled=False, padded=None, seed=0):
+    """Random features, values, mask and log-scales of one call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    phi_q = draw(batch, heads, tokens, features).requires_grad_()
+    phi_k = draw(batch, key_heads, tokens, features).requires_grad_()
+    v = (draw(batch, key_heads, tokens, width) - 0.5).requires_grad_()
+    scale = ((draw(batch, key_heads, tokens) - 0.5) * 60).requires_grad_() if scaled else None
+    mask = None
+    if padded is not None and tokens > 1:
+        mask = torch.ones(batch, tokens, dtype=torch.long)
+        cut = tokens // 3
+        mask[0, :cut] = 0 if padded == "left" else 1
+        mask[0, tokens - cut :] = 0 if padded == "right" else mask[0, tokens - cut :]
+    return phi_q, phi_k, v, scale, mask
+
+
+def gradients(out, leaves):
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    return torch.autograd.grad((out * weights).sum(), leaves)
