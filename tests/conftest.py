@@ -11,4 +11,4 @@ import torch
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["support.native_op"]
+pytest_plugins = ["support.native_op", "support.sampling", "pytester"]

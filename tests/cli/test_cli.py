@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support.checkpoints import FAMILIES, tokenizer
+from support.command_lines import run
 from support.tiny import original
 from transformers import pipeline
 
@@ -15,12 +16,6 @@ import linearize
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def logits(model, name):

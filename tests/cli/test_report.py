@@ -7,8 +7,7 @@ import sys
 
 import pytest
 from support.checkpoints import make_text, texts
-
-from linearize.cli import main
+from support.command_lines import run
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +17,6 @@ def made(tmp_path_factory):
     for kernel in ("hedgehog", "elu"):
         make_text(root / kernel, kernel=kernel)
     return root
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def common(made):

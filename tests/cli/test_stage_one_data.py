@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from test_cli import WORDS, folders, run  # noqa: F401 - `folders` is a fixture
+from support.checkpoints import WORDS
+from support.command_lines import run
 
 from linearize.distillation import trainer
 
@@ -21,7 +22,7 @@ def two_files(folder):
     return f"{folder}/short.jsonl=0.25,{folder}/mixed.txt=0.75"
 
 
-def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):
     real, shares = trainer.KernelTrainer._pass, {}
     dataset = two_files(tmp_path)
 
@@ -42,7 +43,7 @@ def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["convert", "align"])
-def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):  # noqa: F811
+def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):
     rows = [json.dumps({"a": WORDS[i % 20], "b": f"{WORDS[i % 19]} {WORDS[i % 7]}"}) for i in range(30)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     line = ["--dataset", tmp_path / "pairs.jsonl", "--text-column", "a,b", "--extra-pairs", 1, "--holdout", 6]
@@ -61,13 +62,13 @@ def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):  # noqa: F811
     assert code == 2 and "expected one name, or two with a comma" in err
 
 
-def test_images_have_no_length(folders, tmp_path, capsys):  # noqa: F811
+def test_images_have_no_length(folders, tmp_path, capsys):
     line = ["convert", folders / "vit", "--bucket-by-length", "--distill-steps", 1, "--output", tmp_path / "out"]
     code, _, err = run(capsys, *line)
     assert (code, "bucketing" in err and "reads images" in err) == (2, True)
 
 
-def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):
     line = base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1)
     real = trainer.KernelTrainer.step
 
@@ -86,13 +87,13 @@ def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypa
     assert run(capsys, *line, "--resume")[0] == 0
 
 
-def test_a_kernel_with_nothing_to_learn_says_so(folders, tmp_path, capsys):  # noqa: F811
+def test_a_kernel_with_nothing_to_learn_says_so(folders, tmp_path, capsys):
     code, text, _ = run(capsys, *base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--kernel", "performer"))
     assert code == 0
     assert "Stage one skipped: no kernel of this plan has anything to learn." in text
 
 
-def test_the_last_states_are_kept(folders, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_the_last_states_are_kept(folders, tmp_path, capsys, monkeypatch):
     real = trainer.KernelTrainer.step
 
     def cut(self, batches, step):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import make_original, make_text, texts
+from support.command_lines import run
 
-from linearize.cli import _output, main
+from linearize.cli import _output
 from linearize.cli._output import Heartbeat, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
@@ -47,12 +48,6 @@ def folders(tmp_path_factory):
     make_original(root / "bert")
     make_text(root / "linear")
     return root
-
-
-def run(capsys, *arguments):
-    code = main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def plain(text):

@@ -72,6 +72,15 @@ def changed(words: list[str], option: str, value: object) -> list[str]:
     return [*words[:place], str(value), *words[place + 1 :]]
 
 
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    """Run a command line in this process; returns exit code, stdout and stderr."""
+    from linearize.cli import main
+
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
 def run_words(words: list[str], environment: dict[str, str]) -> None:
     """Run a command line in a process of its own, silently, and end with its exit code."""
     os.environ.update(environment)

@@ -1,0 +1,108 @@
+"""Fewer cases of large matrices by default, all of them in `make slow`; and the selection of `make quick`.
+
+A test under `@pytest.mark.sampled("pairs")` runs by default on a seeded part of its cases in which every pair of
+values of two parameters occurs, one under `sampled("values")` on one in which every value does (what `parametrize`
+binds together is one parameter). The other cases are marked `slow`. LINEARIZE_SAMPLE_SEED draws another part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+
+NOT_QUICK = (
+    *("tests/alignment/test_alignment_processes.py", "tests/checkpoint/test_standalone.py", "tests/cli"),
+    *("tests/distillation/test_memory.py", "tests/distillation/test_processes.py", "tests/distillation/test_resume.py"),
+    *("tests/examples", "tests/experiments", "tests/faults", "tests/finetune", "tests/modeling/test_compile.py"),
+    *("tests/native", "tests/numerics", "tests/report", "tests/test_demo.py", "tests/test_readme.py"),
+)
+"""What `--quick` leaves out: whole command lines, other processes, compilers, browsers, sweeps of numerics."""
+
+QUICK_CASES = 2
+"""Cases of one test function that `--quick` runs."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a part that takes a minute: few cases, no whole jobs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "sampled(by): cases that cover 'values' or 'pairs' of parameters; others slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is not in the sample as slow; for `--quick`, leave out the rest."""
+    seed = int(os.environ.get("LINEARIZE_SAMPLE_SEED", "0"))
+    for group in groups(items):
+        mark = group[0].get_closest_marker("sampled")
+        if mark is not None:
+            ready = [item for item in group if item.get_closest_marker("slow") is None]
+            kept = cover(values_of(ready), mark.args[0], seed)
+            for number, item in enumerate(ready):
+                if number not in kept:
+                    item.add_marker("slow")
+    if config.getoption("--quick"):
+        chosen = {item for group in groups(items) for item in quick_part(group, seed)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def groups(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
+    """Return the cases of each test function."""
+    found: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault(getattr(item, "function", item), []).append(item)
+    return list(found.values())
+
+
+def quick_part(group: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Return the cases of one function that `--quick` runs."""
+    place = group[0].nodeid
+    if any(place.startswith((f"{name}/", f"{name}::")) for name in NOT_QUICK):
+        return []
+    ready = [item for item in group if not any(item.get_closest_marker(name) for name in ("slow", "gpu"))]
+    return random.Random(seed).sample(ready, min(QUICK_CASES, len(ready)))
+
+
+def values_of(group: Sequence[pytest.Item]) -> list[frozenset[Hashable]]:
+    """Return for each case of a function which value of each parameter it has, values numbered as they appear."""
+    numbers: dict[str, dict[int, int]] = {}
+    found = []
+    for item in group:
+        spec = getattr(item, "callspec", None)
+        values = {} if spec is None else spec.params
+        # The cases of a matrix share the very objects; not all of them can be compared.
+        places = {name: numbers.setdefault(name, {}) for name in values}
+        found.append(frozenset((n, places[n].setdefault(id(v), len(places[n]))) for n, v in values.items()))
+    return found
+
+
+def cover(cases: Sequence[frozenset[Hashable]], by: str, seed: int) -> set[int]:
+    """Choose cases in which everything occurs that occurs in any: single values, or pairs of them.
+
+    Args:
+        cases: the values of each case, (parameter, index).
+        by: "values" or "pairs".
+        seed: draws the order in which cases are tried.
+
+    Returns:
+        Positions of the chosen ones; at least one where there are any.
+    """
+    size = {"values": 1, "pairs": 2}[by]
+    parts = [{frozenset(part) for part in itertools.combinations(sorted(case), min(size, len(case)))} for case in cases]
+    order = list(range(len(cases)))
+    random.Random(seed).shuffle(order)
+    missing: set[Hashable] = set().union(*parts) if parts else set()
+    chosen: set[int] = set()
+    for least in range(max(map(len, parts), default=0), 0, -1):
+        for number in order:
+            if len(parts[number] & missing) >= least:
+                chosen.add(number)
+                missing -= parts[number]
+    return chosen
