@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--kernel", default="hedgehog", metavar="NAME", help="kernel (hedgehog)")
-    add("--steps", type=int, default=90, metavar="N", help="steps of stage one (90); a sixth as many of alignment")
+    add("--steps", type=int, default=72, metavar="N", help="steps of stage one (72); a sixth as many of alignment")
     add("--tokens", type=int, default=8192, metavar="N", help="length of the long document (8192)")
     add("--output", default="demo-output", metavar="DIR", help="folder to make; replaced if it is there (demo-output)")
     add_native(parser)

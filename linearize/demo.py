@@ -71,8 +71,8 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
         kernel=kernel,
         max_length=tokens,
         distill_steps=steps,
-        # A taste of it: a real conversion takes more of both.
-        align={"steps": steps // 6},
+        # A taste of it: a real conversion takes more of both. So few steps help block by block, not end to end.
+        align={"steps": steps // 6, "blockwise": 1.0},
         distill_length=128,
         output=output,
         overwrite=True,
