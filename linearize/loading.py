@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, unknown_name
+from linearize.heads import HEADS
 from linearize.parsing import parse_json
-
-TASKS = {
-    "feature-extraction": "AutoModel",
-    "fill-mask": "AutoModelForMaskedLM",
-    "text-generation": "AutoModelForCausalLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "image-classification": "AutoModelForImageClassification",
-}
-"""Task names, as `pipeline` has them, and the Auto class that loads the head."""
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 
@@ -50,7 +39,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 
     Args:
         name: Hub name or folder.
-        task: one of `TASKS`; None: the class in the config's `architectures`.
+        task: a key of `linearize.heads.HEADS`; None: the class in the config's `architectures`.
         device: where to put it.
         revision: branch, tag or commit on the Hub.
 
@@ -63,13 +52,13 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 
     from linearize.modeling.weights import check_numbers
 
-    if task is not None and task not in TASKS:
-        raise unknown_name("task", task, TASKS)
+    if task is not None and task not in HEADS:
+        raise unknown_name("task", task, HEADS)
     raw = _read_config(name, revision)
     if raw.get("model_type") == "linearize":
         raise UnsupportedModelError(f"{name!r} is converted already; start from the original checkpoint")
     architecture = (raw.get("architectures") or [None])[0]
-    loader: Any = getattr(transformers, TASKS[task] if task else str(architecture), None)
+    loader: Any = getattr(transformers, HEADS[task].auto_class if task else str(architecture), None)
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
         loader = transformers.AutoModel
     if task is None and "architecture" in raw and raw.get("num_classes"):

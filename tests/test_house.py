@@ -20,6 +20,7 @@ ROOMS = [
     "errors",
     "parsing",
     "registry",
+    "heads",
     "native",
     "ops",
     "kernels",

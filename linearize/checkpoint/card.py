@@ -15,22 +15,12 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.inspect import training_rows
 from linearize.errors import printable
+from linearize.heads import HEADS, head_of_class
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.parsing import parse_yaml
 from linearize.registry import kernel_info
 
-_TASKS = {
-    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
-    "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
-    "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
-    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
-    "ForTokenClassification": ("token-classification", "AutoModelForTokenClassification"),
-    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
-    "ForMultipleChoice": ("multiple-choice", "AutoModelForMultipleChoice"),
-    "ForImageClassification": ("image-classification", "AutoModelForImageClassification"),
-    "ForConditionalGeneration": ("text-generation", "AutoModelForSeq2SeqLM"),
-}
 _KEPT = ("license", "license_name", "license_link", "language", "base_model")
 _FIGURES = ("kl", "total_variation", "negative_share", "output_error")
 
@@ -89,15 +79,15 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
     config: Any = model.config
     plan = Plan.from_dict(config.linearize)
     provenance = config.linearize.get("provenance") or {}
-    task, auto = _task(type(model).__name__)
+    head = head_of_class(type(model).__name__)
     base = provenance.get("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
-    front = _front(model, plan, task, dict(facts or {}))
+    front = _front(model, plan, head.pipeline_tag if head else None, dict(facts or {}))
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
         f"# {_text(base)} with linear attention\n",
         f"The softmax attention of {_code(base)} was replaced with linear attention by `linearize`: time and memory "
         "grow linearly with the input.\n",
-        _usage(auto),
+        _usage((head or HEADS["feature-extraction"]).auto_class),
         _kernels(plan),
         _layers(model, plan),
         _training(provenance),
@@ -112,10 +102,6 @@ def _front(model: PreTrainedModel, plan: Plan, task: str | None, facts: dict[str
     if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         front["base_model"] = name
     return front | ({"pipeline_tag": task} if task else {})
-
-
-def _task(class_name: str) -> tuple[str | None, str]:
-    return next((value for suffix, value in _TASKS.items() if class_name.endswith(suffix)), (None, "AutoModel"))
 
 
 def _usage(auto: str) -> str:

@@ -13,7 +13,6 @@ from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build
 from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import HEADS
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
 from linearize.parsing import parse_yaml
@@ -224,8 +223,6 @@ def _job(recipe: Recipe, name: str, step: Step, where: str) -> Job:
             make_options(step.make, step.options)
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if found.head not in HEADS:
-        raise ConfigError(f"{where}: task {found.name} has no head")
     return Job(
         name,
         found,

@@ -325,7 +325,7 @@ def tokenizer_for(job: Job, tokens: Tokens | None, given: Any) -> Any:
         table = raw_table(local_or_name(job, str(source)), job.task.train)
         columns = job.task.columns or (find_column(column_kinds(table, "text"), None, "text", "text"),)
         texts = (text for column in columns for text in table[column] if text)
-    framed = job.task.kind not in ("causal-lm", "recall")
+    framed = not job.task.type.next_token
     return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed)
 
 

@@ -9,35 +9,12 @@ from typing import Any
 
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.prepared import TaskData, copy_tokenizer
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
-HEADS = {
-    "feature-extraction": "AutoModel",
-    "fill-mask": "AutoModelForMaskedLM",
-    "text-generation": "AutoModelForCausalLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "image-classification": "AutoModelForImageClassification",
-}
-_TRAINED = {
-    "text-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "image-classification": "ForImageClassification",
-}
-"""Class name endings of heads that have one output per label."""
-TRAINED_HEADS = {
-    "text-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-    "image-classification": "ForImageClassification",
-    "fill-mask": "ForMaskedLM",
-}
-"""Class name endings of checkpoints with a trained head, by head; a language model's may be tied to its embedding."""
 
 
 def load_processor(name: str, modality: str) -> Any:
@@ -100,8 +77,8 @@ def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: in
         _check_labels(name, task, data.num_labels, new_head)
         options = label_options(task, data.num_labels) | {"ignore_mismatched_sizes": new_head}
     transformers.set_seed(seed)
-    with _explained(name, f"as {HEADS[task.head]}"):
-        model = getattr(transformers, HEADS[task.head]).from_pretrained(name, **options)
+    with _explained(name, f"as {task.head.auto_class}"):
+        model = getattr(transformers, task.head.auto_class).from_pretrained(name, **options)
     return ready(model)
 
 
@@ -128,10 +105,10 @@ def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *
     transformers.set_seed(seed)
     try:
         made = transformers.AutoConfig.for_model(kind, **values)
-        model = getattr(transformers, HEADS[task.head]).from_config(made)
+        model = getattr(transformers, task.head.auto_class).from_config(made)
     except Exception as error:  # Configs are checked by each architecture in its own way.
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model config of type {kind!r} makes no model for {task.head}: {text}") from error
+        raise ConfigError(f"model config of type {kind!r} makes no model for {task.head.name}: {text}") from error
     return ready(model)
 
 
@@ -142,8 +119,8 @@ def label_options(task: Task, count: int) -> dict[str, Any]:
         "id2label": dict(enumerate(names)),
         "label2id": {name: number for number, name in enumerate(names)},
     }
-    if task.head == "text-classification":
-        options["problem_type"] = "regression" if task.kind == "regression" else "single_label_classification"
+    if task.head.name == "text-classification":
+        options["problem_type"] = "regression" if task.type.labels == "number" else "single_label_classification"
     return options
 
 
@@ -173,8 +150,7 @@ def check_trained(name: str, task: Task) -> None:
         saved = (PreTrainedConfig.get_config_dict(name)[0].get("architectures") or [""])[0]
     except OSError:
         return
-    endings = TRAINED_HEADS.get(task.head)
-    if endings is not None and saved and not saved.endswith(endings):
+    if task.head.own_weights and saved and not task.head.is_of(saved):
         raise ConfigError(
             f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
             f"linearize finetune {name} --task {task.name}"
@@ -184,7 +160,7 @@ def check_trained(name: str, task: Task) -> None:
 def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
     values = read_config_dict(name)
     trained = (values.get("architectures") or [""])[0]
-    if new_head or task.head not in _TRAINED or not trained.endswith(_TRAINED[task.head]):
+    if new_head or not task.head.per_label or not task.head.is_of(trained):
         return
     has = len(values["id2label"]) if values.get("id2label") else values.get("num_labels", 2)
     if has != count:

@@ -1,4 +1,4 @@
-"""The front door to a task's data."""
+"""Open a task's data set by the type of the task."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ from typing import Any
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.tables import Given, local_folder
-from linearize.finetune.tasks import Task
-
-_FILES = {
-    "classification": "text",
-    "regression": "text",
-    "similarity": "similarity",
-    "masked-lm": "language",
-    "causal-lm": "language",
-    "recall": "recall",
-    "image-classification": "images",
-    "token-classification": "tokens",
-    "question-answering": "questions",
-}
+from linearize.finetune.task import Task
 
 
 def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, data: Given | None = None) -> TaskData:
@@ -39,7 +27,7 @@ def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, d
         ConfigError: if the options do not fit the task.
     """
     options = options or DataOptions()
-    if options.extra_pairs and _FILES[task.kind] != "text":
+    if options.extra_pairs and not task.type.extra_pairs:
         raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
     given = task.dataset if data is None else data
     if given is None:
@@ -48,7 +36,7 @@ def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, d
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
     if isinstance(given, str) and _is_local(given):
         given = local_folder(task, given)
-    module = importlib.import_module(f"linearize.finetune.kinds.{_FILES[task.kind]}")
+    module = importlib.import_module(task.type.module)
     return dataclasses.replace(module.prepare(task, given, processor, options), options=options)
 
 

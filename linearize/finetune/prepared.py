@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.errors import ConfigError
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
 
 IGNORED = -100
 """The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
@@ -110,7 +110,9 @@ class TaskData:
     @property
     def num_labels(self) -> int | None:
         """How many outputs a head needs; None where it is the vocabulary or a span."""
-        if self.task.kind == "regression":
+        if not self.task.head.per_label:
+            return None
+        if self.task.type.labels == "number":
             return 1
         return None if self.task.labels is None else len(self.task.labels)
 

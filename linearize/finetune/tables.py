@@ -17,7 +17,7 @@ from linearize.data.load import looks_local, open_local, open_records
 from linearize.data.records import Example, TextRecords
 from linearize.data.walk import exists
 from linearize.errors import DataError
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
 
 HELD_OUT = 0.1
 """Share of the training rows to measure on where a data set has no split for it."""

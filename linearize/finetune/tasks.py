@@ -1,6 +1,6 @@
-"""What a model can be tuned for: columns, label names, metrics and the head to load, as data.
+"""What a model can be tuned for and measured on: the types of tasks, and the tasks, as data.
 
-GLUE's tasks are here by name; any other data set of a kind is a copy of that kind's task with other columns
+GLUE's tasks are here by name; any other data set of a type is a copy of that type's task with other columns
 (`task("text-classification", columns=("review",))`).
 """
 
@@ -8,72 +8,57 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from linearize.errors import ConfigError, unknown_name
+from linearize.finetune.task import Task, TaskType
+from linearize.heads import HEADS
 
-KINDS = {
-    "classification": "text-classification",
-    "regression": "text-classification",
-    "similarity": "feature-extraction",
-    "masked-lm": "fill-mask",
-    "causal-lm": "text-generation",
-    "recall": "text-generation",
-    "image-classification": "image-classification",
-    "token-classification": "token-classification",
-    "question-answering": "question-answering",
+TASK_TYPES: dict[str, TaskType] = {
+    type.name: type
+    for type in (
+        TaskType(
+            "classification",
+            HEADS["text-classification"],
+            "class",
+            "linearize.finetune.task_types.text",
+            columns=2,
+            extra_pairs=True,
+        ),
+        TaskType(
+            "regression",
+            HEADS["text-classification"],
+            "number",
+            "linearize.finetune.task_types.text",
+            columns=2,
+            extra_pairs=True,
+        ),
+        TaskType(
+            "similarity",
+            HEADS["feature-extraction"],
+            "number",
+            "linearize.finetune.task_types.similarity",
+            columns=2,
+        ),
+        TaskType("masked-lm", HEADS["fill-mask"], "tokens", "linearize.finetune.task_types.language"),
+        TaskType(
+            "causal-lm", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.language", next_token=True
+        ),
+        TaskType("recall", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.recall", next_token=True),
+        TaskType(
+            "image-classification", HEADS["image-classification"], "class", "linearize.finetune.task_types.images"
+        ),
+        TaskType("token-classification", HEADS["token-classification"], "tags", "linearize.finetune.task_types.tokens"),
+        TaskType(
+            "question-answering",
+            HEADS["question-answering"],
+            "span",
+            "linearize.finetune.task_types.questions",
+            columns=2,
+            label_fields=("start_positions", "end_positions"),
+        ),
+    )
 }
-"""Kind of task -> name of the head, as `linearize.loading.TASKS` and `pipeline` have it."""
-
-NUMBERS = ("regression", "similarity")
-"""Kinds whose labels are numbers."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task.
-
-    Attributes:
-        name: as users write it.
-        kind: a key of `KINDS`.
-        summary: one line.
-        dataset: Hub data set, `name` or `name:config`; None where the user must say.
-        folders: names of the task's folder inside a folder of data sets (`data=PATH`), any of them.
-        columns: of the text or texts, or of the image; empty: found by themselves.
-        label: column of the label; None for language models.
-        labels: class names in the order of their numbers; None: read from the data.
-        metrics: names in `linearize.finetune.metrics`, all computed.
-        score: figures whose mean is the task's one figure, as GLUE has it.
-        lower_is_better: whether a smaller score is better.
-        percent: whether papers multiply the score by 100.
-        train: name of the split to train on.
-        validation: names of the split to measure on, the first that is there.
-    """
-
-    name: str
-    kind: str
-    summary: str
-    dataset: str | None = None
-    folders: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    label: str | None = "label"
-    labels: tuple[str, ...] | None = None
-    metrics: tuple[str, ...] = ("accuracy",)
-    score: tuple[str, ...] = ("accuracy",)
-    lower_is_better: bool = False
-    percent: bool = True
-    train: str = "train"
-    validation: tuple[str, ...] = ("validation", "test")
-
-    @property
-    def head(self) -> str:
-        """Name of the head to load."""
-        return KINDS[self.kind]
-
-    @property
-    def modality(self) -> str:
-        """ "text" or "image"."""
-        return "image" if self.kind == "image-classification" else "text"
+"""Every type of task by its name."""
 
 
 def _glue(
@@ -82,12 +67,12 @@ def _glue(
     columns: Sequence[str],
     labels: Sequence[str] | None,
     metrics: Sequence[str] = ("accuracy",),
-    kind: str = "classification",
+    type: str = "classification",
     **changes: object,
 ) -> Task:
     return Task(
         name,
-        kind,
+        TASK_TYPES[type],
         summary,
         dataset=f"nyu-mll/glue:{name}",
         folders=(name, name.replace("sst2", "SST-2"), name.upper()),
@@ -128,20 +113,20 @@ TASKS: dict[str, Task] = {
         _glue("rte", "does a text entail another?", _PAIR, _RTE),
         Task(
             "text-classification",
-            "classification",
+            TASK_TYPES["classification"],
             "any text, or pair of texts, with a class",
             metrics=("accuracy", "f1_macro"),
         ),
         Task(
             "text-regression",
-            "regression",
+            TASK_TYPES["regression"],
             "any text, or pair of texts, with a number",
             metrics=("pearson", "spearman", "mse"),
             score=("pearson", "spearman"),
         ),
         Task(
             "similarity",
-            "similarity",
+            TASK_TYPES["similarity"],
             "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
             dataset="nyu-mll/glue:stsb",
             folders=("stsb", "STS-B"),
@@ -151,7 +136,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "masked-lm",
-            "masked-lm",
+            TASK_TYPES["masked-lm"],
             "fill masked tokens in",
             label=None,
             metrics=("perplexity",),
@@ -161,7 +146,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "causal-lm",
-            "causal-lm",
+            TASK_TYPES["causal-lm"],
             "next token; perplexity over windows with a stated stride",
             label=None,
             metrics=("perplexity",),
@@ -170,10 +155,10 @@ TASKS: dict[str, Task] = {
             percent=False,
             folders=("wikitext2", "wikitext103"),
         ),
-        Task("image-classification", "image-classification", "any images with a class"),
+        Task("image-classification", TASK_TYPES["image-classification"], "any images with a class"),
         Task(
             "cifar10",
-            "image-classification",
+            TASK_TYPES["image-classification"],
             "CIFAR-10: 32 x 32 photographs of ten kinds",
             dataset="uoft-cs/cifar10",
             folders=("cifar10",),
@@ -181,7 +166,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "token-classification",
-            "token-classification",
+            TASK_TYPES["token-classification"],
             "a tag for every word (names, parts of speech)",
             columns=("tokens",),
             label="ner_tags",
@@ -190,7 +175,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "question-answering",
-            "question-answering",
+            TASK_TYPES["question-answering"],
             "the answer's span in a text, SQuAD's columns",
             dataset="rajpurkar/squad",
             columns=("question", "context"),
@@ -198,7 +183,9 @@ TASKS: dict[str, Task] = {
             metrics=("spans",),
             score=("span_f1",),
         ),
-        Task("recall", "recall", "the answer behind a sequence of tokens", columns=("text",), label="answer"),
+        Task(
+            "recall", TASK_TYPES["recall"], "the answer behind a sequence of tokens", columns=("text",), label="answer"
+        ),
     )
 }
 
@@ -226,14 +213,12 @@ def task(
 
     Raises:
         UnknownNameError: for an unknown task.
-        ConfigError: if there are more columns than the kind of task reads.
+        ConfigError: if there are more columns than the type of task reads.
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
     known = TASKS[name]
-    if len(columns) > 2 or (
-        len(columns) > 1 and known.kind not in ("classification", "regression", "similarity", "question-answering")
-    ):
+    if len(columns) > known.type.columns:
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
     changes: dict[str, object] = {}
     for key, value in (("columns", tuple(columns)), ("labels", tuple(labels)), ("score", tuple(score))):

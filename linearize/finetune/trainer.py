@@ -252,7 +252,6 @@ def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: s
     held_out = data.selection is not None
     on_cpu = next(model.parameters()).device.type == "cpu"
     when = "steps" if config.eval_every else "epoch"
-    labels = ["start_positions", "end_positions"] if data.task.kind == "question-answering" else ["labels"]
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=config.batch_size,
@@ -289,7 +288,7 @@ def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: s
         use_cpu=on_cpu,
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
-        label_names=labels,
+        label_names=list(data.task.type.label_fields),
         seed=config.seed,
         data_seed=config.seed,
     )

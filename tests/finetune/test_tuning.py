@@ -19,10 +19,10 @@ from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.job import TuneJob, evaluate_checkpoint, finetune_checkpoint, init_checkpoint
-from linearize.finetune.kinds.language import strided
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
+from linearize.finetune.task_types.language import strided
 from linearize.finetune.tasks import TASKS, recovered, score_of, task
 from linearize.finetune.trainer import finetune, last_checkpoint, measure_task
 

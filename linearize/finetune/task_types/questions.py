@@ -13,7 +13,7 @@ from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer
 from linearize.finetune.tables import Given, need_columns, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
 
 BEST, LONGEST = 20, 30
 """Starts and ends that are tried per row, and the longest answer in tokens, as in the usual SQuAD scripts."""

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.data.encode import ImageEncoder
-from linearize.finetune.kinds.text import figures_of, label_names, numbered
 from linearize.finetune.prepared import DataOptions, Row, TaskData, stable_seed
 from linearize.finetune.tables import Given, View, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
+from linearize.finetune.task_types.text import figures_of, label_names, numbered
 
 DIGESTS = 512
 SHIFT = 1 / 8

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from linearize.errors import ConfigError, DataError
-from linearize.finetune.kinds.text import MOST_CLASSES
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, pad_labels
 from linearize.finetune.tables import Given, need_columns, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
+from linearize.finetune.task_types.text import MOST_CLASSES
 
 
 def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:

@@ -15,7 +15,7 @@ from linearize.errors import DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, pad_labels
 from linearize.finetune.tables import Given, need_columns, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
 
 
 def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:

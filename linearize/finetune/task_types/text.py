@@ -17,7 +17,7 @@ from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
 from linearize.finetune.tables import Given, View, open_splits
-from linearize.finetune.tasks import NUMBERS, Task
+from linearize.finetune.task import Task
 
 MOST_CLASSES = 100_000
 """A label of a larger number is no class: a head of a million outputs was never meant."""
@@ -31,11 +31,11 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     """
     tokenizer = copy_tokenizer(processor)
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, most=options.validation_limit)
-    if task.kind == "classification":
+    if task.type.labels == "class":
         task = dataclasses.replace(task, labels=label_names(task, splits.train))
 
     def collate(rows: list[Row]) -> dict[str, Tensor]:
-        kind = torch.float32 if task.kind == "regression" else torch.long
+        kind = torch.float32 if task.type.labels == "number" else torch.long
         return {**pad(tokenizer, rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=kind)}
 
     examples = splits.train.fetch(range(len(splits.train)))
@@ -67,7 +67,7 @@ def _extra(task: Task, examples: Sequence[Example], tokenizer: Any, options: Dat
     firsts = [examples[first].value for first, _ in sources]
     rows = tokenise(tokenizer, firsts, [seconds[second] for _, second in sources], options.max_length)
     for row, places in zip(rows, sources, strict=True):
-        row["labels"] = math.nan if task.kind == "regression" else IGNORED
+        row["labels"] = math.nan if task.type.labels == "number" else IGNORED
         row["sources"] = places
     return Rows(rows)
 
@@ -128,7 +128,7 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
     Raises:
         DataError: if a label does not fit the task.
     """
-    if task.kind in NUMBERS:
+    if task.type.labels == "number":
         wrong = next((e.label for e in examples if isinstance(e.label, str) or e.label is None), None)
         if wrong is not None:
             raise DataError(
@@ -166,7 +166,7 @@ def figures_of(task: Task) -> Any:
 
     def figures(predictions: Any, labels: Any) -> dict[str, float]:
         logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
-        guesses = logits.reshape(-1).astype(np.float64) if task.kind in NUMBERS else logits.argmax(axis=-1)
+        guesses = logits.reshape(-1).astype(np.float64) if task.type.labels == "number" else logits.argmax(axis=-1)
         result: dict[str, float] = {}
         for one in metrics:
             result |= one.compute(predictions=guesses, references=np.asarray(labels))

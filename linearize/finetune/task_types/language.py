@@ -19,7 +19,7 @@ from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, TaskData, copy_tokenizer, stable_seed
 from linearize.finetune.tables import Given, need_columns, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
 
 TEXTS = 1_000
 
@@ -70,7 +70,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     for name, row in (("training", train), ("validation", valid)):
         if len(row) < min(length, 2):
             raise DataError(f"{splits.description}: got {len(row)} {name} tokens, expected a window of {length}")
-    if task.kind == "masked-lm":
+    if not task.type.next_token:
         return _masked(task, train, valid, tokenizer, options, splits.description)
     return _causal(task, train, valid, words, options, splits.description)
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from linearize.alignment.losses import pooled
 from linearize.errors import DataError
-from linearize.finetune.kinds.text import figures_of, numbered
 from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
 from linearize.finetune.tables import Given, View, open_splits
-from linearize.finetune.tasks import Task
+from linearize.finetune.task import Task
+from linearize.finetune.task_types.text import figures_of, numbered
 
 SECOND = "second_"
 """What the names of the second sentence's fields begin with."""
