@@ -8,22 +8,22 @@ from typing import Any
 from linearize.errors import unknown_name
 
 METRICS = {
-    "accuracy": "accuracy:Accuracy",
-    "entities": "entities:Entities",
-    "f1": "f1:F1",
-    "f1_macro": "f1:MacroF1",
-    "matthews": "matthews:Matthews",
-    "mse": "mse:MeanSquaredError",
-    "pearson": "correlation:Pearson",
-    "perplexity": "perplexity:Perplexity",
-    "spans": "spans:Spans",
-    "spearman": "correlation:Spearman",
+    "accuracy": "linearize.finetune.metrics.classification:Accuracy",
+    "entities": "linearize.finetune.metrics.entities:Entities",
+    "f1": "linearize.finetune.metrics.classification:F1",
+    "f1_macro": "linearize.finetune.metrics.classification:MacroF1",
+    "matthews": "linearize.finetune.metrics.classification:Matthews",
+    "mse": "linearize.finetune.metrics.regression:MeanSquaredError",
+    "pearson": "linearize.finetune.metrics.regression:Pearson",
+    "perplexity": "linearize.finetune.metrics.perplexity:Perplexity",
+    "spans": "linearize.finetune.metrics.spans:Spans",
+    "spearman": "linearize.finetune.metrics.regression:Spearman",
 }
 """Metric name -> module and class."""
 
 
 def metric(name: str) -> Any:
-    """Build a metric; its `compute(predictions=..., references=...)` returns a dictionary of figures.
+    """Build a metric; its `compute(predictions=..., references=...)` returns a dictionary of numbers.
 
     Raises:
         UnknownNameError: if there is none of that name.
@@ -31,7 +31,7 @@ def metric(name: str) -> Any:
     if name not in METRICS:
         raise unknown_name("metric", name, METRICS)
     module, _, cls = METRICS[name].partition(":")
-    return getattr(importlib.import_module(f"linearize.finetune.metrics.{module}"), cls)()
+    return getattr(importlib.import_module(module), cls)()
 
 
 __all__ = ["METRICS", "metric"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import datasets
@@ -27,3 +30,15 @@ class PackageMetric(evaluate.Metric):
             inputs_description="predictions and references, of equal length",
             features=datasets.Features(self.fields),
         )
+
+
+def without_warnings(compute: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Keep warnings of edge cases (one class, constant numbers) off the screen: what they give is documented."""
+
+    @functools.wraps(compute)
+    def quiet(*args: Any, **kwargs: Any) -> dict[str, float]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compute(*args, **kwargs)
+
+    return quiet
