@@ -204,7 +204,7 @@ def _distil(options: StageOneOptions, loaded: Any, source: Any, config: Any, tel
     """Run stage one; None where it is skipped."""
     from linearize.distillation.loop import distill
     from linearize.distillation.processes import is_main
-    from linearize.distillation.report_to import reporter
+    from linearize.trackers import reporter
 
     result = None
     if source is not None and config.steps:

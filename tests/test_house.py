@@ -31,6 +31,7 @@ ROOMS = [
     "loading",
     "data",
     "fidelity",
+    "trackers",
     "adapters",
     "distillation",
     "alignment",

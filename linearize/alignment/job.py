@@ -154,7 +154,7 @@ def run_alignment(
     """Align a model, reporting to TensorBoard where asked and to the caller: "align step", then "aligned"."""
     from linearize.alignment.loop import align
     from linearize.distillation.processes import is_main
-    from linearize.distillation.report_to import reporter
+    from linearize.trackers import reporter
 
     with reporter(report_to if is_main() else "none", board, "alignment") as write:
 

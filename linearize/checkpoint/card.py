@@ -8,21 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import hf_hub_download
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.inspect import training_rows
 from linearize.errors import printable
-from linearize.heads import HEADS, head_of_class
+from linearize.heads import HEADS, Head, head_of_class
 from linearize.modeling.model import kernel_parameters
-from linearize.modeling.plan import Plan
+from linearize.modeling.plan import LayerPlan, Plan
 from linearize.parsing import parse_yaml
 from linearize.registry import kernel_info
 
 _KEPT = ("license", "license_name", "license_link", "language", "base_model")
-_FIGURES = ("kl", "total_variation", "negative_share", "output_error")
+TEMPLATE = Path(__file__).with_name("card.md")
+_MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
 def base_facts(name: str) -> dict[str, Any]:
@@ -81,95 +81,73 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
     provenance = config.linearize.get("provenance") or {}
     head = head_of_class(type(model).__name__)
     base = provenance.get("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
-    front = _front(model, plan, head.pipeline_tag if head else None, dict(facts or {}))
-    parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
-        f"# {_text(base)} with linear attention\n",
-        f"The softmax attention of {_code(base)} was replaced with linear attention by `linearize`: time and memory "
-        "grow linearly with the input.\n",
-        _usage((head or HEADS["feature-extraction"]).auto_class),
-        _kernels(plan),
-        _layers(model, plan),
-        _training(provenance),
-    ]
-    return "\n".join(part for part in parts if part)
+    card = ModelCard.from_template(
+        _card_data(model, plan, head, facts or {}),
+        template_path=str(TEMPLATE),
+        base=_text(base),
+        base_code=_code(base),
+        auto_class=(head or HEADS["feature-extraction"]).auto_class,
+        kernels=[kernel_info(name) for name in _kernels(plan)],
+        longest=_longest(model),
+        parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
+        layers=[_layer(layer) for layer in plan.layers],
+        training=[(_text(label), _text(value)) for label, value in training_rows(dict(provenance))],
+        fidelity=_fidelity(provenance),
+    )
+    return f"{str(card).rstrip()}\n"
 
 
-def _front(model: PreTrainedModel, plan: Plan, task: str | None, facts: dict[str, Any]) -> dict[str, Any]:
-    kernels = sorted({layer.kernel for layer in plan.converted})
-    front = {"library_name": "transformers", "tags": ["linearize", "linear-attention", *kernels]} | facts
+def _kernels(plan: Plan) -> list[str]:
+    return sorted({layer.kernel for layer in plan.converted})
+
+
+def _card_data(model: PreTrainedModel, plan: Plan, head: Head | None, facts: Mapping[str, Any]) -> ModelCardData:
+    """Return what the Hub reads in front of a card; a Hub name of the original goes before its card's own facts."""
+    values: dict[str, Any] = {key: _plain(value) for key, value in facts.items()}
     name = str(getattr(model.config, "name_or_path", "") or "")
     if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        front["base_model"] = name
-    return front | ({"pipeline_tag": task} if task else {})
-
-
-def _usage(auto: str) -> str:
-    return (
-        "## Load\n\n```python\n"
-        f"from transformers import {auto}\n"
-        "import linearize  # or, without it: trust_remote_code=True\n"
-        f'model = {auto}.from_pretrained("THIS_MODEL")\n'
-        "```\n"
+        values["base_model"] = name
+    return ModelCardData(
+        library_name="transformers",
+        tags=["linearize", "linear-attention", *_kernels(plan)],
+        pipeline_tag=head.pipeline_tag if head else None,
+        **values,
     )
 
 
-def _kernels(plan: Plan) -> str:
-    lines = ["## Kernels\n"]
-    for name in sorted({layer.kernel for layer in plan.converted}):
-        info = kernel_info(name)
-        lines.append(f"- **{name}**: {info.summary}. [{info.source}]({info.url})\n\n  `{info.formula}`\n")
-    return "\n".join(lines)
+def _plain(value: Any) -> Any:
+    return [printable(one) for one in value] if isinstance(value, list) else printable(value)
 
 
-def _layers(model: PreTrainedModel, plan: Plan) -> str:
+def _longest(model: PreTrainedModel) -> str:
     from linearize.surgery.positions import current_length
 
     length = current_length(model)
-    added = sum(parameter.numel() for parameter in kernel_parameters(model))
-    lines = [
-        "## Layers\n",
-        f"Longest input: {'not limited' if length is None else f'{length:,} tokens'}. "
-        f"The kernels add {added:,} learnable parameters.\n",
-        "| attention | kernel | arguments | why not |",
-        "| --- | --- | --- | --- |",
-    ]
-    for layer in plan.layers:
-        arguments = ", ".join(_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items())
-        window = f"window={layer.window}" if layer.window else ""
-        given = ", ".join(text for text in (arguments, window) if text)
-        lines.append(f"| {_code(layer.module)} | {layer.kernel} | {given} | {_text(layer.reason)} |")
-    return "\n".join(lines) + "\n"
+    return "not limited" if length is None else f"{length:,} tokens"
 
 
-def _training(provenance: Mapping[str, Any]) -> str:
-    rows = training_rows(dict(provenance))
-    if not rows:
-        return "## Training\n\nThe kernels are as they start: they were not trained.\n"
-    lines = [
-        "## Training\n",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {_text(label)} | {_text(value)} |" for label, value in rows),
-    ]
-    return "\n".join(lines) + "\n\n" + _fidelity(provenance)
+def _layer(layer: LayerPlan) -> list[str]:
+    """Return the cells of a layer: its attention, kernel and arguments, and why it was left alone."""
+    arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
+    arguments += [f"window={layer.window}"] if layer.window else []
+    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(layer.reason)]
 
 
-def _fidelity(provenance: Mapping[str, Any]) -> str:
-    """Write one line per layer: how close its attention is to softmax, before and after stage one."""
+def _fidelity(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return head and rows of a table: how close each layer's attention is to softmax, before and after stage one."""
     distilled = provenance.get("distillation")
     if not isinstance(distilled, dict):
-        return ""
+        return None
     before, after = (((distilled.get(side) or {}).get("layers") or []) for side in ("before", "after"))
     if not after or len(before) != len(after):
-        return ""
-    names = [name for name in _FIGURES if any(layer.get(name) is not None for layer in after)]
-    head = " | ".join(f"{name.replace('_', ' ')} before | after" for name in names)
-    lines = ["## Fidelity to softmax\n", f"| attention | {head} |", "| --- " * (1 + 2 * len(names)) + "|"]
-    for one, two in zip(before, after, strict=True):
-        figures = " | ".join(f"{_number(one.get(name))} | {_number(two.get(name))}" for name in names)
-        lines.append(f"| {_code(two.get('module'))} | {figures} |")
-    return "\n".join(lines) + "\n"
+        return None
+    names = [name for name in _MEASURES if any(layer.get(name) is not None for layer in after)]
+    head = [text for name in names for text in (f"{name.replace('_', ' ')} before", "after")]
+    rows = [
+        [_code(two.get("module")), *(_number(layer.get(name)) for name in names for layer in (one, two))]
+        for one, two in zip(before, after, strict=True)
+    ]
+    return {"head": head, "rows": rows}
 
 
 def _number(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import ConfigError, unknown_name
+from linearize.trackers import check_names
 
 TENSORBOARD = "tensorboard"
 
@@ -19,15 +19,7 @@ def check_report_to(value: str) -> tuple[str, ...]:
     """
     from transformers.integrations import integration_utils as known
 
-    names = tuple(part.strip() for part in value.split(",") if part.strip() not in ("", "none"))
-    for name in names:
-        if name not in known.INTEGRATION_TO_CALLBACK:
-            raise unknown_name("report_to", name, ["none", *known.INTEGRATION_TO_CALLBACK])
-        if name not in known.get_available_reporting_integrations():
-            raise ConfigError(
-                f"report_to: got {name}, but it is not installed; pip install {name}, or leave the option out"
-            )
-    return names
+    return check_names(value, list(known.INTEGRATION_TO_CALLBACK), known.get_available_reporting_integrations())
 
 
 def callbacks(value: str, tensorboard: str | Path) -> list[Any]:
