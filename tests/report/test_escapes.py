@@ -6,8 +6,8 @@ import json
 from html.parser import HTMLParser
 
 import pytest
-from report_models import log_lines, texts, tokenizer
-from tiny import converted
+from support.checkpoints import log_lines, texts, tokenizer
+from support.tiny import converted
 
 import linearize
 from linearize.report.gather import ReportOptions
