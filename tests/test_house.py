@@ -21,9 +21,9 @@ ROOMS = [
     "parsing",
     "registry",
     "heads",
-    "native",
     "ops",
     "kernels",
+    "native",
     "attention",
     "modeling",
     "surgery",
@@ -51,7 +51,7 @@ ALLOWED = {
     ("registry", "kernels"),  # the registry lists the kernels' folder when it is asked for all of them
     ("", "modeling"),  # the package's front door registers with transformers
 }
-RUNTIME = ["errors", "registry", "native", "ops", "kernels", "attention", "modeling"]
+RUNTIME = ["errors", "registry", "ops", "kernels", "native", "attention", "modeling"]
 RUNTIME_PACKAGES = {"torch", "transformers", "linearize", "timm", "safetensors", "huggingface_hub"}
 
 

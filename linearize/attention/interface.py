@@ -115,10 +115,11 @@ def softmax_forward(
     *,
     scaling: float,
     causal: bool | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with softmax through transformers' own SDPA function; takes a 2-D key padding mask or a 4-D mask.
+
+    What else the host hands over (`dropout`, ...) goes on to that function.
 
     Returns:
         Output [B, T, H, V] and, only if the host asks for them, the weights [B, H, T, S].
@@ -139,7 +140,7 @@ def softmax_forward(
         mask = mask | (past & ~past.tril(keys - tokens - 1))
     causal = causal and mask is None
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    out, _ = sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs)
+    out, _ = sdpa(module, query, key, value, mask, scaling=scaling, is_causal=causal, **kwargs)
     return out, softmax_weights(query, key, mask, scaling=scaling, causal=causal) if wanted else None
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linearize.attention.cache import LinearStateLayer
+from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import HeadShape, Mixer, build_mixer
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
@@ -58,22 +59,14 @@ class LinearAttention(nn.Module):
         # Sums and features are fp32 by design; autocast would lower them silently.
         with torch.autocast(device_type=q.device.type, enabled=False):
             if cache is not None:
-                return self._remember(cache, q, k, v, {"scaling": scaling, "key_padding_mask": key_padding_mask})
+                call = AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True)
+                out, after = self.mixer(call)
+                cache.store(after)
+                return out
             missing = k.shape[2] - q.shape[2]
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q
-            out, _ = self.mixer(padded, k, v, scaling=scaling, key_padding_mask=key_padding_mask)
+            out, _ = self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))
             return out[:, :, missing:]
-
-    def _remember(self, cache: LinearStateLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Mix tokens that follow what a cache has seen, and store the state after them."""
-        state = cache.state
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if state is None or k.shape[2] > 1 or plain:
-            out, after = self.mixer(q, k, v, state=state, return_state=True, **options)
-        else:
-            out, after = self.mixer.decode(q, k, v, state=state, **options)
-        cache.store(after)
-        return out
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

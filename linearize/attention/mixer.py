@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linearize.attention.call import AttentionCall, MixerState
 from linearize.errors import ConfigError
 from linearize.kernels.base import BlockKernel, Kernel, Output
 from linearize.registry import KernelInfo, kernel_info, make_config
 
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
-
-MixerState = dict[str, Tensor]
-"""What a mixer remembers between decoding steps: named tensors, batch first, of a size that does not grow."""
 
 
 @dataclass(frozen=True)
@@ -76,45 +74,11 @@ class Mixer(nn.Module, abc.ABC):
         """Fill parameters and random buffers from `generator` (CPU)."""
 
     @abc.abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scaling: float,
-        key_padding_mask: Tensor | None = None,
-        state: MixerState | None = None,
-        return_state: bool = False,
-    ) -> tuple[Tensor, MixerState | None]:
-        """Mix q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V], and the state after them if asked.
+    def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Mix q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's dtype, and the state after them.
 
-        Args:
-            q: queries.
-            k: keys of the same tokens.
-            v: values of the same tokens.
-            scaling: what the host multiplies scores with.
-            key_padding_mask: [B, T], true where there is a token.
-            state: what was seen before (causal only).
-            return_state: whether to return the state.
+        The state is None unless `call.needs_state`.
         """
-
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scaling: float,
-        key_padding_mask: Tensor | None = None,
-        state: MixerState,
-    ) -> tuple[Tensor, MixerState]:
-        """Mix one more token (T = 1) without a gradient; arguments as of `forward`.
-
-        The state's memory may be used for the state after: the caller gives it away.
-        """
-        out, after = self(q, k, v, scaling=scaling, key_padding_mask=key_padding_mask, state=state, return_state=True)
-        return out, after
 
     @abc.abstractmethod
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:

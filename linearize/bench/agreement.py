@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import HeadShape, Mixer, build_mixer
 from linearize.errors import ConfigError
 from linearize.kernels.base import FeatureMap
@@ -38,8 +40,8 @@ class Agreement(NamedTuple):
 
 def native_kernels() -> list[str]:
     """List the kernels whose map the native op has."""
-    builds = {info.name: info.build for info in kernel_infos()}
-    return [name for name, build in builds.items() if getattr(build, "native", None) not in (None, FeatureMap.native)]
+    builds = {info.name: getattr(info.build, "map_spec", FeatureMap.map_spec) for info in kernel_infos()}
+    return [name for name, map_spec in builds.items() if map_spec is not FeatureMap.map_spec]
 
 
 @torch.no_grad()
@@ -82,16 +84,17 @@ def check_agreement(rows: list[Agreement]) -> None:
 
 def _attend(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, native: bool) -> Tensor:
     with _switched(native):
-        return mixer(q, k, v, scaling=SIZE**-0.5, key_padding_mask=mask)[0]
+        out: Tensor = mixer(AttentionCall(q, k, v, SIZE**-0.5, mask))[0]
+        return out
 
 
 def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor:
     """Go through all tokens but the last, then decode that."""
     with _switched(native):
-        before = [x[:, :, :-1] for x in (q, k, v)]
-        state = mixer(*before, scaling=SIZE**-0.5, return_state=True)[1]
-        assert state is not None
-        return mixer.decode(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], scaling=SIZE**-0.5, state=state)[0]
+        call = AttentionCall(q, k, v, SIZE**-0.5)
+        _, state = mixer(replace(call.part(slice(0, -1)), needs_state=True))
+        out: Tensor = mixer(replace(call.part(slice(-1, None)), state=state, needs_state=True))[0]
+        return out
 
 
 @contextmanager

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linearize.attention.backends.choose import attend_causally
+from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import HeadShape, Mixer, build_mixer
 from linearize.bench.machine import DTYPES
 from linearize.bench.rows import Row, quotient
 from linearize.bench.suites import Suite
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
-from linearize.ops import bidirectional_attention, causal_attention
+from linearize.ops import bidirectional_attention
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,15 @@ class AttentionSuite(SizedSuite):
             return self._call(partial(F.scaled_dot_product_attention, is_causal=self.causal), [q, k, v], [])
         if self.features is not None:
             phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-            op: Any = causal_attention if self.causal else bidirectional_attention
+            op = attend_causally if self.causal else _attend_bidirectionally
             return self._call(op, [phi_q, phi_k, v], [])
         mixer = self.sizes.mixer(causal=self.causal)
         scaling = self.sizes.head_dim**-0.5
-        return self._call(lambda *qkv: mixer(*qkv, scaling=scaling)[0], [q, k, v], list(mixer.parameters()))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return mixer(AttentionCall(q, k, v, scaling))[0]
+
+        return self._call(attend, [q, k, v], list(mixer.parameters()))
 
     def _call(self, attend: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> Call:
         if not self.backward:
@@ -199,3 +205,7 @@ class AttentionSuite(SizedSuite):
             found[f"{side}_operations"] = products
             found[f"{side}_share_of_bound"] = quotient(least, row.seconds(side))
         return found
+
+
+def _attend_bidirectionally(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    return bidirectional_attention(phi_q, phi_k, v)[0]

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from linearize.attention.call import AttentionCall
 from linearize.bench.attention import SizedSuite
 from linearize.bench.rows import Row, quotient
 from linearize.bench.timing import Call
@@ -84,8 +85,9 @@ class DecodeSuite(SizedSuite):
         scaling = sizes.head_dim**-0.5
         q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
         mixers = [sizes.mixer(causal=True) for _ in range(self.layers)]
-        seen = [sizes.draw(PREFILL, seed=seed) for seed in range(3, 6)]
-        states = [mixer(*seen, scaling=scaling, return_state=True)[1] for mixer in mixers]
+        first_q, first_k, first_v = (sizes.draw(PREFILL, seed=seed) for seed in range(3, 6))
+        prefill = AttentionCall(first_q, first_k, first_v, scaling, needs_state=True)
+        states = [mixer(prefill)[1] for mixer in mixers]
         for state in states:
             if "seen" in state:
                 state["seen"].fill_(context)
@@ -93,6 +95,7 @@ class DecodeSuite(SizedSuite):
         @torch.no_grad()
         def step() -> None:
             for layer, mixer in enumerate(mixers):
-                _, states[layer] = mixer.decode(q, k, v, scaling=scaling, state=states[layer])
+                call = AttentionCall(q, k, v, scaling, state=states[layer], needs_state=True)
+                _, states[layer] = mixer(call)
 
         return step

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from linearize.attention.backends.fla import chunk_kernel
 from linearize.bench.timing import seconds_of, spread
 from linearize.errors import ConfigError, unknown_name
 from linearize.native import engine
-from linearize.ops.causal_fla import chunk_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

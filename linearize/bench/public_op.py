@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from linearize.attention.backends.choose import attend_causally
 from linearize.bench.attention import SizedSuite
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
-from linearize.ops import causal_attention
 
 PACKAGE = "fast_transformers"
 
@@ -60,7 +60,7 @@ class PublicOpSuite(SizedSuite):
         """See `Suite`."""
         v = self.sizes.inputs(tokens)[2]
         phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-        attend: Any = causal_attention if side == "linear" else public_attention
+        attend: Any = attend_causally if side == "linear" else public_attention
         if side != "linear":
             # The public op copies what does not lie in one piece; that is not what is compared.
             v = v.contiguous()

@@ -75,7 +75,7 @@ class Macformer(FeatureMap):
         """Draw the signs."""
         self.signs.copy_(torch.randint(2, self.signs.shape, generator=generator) * 2.0 - 1.0)
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         product = x.new_ones(*x.shape[:-1], sum(self.counts))
         found = [product[..., : self.counts[0]] * self.factors[0]]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linearize.native import NativeMap
 from linearize.registry import option
 
 
@@ -29,6 +28,37 @@ class Features(NamedTuple):
 
     phi: Tensor
     log_scale: Tensor | None = None
+
+
+MAP_WEIGHTS = ("first", "second", "bias", "tau", "bank", "magnitude")
+"""The tensors of a `MapSpec`."""
+
+
+class MapSpec(NamedTuple):
+    """A feature map in terms that a compiled op can read. Weights are those of `FeatureMap`, heads first.
+
+    Attributes:
+        kind: name of a map of `linearize.native.structures.KINDS`.
+        first: [H, n, D] projection.
+        second: [H, n, D] another, or None.
+        bias: [H, n] or None.
+        tau: [H], where the log-scale is exp(-tau) |x|^2, or None.
+        bank: [H, L, 3 hidden + 1] scalar functions relu(c + sum_j v_j relu(s_j u + t_j)), as [s, t, v, c], or None.
+            It may be made of the kernel's parameters; then keys must not have a log-scale.
+        magnitude: [H, D], where features are multiplied by exp(4 tanh(magnitude . x / 4)), or None.
+        amplitude: factor of the features, where the map has one.
+        scaled: whether keys have a log-scale.
+    """
+
+    kind: str
+    first: Tensor
+    second: Tensor | None = None
+    bias: Tensor | None = None
+    tau: Tensor | None = None
+    bank: Tensor | None = None
+    magnitude: Tensor | None = None
+    amplitude: float = 1.0
+    scaled: bool = False
 
 
 class Output(nn.Module, abc.ABC):
@@ -87,13 +117,11 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
             `x . y` is the score that softmax would see. Maps whose definition contains sqrt(d) want that.
         normalize: whether weights are divided by their sum.
         floor: c of `linearize.ops.floored`, which keeps signed weights' denominators off zero; 0 for none.
-        alike: whether queries and keys are mapped alike, `keys` making no difference: decoding then maps both at once.
     """
 
     scale_inputs = True
     normalize = True
     floor = 0.0
-    alike = False
 
     def __init__(self, config: Any, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -112,17 +140,32 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         """Fill parameters and random buffers. Draw from `generator` (on the CPU) only: a seed gives one kernel."""
 
     @abc.abstractmethod
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map queries or keys.
 
         Args:
             x: [B, H, T, D] fp32.
-            keys: whether these are keys, for maps that are not the same for both.
             positions: [B, T], counted from 0 without padding, where the kernel is positional; None otherwise.
         """
 
-    def native(self) -> NativeMap | None:
-        """Say the map in terms of the native op; None: it does not have this one."""
+    def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries; as `forward` does, unless the kernel says otherwise."""
+        features: Features = self(x, positions)
+        return features
+
+    def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map keys; as `forward` does, unless the kernel says otherwise."""
+        features: Features = self(x, positions)
+        return features
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether queries and keys are mapped alike."""
+        own = type(self)
+        return own.forward_queries is FeatureMap.forward_queries and own.forward_keys is FeatureMap.forward_keys
+
+    def map_spec(self) -> MapSpec | None:
+        """Describe the map to the native op; None: it does not have this one. Which, depends on the config alone."""
         return None
 
 

@@ -47,7 +47,7 @@ class Cosformer(FixedMap):
             )
         self.limit = config.max_positions
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device)[None]

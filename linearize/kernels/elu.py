@@ -20,9 +20,8 @@ class Elu(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, D], positive."""
 
     scale_inputs = False
-    alike = True
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         return Features(one_plus_elu(x))
 

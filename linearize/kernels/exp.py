@@ -30,9 +30,8 @@ class Exp(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, D], positive."""
 
     scale_inputs = False
-    alike = True
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         y = x * self.config.temperature
         largest = y.amax(dim=-1, keepdim=True)

@@ -51,8 +51,7 @@ from linearize.kernels._spectral import (
     spectral_stage_one,
     waves,
 )
-from linearize.kernels.base import Features, draw_normal, project
-from linearize.native import NativeMap
+from linearize.kernels.base import Features, MapSpec, draw_normal, project
 from linearize.registry import KernelInfo, option, register_kernel
 
 
@@ -77,8 +76,6 @@ class FlexformerNConfig(SpectralConfig):
 
 class FlexformerN(SpectralMap):
     """Map [B, H, T, D] -> [B, H, T, 2 n]."""
-
-    alike = True
 
     def __init__(self, config: FlexformerNConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim, norm=config.form == "paper")
@@ -105,7 +102,7 @@ class FlexformerN(SpectralMap):
                 self.a.mul_(0.25)
                 self.b[:, : len(rows)] = rows.to(self.b)
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         angle, envelope = project(x, self.a), project(x, self.b)
         if self.config.form == "paper":
@@ -120,13 +117,13 @@ class FlexformerN(SpectralMap):
         found: dict[str, Tensor] = {"a": self.a}
         return found | {"b": self.b} if self.config.form == "paper" else found
 
-    def native(self) -> NativeMap:
-        """See `FeatureMap.native`."""
+    def map_spec(self) -> MapSpec:
+        """See `FeatureMap.map_spec`."""
         if self.config.positive:
-            return NativeMap("positive_waves", self.a, self.b, magnitude=self.m)
+            return MapSpec("positive_waves", self.a, self.b, magnitude=self.m)
         if self.config.form == "damped":
-            return NativeMap("damped_waves", self.a, self.b)
-        return NativeMap("wave_pairs", self.a, self.b, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
+            return MapSpec("damped_waves", self.a, self.b)
+        return MapSpec("wave_pairs", self.a, self.b, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
 
 
 register_kernel(

@@ -44,8 +44,7 @@ from linearize.kernels._spectral import (
     signed_directions,
     spectral_stage_one,
 )
-from linearize.kernels.base import Features, draw_normal, project
-from linearize.native import NativeMap
+from linearize.kernels.base import Features, MapSpec, draw_normal, project
 from linearize.registry import KernelInfo, option, register_kernel
 
 
@@ -84,8 +83,6 @@ class FlexformerSConfig(SpectralConfig):
 class FlexformerS(SpectralMap):
     """Map [B, H, T, D] -> [B, H, T, F]."""
 
-    alike = True
-
     def __init__(self, config: FlexformerSConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim, norm=config.form != "positive")
         self.scale_inputs = config.form != "positive"
@@ -104,7 +101,7 @@ class FlexformerS(SpectralMap):
             self.weight.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
             self.stretch.fill_(self.config.deviation(0.05))
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         y = project(x, self.weight)
         if self.stretch is not None:
@@ -124,11 +121,11 @@ class FlexformerS(SpectralMap):
         assert self.stretch is not None
         return self.weight.roll(-1, dims=1) * self.stretch[..., None]
 
-    def native(self) -> NativeMap | None:
-        """See `FeatureMap.native`."""
+    def map_spec(self) -> MapSpec | None:
+        """See `FeatureMap.map_spec`."""
         if self.config.form != "paper":
             return None
-        return NativeMap("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
+        return MapSpec("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
 
 
 def _products(u: Tensor) -> Tensor:

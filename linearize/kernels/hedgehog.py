@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, Features, project
-from linearize.native import NativeMap
+from linearize.kernels.base import FeatureMap, Features, MapSpec, project
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -36,7 +35,6 @@ class Hedgehog(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative."""
 
     scale_inputs = False
-    alike = True
 
     def __init__(self, config: HedgehogConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
@@ -50,7 +48,7 @@ class Hedgehog(FeatureMap):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         y = project(x, self.weight)
         if self.bias is not None:
@@ -61,10 +59,10 @@ class Hedgehog(FeatureMap):
         largest = both.amax(dim=-1, keepdim=True)
         return Features(torch.exp(both - largest), largest[..., 0])
 
-    def native(self) -> NativeMap:
-        """See `FeatureMap.native`."""
+    def map_spec(self) -> MapSpec:
+        """See `FeatureMap.map_spec`."""
         stable = self.config.activation == "softmax"
-        return NativeMap("softmax_both" if stable else "exp_both", self.weight, bias=self.bias, scaled=not stable)
+        return MapSpec("softmax_both" if stable else "exp_both", self.weight, bias=self.bias, scaled=not stable)
 
 
 register_kernel(

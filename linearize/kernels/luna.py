@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, Features, draw_normal, draw_uniform, project
-from linearize.native import NativeMap
+from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, project
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -59,7 +58,6 @@ class Luna(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, M L], non-negative."""
 
     scale_inputs = False
-    alike = True
 
     def __init__(self, config: LunaConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, 1 if config.shared_heads else heads, head_dim)
@@ -84,7 +82,7 @@ class Luna(FeatureMap):
             draw_uniform(self.gate, generator, self.head_dim**-0.5)
             draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         u = project(x, self.weight) + self.bias.float()[:, None]
         psi = self._psi(u) * self.config.projections**-0.5
@@ -92,14 +90,14 @@ class Luna(FeatureMap):
             psi = psi * (project(x, self.gate) + self.gate_bias.float()[:, None]).sigmoid()[..., None, :]
         return Features(psi.flatten(-2))
 
-    def native(self) -> NativeMap | None:
-        """See `FeatureMap.native`."""
+    def map_spec(self) -> MapSpec | None:
+        """See `FeatureMap.map_spec`."""
         if self.gate is not None:
             return None
         shape = (self.heads, self.config.channels, self.config.hidden)
         parts = (self.slope.expand(shape), self.offset.expand(shape), self.out_weight, self.out_bias[..., None])
         amplitude = self.config.projections**-0.5
-        return NativeMap("bank", self.weight, bias=self.bias, bank=torch.cat(parts, dim=-1), amplitude=amplitude)
+        return MapSpec("bank", self.weight, bias=self.bias, bank=torch.cat(parts, dim=-1), amplitude=amplitude)
 
     def _psi(self, u: Tensor) -> Tensor:
         """Apply the scalar functions: [B, H, T, M] -> [B, H, T, M, L]."""

@@ -20,7 +20,7 @@ from linearize.kernels.elu import one_plus_elu
 class Norm1Elu(NormMap):
     """Map [B, H, T, D] -> [B, H, T, D], positive."""
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         return Features(one_plus_elu(x))
 

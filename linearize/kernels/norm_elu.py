@@ -20,7 +20,7 @@ from linearize.kernels.base import Features
 class NormElu(NormMap):
     """Map [B, H, T, D] -> [B, H, T, D], signed."""
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         return Features(F.elu(x))
 

@@ -39,8 +39,6 @@ class PerformerConfig:
 class Performer(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, m], positive."""
 
-    alike = True
-
     def __init__(self, config: PerformerConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.m = config.count(head_dim)
@@ -53,7 +51,7 @@ class Performer(FeatureMap):
         with torch.no_grad():
             self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         exponent = project(x, self.weight) - 0.5 * x.square().sum(dim=-1, keepdim=True)
         largest = exponent.amax(dim=-1, keepdim=True)

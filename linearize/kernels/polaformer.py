@@ -52,14 +52,20 @@ class Polaformer(FeatureMap):
             self.same.fill_(math.log(math.expm1(1.0)))
             self.opposite.fill_(math.log(math.expm1(0.1)))
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
-        power = 1.0 + self.config.alpha * self.power.float().sigmoid()[:, None]
-        positive, negative = x.relu() ** power, (-x).relu() ** power
-        if keys:
-            return Features(torch.cat([positive, negative], dim=-1))
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map keys; see the module's formula."""
+        return Features(torch.cat(self._polarised(x), dim=-1))
+
+    def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Mix the two parts."""
+        positive, negative = self._polarised(x)
         a, b = (F.softplus(raw.float())[:, None] for raw in (self.same, self.opposite))
         return Features(torch.cat([a * positive + b * negative, a * negative + b * positive], dim=-1))
+
+    def _polarised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x+ and x-."""
+        power = 1.0 + self.config.alpha * self.power.float().sigmoid()[:, None]
+        return x.relu() ** power, (-x).relu() ** power
 
 
 register_kernel(

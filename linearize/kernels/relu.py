@@ -20,9 +20,8 @@ class Relu(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, D], non-negative."""
 
     scale_inputs = False
-    alike = True
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         return Features(x.relu())
 

@@ -39,8 +39,6 @@ class RfaConfig:
 class Rfa(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, 2 n]."""
 
-    alike = True
-
     def __init__(self, config: RfaConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)
@@ -52,7 +50,7 @@ class Rfa(FeatureMap):
         """Draw the frequencies."""
         draw_normal(self.weight, generator)
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         angle = project(x, self.weight)
         phi = torch.cat([angle.cos(), angle.sin()], dim=-1) * self.n**-0.5

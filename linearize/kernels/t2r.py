@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, Features, draw_normal, project
-from linearize.native import NativeMap
+from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, project
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -38,7 +37,6 @@ class T2r(FeatureMap):
     """Map [B, H, T, D] -> [B, H, T, F], non-negative."""
 
     scale_inputs = False
-    alike = True
 
     def __init__(self, config: T2rConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
@@ -52,13 +50,13 @@ class T2r(FeatureMap):
         with torch.no_grad():
             self.bias.zero_()
 
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         return Features((project(x, self.weight) + self.bias.float()[:, None]).relu())
 
-    def native(self) -> NativeMap:
-        """See `FeatureMap.native`."""
-        return NativeMap("relu", self.weight, bias=self.bias)
+    def map_spec(self) -> MapSpec:
+        """See `FeatureMap.map_spec`."""
+        return MapSpec("relu", self.weight, bias=self.bias)
 
 
 register_kernel(

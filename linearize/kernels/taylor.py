@@ -22,9 +22,7 @@ from linearize.registry import KernelInfo, register_kernel
 class Taylor(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, 1 + D + D^2]."""
 
-    alike = True
-
-    def forward(self, x: Tensor, *, keys: bool, positions: Tensor | None = None) -> Features:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """See the module's formula."""
         squares = (x[..., :, None] * x[..., None, :]).flatten(-2) * 0.5**0.5
         return Features(torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1))

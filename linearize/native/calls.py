@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.native import WEIGHTS, NativeMap
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.native.build import compiled, shipped
 from linearize.native.structures import CALL_SIZE, TYPES, Back, Maps, call, given, packed
 
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
         q: as q; so k and v.
         k: as k.
         v: as v.
-        weights: of the `WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
+        weights: of the `MAP_WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
         log_scale: of given log-scales [B, K, T], or None.
     """
 
@@ -83,7 +83,7 @@ class Engine:
             and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         )
 
-    def pack(self, maps: Sequence[NativeMap], scale: float) -> Maps:
+    def pack(self, maps: Sequence[MapSpec], scale: float) -> Maps:
         """Describe maps for `step`, inputs to be multiplied by `scale`: see `linearize.native.structures.packed`."""
         return packed(maps, scale)
 
@@ -94,7 +94,7 @@ class Engine:
 
     def attend(
         self,
-        maps: Sequence[NativeMap],
+        maps: Sequence[MapSpec],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -146,7 +146,7 @@ class Engine:
 
     def gradients(
         self,
-        maps: Sequence[NativeMap],
+        maps: Sequence[MapSpec],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -226,7 +226,7 @@ class Engine:
             raise MemoryError("native op: no memory for a step")
         return out
 
-    def features(self, map: NativeMap, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor | None]:
+    def features(self, map: MapSpec, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor | None]:
         """Map x [B, K, T, D] -> features [B, K, T, F] and log-scales [B, K, T], None where the map has none; fp32.
 
         Raises:
@@ -240,9 +240,9 @@ class Engine:
         return phi, top
 
     def features_gradient(
-        self, map: NativeMap, x: Tensor, grad: Tensor, grad_scale: Tensor | None, *, scale: float
+        self, map: MapSpec, x: Tensor, grad: Tensor, grad_scale: Tensor | None, *, scale: float
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the gradients of `features` to x and to the map's `WEIGHTS` from those to what it returned.
+        """Return the gradients of `features` to x and to the map's `MAP_WEIGHTS` from those to what it returned.
 
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
@@ -268,10 +268,10 @@ class Engine:
         }
 
 
-def _rooms(map: NativeMap, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:
+def _rooms(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:
     """Make room for the gradients of the map's weights, one for each batch entry and head of x [B, H, T, D]."""
     rooms: list[Tensor | None] = []
-    for name in WEIGHTS:
+    for name in MAP_WEIGHTS:
         weight = getattr(map, name)
         room = None if weight is None else torch.empty(*x.shape[:2], *weight.shape[1:])
         setattr(back, prefix + name, None if room is None else room.data_ptr())
@@ -279,7 +279,7 @@ def _rooms(map: NativeMap, x: Tensor, back: Back, prefix: str = "") -> list[Tens
     return rooms
 
 
-def _gathered(map: NativeMap, rooms: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _gathered(map: MapSpec, rooms: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Add up what the op left in its rooms: over the batch, and over heads that share weights."""
     shared = map.first.shape[0] == 1
     found = [None if room is None else room.sum(dim=0) for room in rooms]

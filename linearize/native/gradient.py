@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.native import WEIGHTS, NativeMap, engine
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec
+from linearize.native import engine
 
 Again = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """The same attention in PyTorch's operations: q, k, v, log-scales -> output, its gradient reaching the weights too."""
 
 
 def attend_with_gradient(
-    maps: Sequence[NativeMap],
+    maps: Sequence[MapSpec],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,7 +35,7 @@ def attend_with_gradient(
         again: asked for the gradient where log-scales are too steep for the native one.
         options: `causal`, `scale`, `eps` and `mask` of `Engine.attend`.
     """
-    weights = [getattr(map, name) for map in maps for name in WEIGHTS]
+    weights = [getattr(map, name) for map in maps for name in MAP_WEIGHTS]
     return _Native.apply(maps, again, options, q, k, v, log_scale, *weights)
 
 
@@ -42,7 +43,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        maps: Sequence[NativeMap],
+        maps: Sequence[MapSpec],
         again: Again,
         options: dict[str, Any],
         q: Tensor,
@@ -61,9 +62,9 @@ class _Native(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
-        size = len(WEIGHTS)
+        size = len(MAP_WEIGHTS)
         maps = [
-            map._replace(**dict(zip(WEIGHTS, weights[size * i : size * (i + 1)], strict=True)))
+            map._replace(**dict(zip(MAP_WEIGHTS, weights[size * i : size * (i + 1)], strict=True)))
             for i, map in enumerate(ctx.maps)
         ]
         found = ctx.engine.gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
@@ -73,13 +74,13 @@ class _Native(torch.autograd.Function):
         return None, None, None, found.q, found.k, found.v, scale, *found.weights
 
 
-def map_with_gradient(map: NativeMap, x: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+def map_with_gradient(map: MapSpec, x: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
     """Map x [B, K, T, D] times `scale` -> features [B, K, T, F] and log-scales [B, K, T] or None, both fp32.
 
     The gradient takes for granted what holds for every use of features: of a key only exp(log-scale) phi counts, of a
     query that or the direction of phi.
     """
-    weights = tuple(getattr(map, name) for name in WEIGHTS)
+    weights = tuple(getattr(map, name) for name in MAP_WEIGHTS)
     found: tuple[Tensor, Tensor | None] = _Mapped.apply(map, scale, x, *weights)
     return found
 
@@ -87,7 +88,7 @@ def map_with_gradient(map: NativeMap, x: Tensor, scale: float) -> tuple[Tensor, 
 class _Mapped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, map: NativeMap, scale: float, x: Tensor, *weights: Tensor | None
+        ctx: Any, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.map, ctx.scale, ctx.engine = map, scale, engine()
         ctx.save_for_backward(x, *weights)
@@ -98,7 +99,7 @@ class _Mapped(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> Any:
         x, *weights = ctx.saved_tensors
-        map = ctx.map._replace(**dict(zip(WEIGHTS, weights, strict=True)))
+        map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
         found, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
         return None, None, found, *grads
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.native import WEIGHTS, NativeMap
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 
 KINDS = {
     "given": 0,
@@ -46,8 +46,8 @@ class Back(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
         *((name, _Steps) for name in ("grad_step", "dq_step", "dk_step", "dv_step")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", *WEIGHTS)),
-        *((name, ctypes.c_void_p) for name in ("kv", "log_scale", *(f"q_{name}" for name in WEIGHTS))),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", *MAP_WEIGHTS)),
+        *((name, ctypes.c_void_p) for name in ("kv", "log_scale", *(f"q_{name}" for name in MAP_WEIGHTS))),
     ]
 
 
@@ -71,7 +71,7 @@ def given(features: int, *, scaled: bool) -> Maps:
     return Maps(features, empty + empty, ())
 
 
-def packed(maps: Sequence[NativeMap], scale: float) -> Maps:
+def packed(maps: Sequence[MapSpec], scale: float) -> Maps:
     """Describe the maps of keys and queries, or the one they share; inputs are multiplied by `scale` before them."""
     held: list[Tensor] = []
     data = [_packed(map, scale, held) for map in maps]
@@ -80,9 +80,9 @@ def packed(maps: Sequence[NativeMap], scale: float) -> Maps:
     return Maps(map.first.shape[1] * per_row, data[0] + data[-1], tuple(held))
 
 
-def _packed(map: NativeMap, scale: float, held: list[Tensor]) -> bytes:
+def _packed(map: MapSpec, scale: float, held: list[Tensor]) -> bytes:
     pointers: list[int] = []
-    for tensor in (getattr(map, name) for name in WEIGHTS):
+    for tensor in (getattr(map, name) for name in MAP_WEIGHTS):
         if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
             tensor = tensor.float().contiguous()
         if tensor is not None:

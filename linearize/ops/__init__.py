@@ -1,18 +1,24 @@
 """Linear attention as pure functions on tensors: torch only, [B, H, T, D] layout, sums over tokens in fp32."""
 
 from linearize.ops.bidirectional import bidirectional_attention, gather_keys, read_state
-from linearize.ops.block import BlockState, block_attention, block_weights
+from linearize.ops.block import Blocks, BlockState, block_attention, block_weights
 from linearize.ops.causal import causal_attention
-from linearize.ops.floored import floored_attention
+from linearize.ops.floored import Floor, floored_attention
 from linearize.ops.naive import kernel_weights, naive_attention
 from linearize.ops.recurrent import advance, recurrent_attention
-from linearize.ops.state import State, empty_state
-from linearize.ops.window import WindowState, window_attention
+from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
+from linearize.ops.window import Mapped, Window, WindowState, window_attention
 from linearize.ops.window_naive import window_weights
 
 __all__ = [
     "BlockState",
+    "Blocks",
+    "Floor",
+    "LinearOp",
+    "LinearOptions",
+    "Mapped",
     "State",
+    "Window",
     "WindowState",
     "advance",
     "bidirectional_attention",

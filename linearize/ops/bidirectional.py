@@ -16,10 +16,9 @@ def bidirectional_attention(
     key_padding_mask: Tensor | None = None,
     log_scale: Tensor | None = None,
     initial_state: State | None = None,
-    return_state: bool = False,
     normalize: bool = True,
     eps: float = EPS,
-) -> Tensor | tuple[Tensor, State]:
+) -> tuple[Tensor, State]:
     """Attend from every query to every key; arguments and results as in `naive_attention(causal=False)`.
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, S, F], `v` [B, K, S, V] -> [B, H, T, V]. Sums over tokens are fp32.
@@ -32,8 +31,7 @@ def bidirectional_attention(
         initial_state=initial_state,
         normalize=normalize,
     )
-    out = read_state(phi_q, state, normalize=normalize, eps=eps).to(v.dtype)
-    return (out, state) if return_state else out
+    return read_state(phi_q, state, normalize=normalize, eps=eps).to(v.dtype), state
 
 
 def gather_keys(

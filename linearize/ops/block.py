@@ -8,6 +8,7 @@ Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https:/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,21 @@ from torch import Tensor
 
 from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.state import FLOOR, without_padding
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The form of the attention.
+
+    Attributes:
+        size: tokens per block, w.
+        causal: whether query i sees keys up to its own position only.
+        softmax: softmax of the scores; otherwise their ReLU.
+    """
+
+    size: int
+    causal: bool
+    softmax: bool = True
 
 
 class BlockState(NamedTuple):
@@ -36,74 +52,69 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    blocks: Blocks,
     *,
-    block: int,
     scaling: float,
-    causal: bool,
-    softmax: bool = True,
     key_padding_mask: Tensor | None = None,
     initial_state: BlockState | None = None,
-    return_state: bool = False,
-) -> Tensor | tuple[Tensor, BlockState]:
+) -> tuple[Tensor, BlockState]:
     """Attend inside blocks.
 
     Args:
         q: [B, H, T, D].
         k: [B, K, T, D], K divides H.
         v: [B, K, T, V].
-        block: tokens per block, w.
+        blocks: their size, direction and weights.
         scaling: what scores are multiplied with.
-        causal: whether query i sees keys up to its own position only.
-        softmax: softmax of the scores; otherwise their ReLU.
         key_padding_mask: [B, T], true or 1 where there is a token.
         initial_state: what was seen before these tokens (causal only).
-        return_state: whether to return the state after the last token as well (causal only).
 
     Returns:
-        Output [B, H, T, V] in fp32; with `return_state` also the final state.
+        Output [B, H, T, V] in fp32 and the state after the last token, from which a causal attention goes on.
     """
-    tokens = q.shape[2]
+    tokens, size = q.shape[2], blocks.size
     mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
     mask = mask if key_padding_mask is None else key_padding_mask.bool()
     q, k, v = (without_padding(x, key_padding_mask) for x in (q, k, v))
     order = None
     if initial_state is not None:
-        held, filled = block, initial_state.filled
         k, v = torch.cat([initial_state.block_k, k], dim=2), torch.cat([initial_state.block_v, v], dim=2)
-        q = F.pad(q, (0, 0, held, 0))
-        mask = torch.cat([torch.arange(held, device=q.device) < filled[:, None], mask], dim=1)
+        q = F.pad(q, (0, 0, size, 0))
+        before = torch.arange(size, device=q.device) < initial_state.filled[:, None]
+        mask = torch.cat([before, mask], dim=1)
     if initial_state is not None or key_padding_mask is not None:
         order = real_first(mask)
         q, k, v, mask = take(q, order), take(k, order), take(v, order), mask.gather(1, order)
-    out = _blocks(q, k, v, mask, block, scaling, causal, softmax)
+    out = _attend(q.float() * scaling, k, v, mask, blocks)
     if order is not None:
         out = put_back(out, order)
-    out = out[:, :, -tokens:]
-    if not return_state:
-        return out
+    return out[:, :, -tokens:], _last_block(k, v, mask, size)
+
+
+def _last_block(k: Tensor, v: Tensor, mask: Tensor, size: int) -> BlockState:
+    """Return the tokens of the block that is not full; those of `mask` [B, T] lie in front."""
     count = mask.sum(dim=1)
-    # The tokens are in front now, so the block that is not full begins at a multiple of w.
-    last = (count // block * block)[:, None] + torch.arange(block, device=q.device)
-    k, v = (F.pad(x, (0, 0, 0, block)) for x in (k, v))
-    return out, BlockState(take(k, last), take(v, last), count % block)
+    index = (count // size * size)[:, None] + torch.arange(size, device=k.device)
+    absent = (index >= count[:, None])[:, None, :, None]
+    index = index.clamp(max=k.shape[2] - 1)
+    last_k, last_v = (take(x, index).masked_fill(absent, 0.0) for x in (k, v))
+    return BlockState(last_k, last_v, count % size)
 
 
-def _blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block: int, scaling: float, causal: bool, softmax: bool
-) -> Tensor:
-    """Attend inside blocks of tokens without gaps: shapes as in `block_attention`, mask [B, T]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Blocks) -> Tensor:
+    """Attend inside blocks of tokens without gaps: shapes as in `block_attention`, q scaled, mask [B, T]."""
     batch, heads, tokens, _ = q.shape
     key_heads = k.shape[1]
-    size = min(block, tokens)
+    size = min(blocks.size, tokens)
     rest = -tokens % size
     count = (tokens + rest) // size
     q, k, v = (F.pad(x.float(), (0, 0, 0, rest)) for x in (q, k, v))
-    q = q.reshape(batch, key_heads, heads // key_heads, count, size, -1) * scaling
+    q = q.reshape(batch, key_heads, heads // key_heads, count, size, -1)
     k, v = (x.reshape(batch, key_heads, 1, count, size, -1) for x in (k, v))
     visible = F.pad(mask, (0, rest)).reshape(batch, 1, 1, count, 1, size)
-    if causal:
+    if blocks.causal:
         visible = visible & torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    out = _activate(q @ k.transpose(-1, -2), visible, softmax) @ v
+    out = _activate(q @ k.transpose(-1, -2), visible, blocks.softmax) @ v
     return out.reshape(batch, heads, count * size, -1)[:, :, :tokens]
 
 
@@ -116,14 +127,7 @@ def _activate(scores: Tensor, visible: Tensor, softmax: bool) -> Tensor:
 
 
 def block_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    block: int,
-    scaling: float,
-    causal: bool,
-    softmax: bool = True,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, blocks: Blocks, *, scaling: float, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Write out the weights [B, H, T, S] of `block_attention` in fp32 (arguments as there); quadratic, the reference.
 
@@ -132,11 +136,11 @@ def block_weights(
     queries, keys = q.shape[2], k.shape[2]
     real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device)
     real = real if key_padding_mask is None else key_padding_mask.bool()
-    number = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // block
+    number = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // blocks.size
     visible = (number[:, -queries:, None] == number[:, None, :]) & real[:, None]
-    if causal:
+    if blocks.causal:
         visible = visible & torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     k = without_padding(k, key_padding_mask)
     q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -queries:])
     scores = (q.float() * scaling) @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
-    return _activate(scores, visible[:, None], softmax)
+    return _activate(scores, visible[:, None], blocks.softmax)

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.native import engine
-from linearize.native.gradient import attend_with_gradient
-from linearize.ops.causal_fla import chunk_kernel, exact_enough, fla_attention
 from linearize.ops.causal_plan import CHUNK, Plan, cut, make_plan, powers
 from linearize.ops.causal_traced import traced_attention
 from linearize.ops.state import EPS, State, empty_state, group_queries, guarded, masked_log_scale
@@ -28,65 +25,30 @@ def causal_attention(
     key_padding_mask: Tensor | None = None,
     log_scale: Tensor | None = None,
     initial_state: State | None = None,
-    return_state: bool = False,
     normalize: bool = True,
     eps: float = EPS,
-) -> Tensor | tuple[Tensor, State]:
+) -> tuple[Tensor, State]:
     """Attend from query i to keys up to i; arguments and results as in `naive_attention(causal=True)`.
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]. Sums and states are fp32.
     Under `torch.compile` and `torch.export` the same chunks are written as plain tensor operations.
     """
-
-    native = engine() if normalize else None
-    if native is not None and native.takes(phi_q, phi_k, v):
-        given = [x for x in (phi_q, phi_k, v, log_scale) if x is not None]
-        options = {"causal": True, "scale": 1.0, "eps": eps, "mask": key_padding_mask}
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in given):
-            out, kv, top = native.attend([], phi_q, phi_k, v, log_scale=log_scale, start=initial_state, **options)
-            return (out, State(kv, top)) if return_state else out
-        # With a gradient through states, too, the ops in PyTorch are the ones that know how.
-        if initial_state is None and not return_state:
-
-            def again(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
-                return _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, None, normalize, eps)[0]
-
-            return attend_with_gradient([], phi_q, phi_k, v, log_scale, again, options)
-    found = _in_chunks(phi_q, phi_k, v, key_padding_mask, log_scale, initial_state, normalize, eps)
-    return found if return_state else found[0]
-
-
-def _in_chunks(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    log_scale: Tensor | None,
-    state: State | None,
-    normalize: bool,
-    eps: float,
-) -> tuple[Tensor, State]:
-    """Attend with PyTorch's operations."""
+    state = initial_state
     if state is None:
         state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     if torch.compiler.is_compiling():
         return traced_attention(
-            phi_q, phi_k, v, mask=key_padding_mask, scale=scale, state=state, normalize=normalize, eps=eps, chunk=CHUNK
-        )
-    if (kernel := chunk_kernel(v.device)) is not None and exact_enough(v):
-        return fla_attention(
-            kernel,
             phi_q,
             phi_k,
             v,
             key_padding_mask=key_padding_mask,
-            scale=scale,
-            state=state,
+            log_scale=log_scale,
+            initial_state=state,
             normalize=normalize,
             eps=eps,
         )
     padding = None if key_padding_mask is None else ~key_padding_mask[:, None, :, None].bool()
+    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     if scale is not None:
         return _scaled(phi_q, phi_k, v, padding, scale, state, normalize, eps)
     plan = Plan(cut(v.shape[2]), normalize, eps, padding)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, State, divide, group_queries, with_ones, without_padding
+from linearize.ops.causal_plan import CHUNK
+from linearize.ops.state import FLOOR, State, divide, group_queries, masked_log_scale, with_ones, without_padding
 
 
 def traced_attention(
@@ -13,34 +14,20 @@ def traced_attention(
     phi_k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None,
-    scale: Tensor | None,
-    state: State,
+    key_padding_mask: Tensor | None,
+    log_scale: Tensor | None,
+    initial_state: State,
     normalize: bool,
     eps: float,
-    chunk: int,
 ) -> tuple[Tensor, State]:
-    """Attend as `causal_attention` does; every row has a stabiliser of its own.
-
-    Args:
-        phi_q: [B, H, T, F].
-        phi_k: [B, K, T, F].
-        v: [B, K, T, V].
-        mask: [B, T], true or 1 where there is a token, or None.
-        scale: [B, K, T] log-scales, `FLOOR` where there is no token, or None.
-        state: the state before.
-        normalize: whether to divide by the sum of the weights.
-        eps: smallest magnitude of that sum.
-        chunk: tokens per chunk.
-
-    Returns:
-        Output [B, H, T, V] in `v`'s dtype and the state after.
-    """
+    """Attend as `causal_attention` does, arguments and results as there; every row has a stabiliser of its own."""
+    state = initial_state
+    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     queries = group_queries(phi_q, phi_k.shape[1])
-    phi_k, values = without_padding(phi_k, mask), with_ones(v, normalize, mask)
+    phi_k, values = without_padding(phi_k, key_padding_mask), with_ones(v, normalize, key_padding_mask)
     outputs = []
-    for start in range(0, v.shape[2], chunk):
-        part = slice(start, start + chunk)
+    for start in range(0, v.shape[2], CHUNK):
+        part = slice(start, start + CHUNK)
         piece = None if scale is None else scale[:, :, part]
         mixed, state = _chunk(
             queries[:, :, :, part].float(), phi_k[:, :, part].float(), values[:, :, part], piece, state

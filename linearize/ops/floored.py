@@ -10,59 +10,75 @@ It streams: the state [B, K, F, V + 2] has sum_j |phi(k_j)| in a column more.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from linearize.ops.bidirectional import bidirectional_attention
-from linearize.ops.causal import causal_attention
-from linearize.ops.recurrent import recurrent_attention
-from linearize.ops.state import EPS, State, with_ones
+from linearize.ops.state import EPS, LinearOp, State, with_ones
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How small a row's sum may be.
+
+    Attributes:
+        share: c, between 0 and 1.
+        eps: smallest magnitude of the sum, whatever c is.
+    """
+
+    share: float
+    eps: float = EPS
 
 
 def floored_attention(
     phi_q: Tensor,
     phi_k: Tensor,
     v: Tensor,
+    floor: Floor,
     *,
-    floor: float,
-    causal: bool = False,
+    op: LinearOp,
     key_padding_mask: Tensor | None = None,
     log_scale: Tensor | None = None,
     initial_state: State | None = None,
-    return_state: bool = False,
-    eps: float = EPS,
-) -> Tensor | tuple[Tensor, State]:
+) -> tuple[Tensor, State]:
     """Attend with the floor described above; the other arguments and results as in `naive_attention`.
 
     Args:
         phi_q: [B, H, T, F].
         phi_k: [B, K, T, F], K divides H.
         v: [B, K, T, V].
-        floor: c, between 0 and 1.
-        causal: whether query i sees keys up to its own position only.
+        floor: the smallest denominators.
+        op: sums up the weighted values, bidirectionally or causally.
         key_padding_mask: [B, T], true or 1 where there is a token.
         log_scale: [B, K, T] or None, see `linearize.ops.state`.
         initial_state: what this op returned for the tokens before, or None.
-        return_state: whether to return the state after the last token as well.
-        eps: smallest magnitude of the sum, whatever the floor.
     """
-    op: Any = bidirectional_attention
-    if causal:
-        op = recurrent_attention if phi_k.shape[2] == 1 else causal_attention
     before: tuple[State | None, State | None] = (None, None)
     if initial_state is not None:
         kv, shift = initial_state
         before = State(kv[..., :-1], shift), State(kv[..., -1:].detach(), shift)
-    common = {"key_padding_mask": key_padding_mask, "return_state": True, "normalize": False}
-    mixed, after = op(phi_q, phi_k, with_ones(v, True), log_scale=log_scale, initial_state=before[0], **common)
+
+    def summed(
+        phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State | None
+    ) -> tuple[Tensor, State]:
+        return op(
+            phi_q,
+            phi_k,
+            values,
+            key_padding_mask=key_padding_mask,
+            log_scale=scale,
+            initial_state=state,
+            normalize=False,
+        )
+
+    mixed, after = summed(phi_q, phi_k, with_ones(v, True), log_scale, before[0])
     # Of the same log-scales, so that each row is in the same unit.
     scale = None if log_scale is None else log_scale.detach()
-    sizes, ones = (x.detach().float().abs() for x in (phi_q, phi_k)), v.new_ones(*v.shape[:3], 1, dtype=torch.float32)
-    most, held_too = op(*sizes, ones, log_scale=scale, initial_state=before[1], **common)
-    out = (mixed[..., :-1] / held(mixed[..., -1:], (floor * most).clamp(min=eps))).to(v.dtype)
-    return (out, State(torch.cat([after.kv, held_too.kv], dim=-1), after.log_scale)) if return_state else out
+    ones = v.new_ones(*v.shape[:3], 1, dtype=torch.float32)
+    most, absolute = summed(phi_q.detach().float().abs(), phi_k.detach().float().abs(), ones, scale, before[1])
+    out = mixed[..., :-1] / held(mixed[..., -1:], (floor.share * most).clamp(min=floor.eps))
+    return out.to(v.dtype), State(torch.cat([after.kv, absolute.kv], dim=-1), after.log_scale)
 
 
 def held(total: Tensor, least: Tensor) -> Tensor:

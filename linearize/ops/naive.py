@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from linearize.ops.floored import held
-from linearize.ops.state import EPS, FLOOR, State, divide, masked_log_scale, with_ones, without_padding
+from linearize.ops.state import (
+    EPS,
+    FLOOR,
+    State,
+    divide,
+    empty_state,
+    group_queries,
+    masked_log_scale,
+    with_ones,
+    without_padding,
+)
 
 
 def kernel_weights(
@@ -72,11 +82,14 @@ def naive_attention(
     key_padding_mask: Tensor | None = None,
     log_scale: Tensor | None = None,
     initial_state: State | None = None,
-    return_state: bool = False,
     normalize: bool = True,
-    eps: float = EPS,
-) -> Tensor | tuple[Tensor, State]:
-    """Kernel attention, token by token sums written out (reference for `bidirectional`, `causal` and `recurrent`).
+) -> tuple[Tensor, State]:
+    """Kernel attention with its T x T weights (reference for `bidirectional`, `causal` and `recurrent`).
+
+        w_ij = exp(c_j - m_i) phi(q_i) . phi(k_j),   o_i = (sum_j w_ij v_j + rest) / (sum_j w_ij + rest)
+
+    over the keys j that query i sees; m_i is the largest of their log-scales c_j, and "rest" what the state before
+    adds. It cancels.
 
     Args:
         phi_q: [B, H, T, F].
@@ -86,41 +99,24 @@ def naive_attention(
         key_padding_mask: [B, T], true or 1 where there is a token.
         log_scale: [B, K, T] or None, see `linearize.ops.state`.
         initial_state: what was seen before these tokens, or None.
-        return_state: whether to return the state after the last token as well.
         normalize: whether to divide by the sum of the weights.
-        eps: smallest magnitude of that sum.
 
     Returns:
-        Output [B, H, T, V] in `v`'s dtype; with `return_state` also the final `State`.
+        Output [B, H, T, V] in `v`'s dtype and the `State` after the last token.
     """
-    groups = phi_q.shape[1] // phi_k.shape[1]
-    queries, keys = phi_q.float(), without_padding(phi_k.float(), key_padding_mask)
-    values = with_ones(v, normalize, key_padding_mask)
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+    state = initial_state or empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
+    queries, keys = group_queries(phi_q.float(), phi_k.shape[1]), without_padding(phi_k.float(), key_padding_mask)
+    values, scale = with_ones(v, normalize, key_padding_mask), masked_log_scale(phi_k, log_scale, key_padding_mask)
     scale = torch.zeros(keys.shape[:-1], device=keys.device) if scale is None else scale
-    past = scale.new_full(scale.shape[:2], 0.0 if log_scale is None else FLOOR)
-    past = past if initial_state is None else initial_state.log_scale
-    tokens = v.shape[2]
-    mixed = []
-    for i in range(tokens):
-        seen = slice(0, i + 1 if causal else tokens)
-        shift = torch.maximum(past, scale[:, :, seen].detach().amax(dim=-1))
-        weight = torch.exp(scale[:, :, seen] - shift[..., None])
-        scores = queries[:, :, i, None] @ keys[:, :, seen].repeat_interleave(groups, 1).transpose(-1, -2)
-        row = (scores * weight.repeat_interleave(groups, 1)[:, :, None]) @ values[:, :, seen].repeat_interleave(
-            groups, 1
-        )
-        if initial_state is not None:
-            before = initial_state.kv * torch.exp(past - shift)[..., None, None]
-            row = row + queries[:, :, i, None] @ before.repeat_interleave(groups, 1)
-        mixed.append(row)
-    out = torch.cat(mixed, dim=2)
-    out = (divide(out, eps) if normalize else out).to(v.dtype)
-    if not return_state:
-        return out
-    shift = torch.maximum(past, scale.detach().amax(dim=-1))
-    weight = torch.exp(scale - shift[..., None])
-    kv = keys.transpose(-1, -2) @ (values * weight[..., None])
-    if initial_state is not None:
-        kv = kv + initial_state.kv * torch.exp(past - shift)[..., None, None]
-    return out, State(kv, shift)
+    tokens, past = v.shape[2], state.log_scale
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device)
+    seen = seen.tril() if causal else seen
+    exponents = scale[:, :, None, :].expand(-1, -1, tokens, -1).masked_fill(~seen, FLOOR)
+    m = torch.maximum(exponents.detach().amax(dim=-1), past[..., None])
+    weights = torch.einsum("bkgif,bkjf->bkgij", queries, keys) * torch.exp(exponents - m[..., None])[:, :, None] * seen
+    rest = torch.einsum("bkgif,bkfv->bkgiv", queries, state.kv) * torch.exp(past[..., None] - m)[:, :, None, :, None]
+    mixed = (torch.einsum("bkgij,bkjv->bkgiv", weights, values) + rest).flatten(1, 2)
+    last = torch.maximum(past, scale.detach().amax(dim=-1))
+    kv = torch.einsum("bkj,bkjf,bkjv->bkfv", torch.exp(scale - last[..., None]), keys, values)
+    kv = kv + state.kv * torch.exp(past - last)[..., None, None]
+    return (divide(mixed, EPS) if normalize else mixed).to(v.dtype), State(kv, last)

@@ -25,10 +25,9 @@ def recurrent_attention(
     key_padding_mask: Tensor | None = None,
     log_scale: Tensor | None = None,
     initial_state: State | None = None,
-    return_state: bool = False,
     normalize: bool = True,
     eps: float = EPS,
-) -> Tensor | tuple[Tensor, State]:
+) -> tuple[Tensor, State]:
     """Attend from query i to keys up to i, step by step; arguments and results as in `causal_attention`.
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]; T is 1 when decoding.
@@ -56,8 +55,7 @@ def recurrent_attention(
         mixed = queries[:, :, i].reshape(batch, key_heads, -1, features) @ kv
         outputs.append(mixed.reshape(batch, heads, 1, -1))
     mixed = torch.cat(outputs, dim=2)
-    out = (divide(mixed, eps) if normalize else mixed).to(v.dtype)
-    return (out, state) if return_state else out
+    return (divide(mixed, eps) if normalize else mixed).to(v.dtype), state
 
 
 def advance(

@@ -10,7 +10,7 @@ query can see, never over later ones, and the maximum cancels between numerator 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -33,6 +33,36 @@ class State(NamedTuple):
 
     kv: Tensor
     log_scale: Tensor
+
+
+class LinearOptions(TypedDict, total=False):
+    """What every linear attention op takes beside features and values.
+
+    Attributes:
+        key_padding_mask: [B, T], true or 1 where there is a token; None: everywhere.
+        log_scale: the keys' [B, K, T], see above; None: all 0.
+        initial_state: the state before these tokens, or None.
+        normalize: whether rows are divided by their sums (the default).
+        eps: smallest magnitude of such a sum, `EPS` by default.
+    """
+
+    key_padding_mask: Tensor | None
+    log_scale: Tensor | None
+    initial_state: State | None
+    normalize: bool
+    eps: float
+
+
+class LinearOp(Protocol):
+    """The contract of the ops: phi_q [B, H, T, F], phi_k [B, K, T, F], v [B, K, T, V] -> [B, H, T, V] and the state.
+
+    The output has the dtype of `v`, the state after the last token is fp32.
+    """
+
+    def __call__(
+        self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
+    ) -> tuple[Tensor, State]:
+        """Attend."""
 
 
 def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = True) -> State:

@@ -16,7 +16,8 @@ is not divided by exp(m_i).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,57 @@ from torch import Tensor
 from linearize.ops.causal import causal_attention
 from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.recurrent import recurrent_attention
-from linearize.ops.state import EPS, FLOOR, State, divide, empty_state, masked_log_scale, with_ones, without_padding
+from linearize.ops.state import (
+    EPS,
+    FLOOR,
+    LinearOp,
+    State,
+    divide,
+    empty_state,
+    masked_log_scale,
+    with_ones,
+    without_padding,
+)
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The form of the attention.
+
+    Attributes:
+        size: W, see above.
+        scaling: what softmax's scores are multiplied with.
+        causal: whether query i sees keys up to its own position only.
+        eps: smallest magnitude of a row's sum, relative to its largest part.
+    """
+
+    size: int
+    scaling: float
+    causal: bool
+    eps: float = EPS
+
+
+class Mapped(NamedTuple):
+    """Queries or keys, and their features.
+
+    Attributes:
+        x: [B, H, T, D].
+        phi: [B, H, T, F].
+        log_scale: [B, H, T] or None (all 0).
+    """
+
+    x: Tensor
+    phi: Tensor
+    log_scale: Tensor | None = None
+
+    def scale(self) -> Tensor:
+        """Return the log-scale in fp32."""
+        if self.log_scale is None:
+            return torch.zeros(self.phi.shape[:3], device=self.phi.device)
+        return self.log_scale.float()
 
 
 class WindowState(NamedTuple):
@@ -51,6 +99,20 @@ class WindowState(NamedTuple):
     ring_phi: Tensor
     ring_scale: Tensor
     ring_mask: Tensor
+
+
+class _Queries(NamedTuple):
+    """All that belongs to the queries."""
+
+    q: Tensor
+    phi: Tensor
+    scale: Tensor
+
+    def taken(self, order: Tensor) -> _Queries:
+        return _Queries(take(self.q, order), take(self.phi, order), take(self.scale, order))
+
+    def flipped(self) -> _Queries:
+        return _Queries(self.q.flip(2), self.phi.flip(2), self.scale.flip(2))
 
 
 class _Keys(NamedTuple):
@@ -84,74 +146,68 @@ class _Keys(NamedTuple):
 
 
 def window_attention(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    q: Tensor,
-    k: Tensor,
+    queries: Mapped,
+    keys: Mapped,
     v: Tensor,
+    window: Window,
     *,
-    window: int,
-    scaling: float,
-    causal: bool,
     key_padding_mask: Tensor | None = None,
-    query_log_scale: Tensor | None = None,
-    log_scale: Tensor | None = None,
     initial_state: WindowState | None = None,
-    return_state: bool = False,
-    eps: float = EPS,
-) -> Tensor | tuple[Tensor, WindowState]:
+    op: LinearOp = causal_attention,
+) -> tuple[Tensor, WindowState | None]:
     """Attend with softmax inside a window and with a feature map outside it; no T x T matrix is made.
 
     Args:
-        phi_q: query features [B, H, T, F].
-        phi_k: key features [B, K, T, F], K divides H.
-        q: queries [B, H, T, D].
-        k: keys [B, K, T, D].
+        queries: of H heads.
+        keys: of K heads, K divides H.
         v: values [B, K, T, V].
-        window: W, see above.
-        scaling: what softmax's scores are multiplied with.
-        causal: whether query i sees keys up to its own position only.
+        window: its size and direction.
         key_padding_mask: [B, T], true or 1 where there is a token.
-        query_log_scale: [B, H, T] or None (all 0).
-        log_scale: the keys', [B, K, T] or None (all 0).
         initial_state: what was seen before these tokens (causal only).
-        return_state: whether to return the state after the last token as well (causal only).
-        eps: smallest magnitude of a row's sum, relative to its largest part.
+        op: sums up what lies outside the window, causally.
 
     Returns:
-        Output [B, H, T, V] in `v`'s dtype; with `return_state` also the final state.
+        Output [B, H, T, V] in `v`'s dtype, and the state after the last token; None where not causal.
     """
-    batch, tokens = q.shape[0], q.shape[2]
-    mask = torch.ones(batch, tokens, dtype=torch.bool, device=q.device)
+    mask = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
     mask = mask if key_padding_mask is None else key_padding_mask.bool()
-    scale = torch.zeros(phi_k.shape[:3], device=q.device) if log_scale is None else log_scale.float()
-    own = torch.zeros(phi_q.shape[:3], device=q.device) if query_log_scale is None else query_log_scale.float()
-    q, k, v, phi_k = (without_padding(x, key_padding_mask) for x in (q, k, v, phi_k.float()))
-    keys = _Keys(k, v, phi_k, scale, mask)
-    order = real_first(mask) if key_padding_mask is not None and tokens > 1 else None
+    q, k, v, phi_k = (without_padding(x, key_padding_mask) for x in (queries.x, keys.x, v, keys.phi.float()))
+    side = _Queries(q, queries.phi, queries.scale())
+    run = _Keys(k, v, phi_k, keys.scale(), mask)
+    order = real_first(mask) if key_padding_mask is not None and v.shape[2] > 1 else None
     if order is not None:
-        phi_q, q, own, keys = take(phi_q, order), take(q, order), take(own, order), keys.taken(order)
-    state = None
-    if causal:
-        ring, past = _resume(keys, window, initial_state)
-        whole = ring.then(keys)
-        # The key that leaves the window when a token enters it; padding at the end lets none leave.
-        leaving = whole.part(slice(0, tokens))
-        leaving = leaving._replace(mask=leaving.mask & keys.mask)
-        far, after = _linear(phi_q, own, leaving, past)
-        parts = [far, _softmax(q, whole.part(slice(1, None)), window, scaling)]
-        if return_state:
-            end = keys.mask.sum(dim=1, keepdim=True) + torch.arange(window, device=q.device)
-            state = WindowState(*after, *whole.taken(end))
+        side, run = side.taken(order), run.taken(order)
+    if window.causal:
+        parts, state = _causal_parts(side, run, window, initial_state, op)
     else:
-        reach = window // 2
-        behind, _ = _linear(phi_q, own, keys.padded(reach + 1, 0).part(slice(0, tokens)), None)
-        ahead, _ = _linear(phi_q.flip(2), own.flip(2), keys.flipped().padded(reach + 1, 0).part(slice(0, tokens)), None)
-        near = _softmax(q, keys.padded(reach, reach), 2 * reach + 1, scaling)
-        parts = [behind, (ahead[0].flip(2), ahead[1].flip(2)), near]
-    out = divide(_join(parts), eps)
-    out = (out if order is None else put_back(out, order)).to(v.dtype)
-    return out if state is None else (out, state)
+        parts, state = _bidirectional_parts(side, run, window, op), None
+    out = divide(_join(parts), window.eps)
+    return (out if order is None else put_back(out, order)).to(v.dtype), state
+
+
+def _causal_parts(
+    queries: _Queries, keys: _Keys, window: Window, initial_state: WindowState | None, op: LinearOp
+) -> tuple[list[tuple[Tensor, Tensor]], WindowState]:
+    """Return what lies beyond the window and inside it, as `_join` takes them, and the state after."""
+    tokens = queries.q.shape[2]
+    ring, past = _resume(keys, window.size, initial_state)
+    whole = ring.then(keys)
+    # The key that leaves the window when a token enters it; padding at the end lets none leave.
+    leaving = whole.part(slice(0, tokens))
+    leaving = leaving._replace(mask=leaving.mask & keys.mask)
+    far, after = _linear(queries, leaving, past, op)
+    near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling)
+    end = keys.mask.sum(dim=1, keepdim=True) + torch.arange(window.size, device=keys.mask.device)
+    return [far, near], WindowState(*after, *whole.taken(end))
+
+
+def _bidirectional_parts(queries: _Queries, keys: _Keys, window: Window, op: LinearOp) -> list[tuple[Tensor, Tensor]]:
+    """Return what lies behind the window, ahead of it and inside it, as `_join` takes them."""
+    tokens, half = queries.q.shape[2], window.size // 2
+    behind, _ = _linear(queries, keys.padded(half + 1, 0).part(slice(0, tokens)), None, op)
+    ahead, _ = _linear(queries.flipped(), keys.flipped().padded(half + 1, 0).part(slice(0, tokens)), None, op)
+    near = _softmax(queries.q, keys.padded(half, half), 2 * half + 1, window.scaling)
+    return [behind, (ahead[0].flip(2), ahead[1].flip(2)), near]
 
 
 def _resume(keys: _Keys, window: int, state: WindowState | None) -> tuple[_Keys, State]:
@@ -162,26 +218,25 @@ def _resume(keys: _Keys, window: int, state: WindowState | None) -> tuple[_Keys,
     return keys.part(slice(0, 0)).padded(window, 0), empty_state(keys.phi, keys.v, scaled=True)
 
 
-def _linear(phi_q: Tensor, own: Tensor, keys: _Keys, past: State | None) -> tuple[tuple[Tensor, Tensor], State]:
+def _linear(queries: _Queries, keys: _Keys, past: State | None, op: LinearOp) -> tuple[tuple[Tensor, Tensor], State]:
     """Sum over the keys up to each query's place: ([B, H, T, V + 1], its log-scale [B, H, T]) and the state."""
     values = with_ones(keys.v, True)
     past = empty_state(keys.phi, keys.v, scaled=True) if past is None else past
-    op: Any = recurrent_attention if phi_q.shape[2] == 1 else causal_attention
-    mixed, after = op(
-        phi_q,
+    mixed, after = (recurrent_attention if values.shape[2] == 1 else op)(
+        queries.phi,
         keys.phi,
         values,
         key_padding_mask=keys.mask,
         log_scale=keys.scale,
         initial_state=past,
-        return_state=True,
         normalize=False,
     )
     scale = masked_log_scale(keys.phi, keys.scale, keys.mask)
     assert scale is not None
     # The op's own stabiliser, which it does not return.
     shift = torch.maximum(scale.detach().cummax(dim=-1).values, past.log_scale[..., None])
-    return (mixed, own + shift.repeat_interleave(phi_q.shape[1] // shift.shape[1], dim=1)), after
+    groups = queries.phi.shape[1] // shift.shape[1]
+    return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
 
 
 def _softmax(q: Tensor, keys: _Keys, span: int, scaling: float) -> tuple[Tensor, Tensor]:

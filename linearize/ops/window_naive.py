@@ -5,45 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide, without_padding
+from linearize.ops.state import FLOOR, divide, without_padding
+from linearize.ops.window import TINY, Mapped, Window
 
-TINY = 1e-30
 
-
-def window_weights(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    *,
-    window: int,
-    scaling: float,
-    causal: bool,
-    key_padding_mask: Tensor | None = None,
-    query_log_scale: Tensor | None = None,
-    log_scale: Tensor | None = None,
-    eps: float = EPS,
-) -> Tensor:
+def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding_mask: Tensor | None = None) -> Tensor:
     """Write out the weights of `linearize.ops.window.window_attention` (arguments as there); quadratic in T.
 
     Returns:
         Weights [B, H, T, S] in fp32, rows summing to one; the queries are the last T of the S tokens.
     """
+    (q, phi_q, query_log_scale), (k, phi_k, log_scale) = queries, keys
     groups = q.shape[1] // k.shape[1]
-    queries, keys = q.shape[2], k.shape[2]
-    real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device)
+    rows, columns = q.shape[2], k.shape[2]
+    real = torch.ones(q.shape[0], columns, dtype=torch.bool, device=q.device)
     real = real if key_padding_mask is None else key_padding_mask.bool()
     k, phi_k = (without_padding(x, key_padding_mask) for x in (k, phi_k))
-    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -queries:])
+    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -rows:])
     log_scale = None if log_scale is None else log_scale.float().masked_fill(~real[:, None], 0.0)
     place = real.long().cumsum(dim=-1)
-    distance = place[:, -queries:, None] - place[:, None, :]
-    near = distance < window if causal else distance.abs() <= window // 2
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-    visible = (visible.tril(keys - queries) if causal else visible) & real[:, None]
+    distance = place[:, -rows:, None] - place[:, None, :]
+    near = distance < window.size if window.causal else distance.abs() <= window.size // 2
+    visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    visible = (visible.tril(columns - rows) if window.causal else visible) & real[:, None]
     near, visible = near[:, None], visible[:, None]
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
-    scores = (q.float() * scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
+    scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     exponents = torch.zeros_like(scores)
     if query_log_scale is not None:
         exponents = exponents + query_log_scale.float()[..., None]
@@ -55,4 +42,4 @@ def window_weights(
     levels = torch.where(size <= TINY, FLOOR, exponents.detach() + size.clamp(min=TINY).log())
     shift = levels.amax(dim=-1, keepdim=True)
     weights = factors * torch.exp((exponents - shift).clamp(max=80.0))
-    return divide(torch.cat([weights, weights.sum(dim=-1, keepdim=True)], dim=-1), eps)
+    return divide(torch.cat([weights, weights.sum(dim=-1, keepdim=True)], dim=-1), window.eps)

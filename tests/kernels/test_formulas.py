@@ -44,33 +44,33 @@ def whole(features):
 )
 def test_maps_of_single_entries(name, arguments, formula):
     kernel, x = make(name, **arguments)
-    torch.testing.assert_close(whole(kernel(x, keys=True)), formula(x))
+    torch.testing.assert_close(whole(kernel.forward_keys(x)), formula(x))
 
 
 def test_elu_of_very_negative_numbers_is_not_zero():
     kernel, _ = make("elu")
     x = torch.full((1, 1, 1, 1), -40.0)
-    torch.testing.assert_close(kernel(x, keys=True).phi, x.exp(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(kernel.forward_keys(x).phi, x.exp(), rtol=1e-6, atol=0)
 
 
 def test_taylor_is_the_second_order_expansion():
     kernel, x = make("taylor")
     y = x.flip(2)
     z = (x * y).sum(-1)
-    found = (kernel(x, keys=False).phi * kernel(y, keys=True).phi).sum(-1)
+    found = (kernel.forward_queries(x).phi * kernel.forward_keys(y).phi).sum(-1)
     torch.testing.assert_close(found, 1 + z + z * z / 2)
 
 
 def test_cosformer_weighs_by_the_distance():
     kernel, x = make("cosformer", max_positions=10)
     positions = torch.arange(5)[None].expand(2, -1)
-    q, k = (kernel(y, keys=keys, positions=positions).phi for y, keys in ((x, False), (x.flip(2), True)))
+    q, k = kernel.forward_queries(x, positions).phi, kernel.forward_keys(x.flip(2), positions).phi
     found = q @ k.transpose(-1, -2)
     distance = torch.arange(5)[:, None] - torch.arange(5)
     want = (x.relu() @ x.flip(2).relu().transpose(-1, -2)) * torch.cos(math.pi / 2 * distance / 10)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
-    late = kernel(x, keys=True, positions=torch.full((2, 5), 500))
-    first = kernel(x, keys=False, positions=torch.zeros(2, 5))
+    late = kernel.forward_keys(x, torch.full((2, 5), 500))
+    first = kernel.forward_queries(x, torch.zeros(2, 5))
     assert ((first.phi @ late.phi.transpose(-1, -2)) >= -1e-5).all()
 
 
@@ -79,10 +79,10 @@ def test_t2r_and_hedgehog():
         kernel, x = make(name)
         y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x) + kernel.bias[:, None]
         both = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
-        torch.testing.assert_close(whole(kernel(x, keys=True)), y.relu() if name == "t2r" else both)
+        torch.testing.assert_close(whole(kernel.forward_keys(x)), y.relu() if name == "t2r" else both)
     kernel, x = make("hedgehog", activation="exp")
     y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x) + kernel.bias[:, None]
-    torch.testing.assert_close(whole(kernel(x, keys=True)), torch.cat([y, -y], -1).exp())
+    torch.testing.assert_close(whole(kernel.forward_keys(x)), torch.cat([y, -y], -1).exp())
 
 
 @pytest.mark.parametrize("shared_heads", [False, True])
@@ -103,7 +103,7 @@ def test_luna_is_its_mlps_written_out(shared_heads, shared_mlp, envelope):
     want = psi.relu() * 4**-0.5
     if envelope:
         want = want * (x @ kernel.gate.transpose(-1, -2) + kernel.gate_bias[:, None]).sigmoid()[..., None, :]
-    found = kernel(x, keys=True).phi
+    found = kernel.forward_keys(x).phi
     want = want.flatten(-2)
     assert (found > 0).any() and (found == 0).any()
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
@@ -122,17 +122,17 @@ def test_luna_folds_once_and_again_when_weights_change(monkeypatch):
     folds, real = [], kernel._fold
     monkeypatch.setattr(kernel, "_fold", lambda: folds.append(1) or real())
     with torch.no_grad():
-        first = kernel(x, keys=True).phi
-        assert torch.equal(kernel(x, keys=True).phi, first) and len(folds) == 1
+        first = kernel.forward_keys(x).phi
+        assert torch.equal(kernel.forward_keys(x).phi, first) and len(folds) == 1
         # As averages of weights are put in place: past autograd's version counters.
         kernel.out_weight.data.mul_(2.0)
-        second = kernel(x, keys=True).phi
+        second = kernel.forward_keys(x).phi
         assert len(folds) == 2 and not torch.equal(second, first)
-    with_gradient = kernel(x, keys=True).phi
+    with_gradient = kernel.forward_keys(x).phi
     assert len(folds) == 3 and torch.equal(with_gradient, second)
     kernel.bfloat16()
     with torch.no_grad():
-        assert torch.isfinite(kernel(x, keys=True).phi).all() and len(folds) == 4
+        assert torch.isfinite(kernel.forward_keys(x).phi).all() and len(folds) == 4
 
 
 def test_polaformer_mixes_same_and_opposite_signs():
@@ -142,7 +142,7 @@ def test_polaformer_mixes_same_and_opposite_signs():
     a, b = (torch.nn.functional.softplus(raw)[:, None] for raw in (kernel.same, kernel.opposite))
     (qp, qn), (kp, kn) = ((z.clamp(min=0) ** p, (-z).clamp(min=0) ** p) for z in (x, y))
     want = (a * (qp * kp + qn * kn) + b * (qp * kn + qn * kp)).sum(-1)
-    found = (kernel(x, keys=False).phi * kernel(y, keys=True).phi).sum(-1)
+    found = (kernel.forward_queries(x).phi * kernel.forward_keys(y).phi).sum(-1)
     torch.testing.assert_close(found, want)
 
 
@@ -228,12 +228,12 @@ def test_positive_flexformer_n():
     r = (4 * torch.tanh(torch.einsum("hd,bhtd->bht", kernel.m, x) / 4)).exp()
     assert (r - 1).abs().max() > 0.5
     want = r[..., None] * torch.cat([s * angle.cos().square(), s * angle.sin().square()], -1)
-    found = kernel(x, keys=True)
+    found = kernel.forward_keys(x)
     torch.testing.assert_close(found.phi, want)
     assert found.log_scale is None and not kernel.scale_inputs
     torch.testing.assert_close(found.phi.sum(-1), r)
-    assert torch.equal(kernel(x, keys=False).phi, found.phi)
-    far = kernel(1e4 * x, keys=False).phi
+    assert torch.equal(kernel.forward_queries(x).phi, found.phi)
+    far = kernel.forward_queries(1e4 * x).phi
     assert (far >= 0).all() and (far <= math.exp(4) * (1 + 1e-6)).all()
 
 
@@ -293,7 +293,7 @@ def test_training_follows_keys_that_are_attended_to_whatever_the_query(name):
         kernel.reset_parameters(torch.Generator().manual_seed(0))
         optimizer = torch.optim.Adam(kernel.parameters(), lr=1e-2)
         for _ in range(100):
-            weights = kernel(x, keys=False).phi @ kernel(y, keys=True).phi.mT
+            weights = kernel.forward_queries(x).phi @ kernel.forward_keys(y).phi.mT
             loss = -(wanted * (weights / weights.sum(-1, keepdim=True)).log()).sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -325,10 +325,10 @@ def test_positive_flexformer_s():
     angle = kernel.stretch[:, None] * y[..., [1, 2, 3, 4, 0]] + math.pi / 4
     r = (4 * torch.tanh(torch.einsum("hd,bhtd->bht", kernel.m, x) / 4)).exp()[..., None]
     want = r * torch.cat([y.softmax(-1) * angle.cos().square(), y.softmax(-1) * angle.sin().square()], -1)
-    found = kernel(x, keys=True)
+    found = kernel.forward_keys(x)
     torch.testing.assert_close(found.phi, want)
     assert found.log_scale is None and not kernel.scale_inputs
-    assert (kernel(1e4 * x, keys=False).phi >= 0).all()
+    assert (kernel.forward_queries(1e4 * x).phi >= 0).all()
 
 
 def test_paper_flexformer_n():
@@ -336,7 +336,7 @@ def test_paper_flexformer_n():
     a, b = (torch.einsum("hfd,bhtd->bhtf", w, x) for w in (kernel.a, kernel.b))
     h = (x.square().sum(-1) / kernel.tau.exp()[:, None]).exp()[..., None]
     want = h * torch.cat([a.cos() * b.cos(), a.sin() * b.cos()], -1) * DIM**-0.5
-    torch.testing.assert_close(whole(kernel(x, keys=True)), want)
+    torch.testing.assert_close(whole(kernel.forward_keys(x)), want)
     assert kernel.scale_inputs
 
 
@@ -347,10 +347,10 @@ def test_squared_flexformer_is_the_square_of_the_plain_one_and_never_negative():
     for one in (plain, squared):
         one.reset_parameters(torch.Generator().manual_seed(0))
     q, k = torch.randn(2, 1, 2, 5, 8, generator=torch.Generator().manual_seed(1)).unbind()
-    products = plain(q, keys=False).phi @ plain(k, keys=True).phi.transpose(-1, -2)
-    squares = squared(q, keys=False).phi @ squared(k, keys=True).phi.transpose(-1, -2)
+    products = plain.forward_queries(q).phi @ plain.forward_keys(k).phi.transpose(-1, -2)
+    squares = squared.forward_queries(q).phi @ squared.forward_keys(k).phi.transpose(-1, -2)
     torch.testing.assert_close(squares, products.square())
-    assert squared(q, keys=False).phi.shape[-1] == 3 * 7
+    assert squared.forward_queries(q).phi.shape[-1] == 3 * 7
     assert make_config(info, {"form": "squared"}).features(32) == 55
 
 
@@ -359,6 +359,6 @@ def test_damped_flexformer_with_no_waves_is_one_half_of_hedgehog():
     damped = FlexformerN(make_config(info, {"form": "damped", "init_scale": 0.0}), 1, 16)
     damped.reset_parameters(torch.Generator().manual_seed(0))
     x = torch.randn(1, 1, 5, 16)
-    phi = damped(x * 16**-0.25, keys=True).phi
+    phi = damped.forward_keys(x * 16**-0.25).phi
     torch.testing.assert_close(phi[..., :16], x.softmax(-1))
     assert (phi[..., 16:] == 0).all()

@@ -38,7 +38,7 @@ class Sharp(FeatureMap):
     def reset_parameters(self, generator):
         draw_normal(self.weight, generator)
 
-    def forward(self, x, *, keys, positions=None):
+    def forward(self, x, positions=None):
         return Features(project(x, self.weight).relu() ** self.config.power)
 
 
@@ -170,13 +170,14 @@ class Averaging(Mixer):
     def finish(self, mixed):
         return mixed * self.gain[:, None, None]
 
-    def forward(self, q, k, v, *, scaling, key_padding_mask=None, state=None, return_state=False):
+    def forward(self, call):
+        q, v, mask, state = call.q, call.v, call.key_padding_mask, call.state
         real = torch.ones(v.shape[0], 1, v.shape[2], 1)
-        real = real if key_padding_mask is None else key_padding_mask[:, None, :, None].float()
+        real = real if mask is None else mask[:, None, :, None].float()
         total = torch.cat([v * real, real.expand(-1, v.shape[1], -1, -1)], dim=-1).cumsum(dim=2)
         total = total if state is None else total + state["total"]
         out = (total[..., :-1] / total[..., -1:].clamp(min=1)).repeat_interleave(q.shape[1] // v.shape[1], 1)
-        return self.finish(out).to(v.dtype), {"total": total[:, :, -1:]} if return_state else None
+        return self.finish(out).to(v.dtype), {"total": total[:, :, -1:]} if call.needs_state else None
 
 
 @pytest.mark.filterwarnings("ignore:kernel '.*is not part of linearize")

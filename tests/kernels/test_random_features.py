@@ -25,7 +25,7 @@ def estimates(info, size):
     x, y = 0.7 * x, 0.7 * y
     phi = []
     for tokens in (x, y):
-        found = features(tokens.expand(1, DRAWS, -1, -1), keys=True)
+        found = features.forward_keys(tokens.expand(1, DRAWS, -1, -1))
         scale = torch.ones(()) if found.log_scale is None else found.log_scale.exp()[..., None]
         phi.append(found.phi * scale)
     return (phi[0] * phi[1]).sum(-1)[0].detach(), info.estimates((x * y).sum(-1))

@@ -18,6 +18,7 @@ from support.kernel_cases import (
     KEY_HEADS,
     NAMES,
     WIDTH,
+    decode,
     directions,
     make_inputs,
     make_mixer,
@@ -189,7 +190,7 @@ def test_the_state_does_not_grow(name):
     mixer = make_mixer(info, causal=True)
 
     def size(tokens):
-        _, state = run(mixer, *make_inputs(tokens), return_state=True)
+        _, state = run(mixer, *make_inputs(tokens), needs_state=True)
         assert all(tensor.shape[0] == BATCH for tensor in state.values())
         return sum(tensor.numel() for tensor in state.values())
 
@@ -259,7 +260,7 @@ def test_one_token_alone_has_the_features_that_it_has_in_a_batch(info, arguments
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 def test_decoding_in_place_equals_the_plain_step(info, arguments):
-    """The cache's way, which writes into the state's own memory, beside `forward` one token at a time."""
+    """The cache's way, which writes into the state's own memory, beside the way that has a gradient."""
     if not info.causal:
         pytest.skip("bidirectional only")
     mixer = make_mixer(info, arguments, causal=True)
@@ -267,21 +268,23 @@ def test_decoding_in_place_equals_the_plain_step(info, arguments):
     mask = torch.ones(2, 40, dtype=torch.bool)
     mask[0, 20:25] = False
     with torch.no_grad():
-        _, plain = run(mixer, q[:, :, :9], k[:, :, :9], v[:, :, :9], mask[:, :9], return_state=True)
+        _, plain = run(mixer, q[:, :, :9], k[:, :, :9], v[:, :, :9], mask[:, :9], needs_state=True)
         given = {name: tensor.clone() for name, tensor in plain.items()}
         for i in range(9, 40):
             one = [x[:, :, i : i + 1] for x in (q, k, v)]
-            want, plain = run(mixer, *one, mask[:, i : i + 1], state=plain, return_state=True)
-            got, given = mixer.decode(*one, scaling=DIM**-0.5, key_padding_mask=mask[:, i : i + 1], state=given)
+            with torch.enable_grad():
+                want, plain = run(mixer, *one, mask[:, i : i + 1], state=plain, needs_state=True)
+            want, plain = want.detach(), {name: tensor.detach() for name, tensor in plain.items()}
+            got, given = decode(mixer, *one, mask[:, i : i + 1], state=given)
             size = max(1.0, want.abs().max().item())
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
-def test_maps_that_are_said_to_be_alike_are(info, arguments):
-    if not getattr(info.build, "alike", False):
-        pytest.skip("not said")
+def test_queries_and_keys_are_mapped_alike_where_the_map_is_symmetric(info, arguments):
+    if info.feature_dim is None:
+        pytest.skip("no features")
     mixer = make_mixer(info, arguments, causal=info.causal)
     x = make_inputs(11)[1]
-    one, two = mixer.keys(x, keys=True), mixer.keys(x, keys=False)
-    assert torch.equal(one.phi, two.phi)
+    one, two = mixer.keys.forward_keys(x), mixer.keys.forward_queries(x)
+    assert torch.equal(one.phi, two.phi) == mixer.keys.symmetric

@@ -31,7 +31,7 @@ def extreme(tokens, dtype, limit=60.0, **sizes):
 
 
 def assert_finite(mixer, inputs, mask=None):
-    out, state = run(mixer, *inputs, mask, return_state=mixer.shape.causal)
+    out, state = run(mixer, *inputs, mask, needs_state=mixer.shape.causal)
     assert out.dtype == inputs[2].dtype
     assert torch.isfinite(out).all()
     leaves = [*inputs, *mixer.parameters()]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from support.kernel_cases import CASES, DIRECTIONS, IDS, make_inputs, make_mixer
 
-from linearize.attention import feature_map, streamed
+from linearize.attention.backends import streamed
+from linearize.attention.call import AttentionCall
 
 TOKENS = 150
 STREAMED = [
@@ -29,10 +30,10 @@ def mask_of(batch, tokens):
 
 def gradients(mixer, inputs, mask, at_once, monkeypatch):
     """Output and gradients to q, k, v and the parameters."""
-    monkeypatch.setattr(feature_map, "RECOMPUTED", 10**9 if at_once else 1)
+    monkeypatch.setattr(streamed, "RECOMPUTED", 10**9 if at_once else 1)
     leaves = [x.clone().requires_grad_() for x in inputs]
     mixer.zero_grad()
-    out, _ = mixer(*leaves, scaling=0.25, key_padding_mask=mask)
+    out, _ = mixer(AttentionCall(*leaves, 0.25, mask))
     real = mask[:, None, :, None]
     pattern = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
     (out * pattern * real).sum().backward()
@@ -63,9 +64,9 @@ def test_without_gradient_equals_with(info, arguments, direction):
     mixer = make_mixer(info, arguments, causal=direction == "causal")
     q, k, v = make_inputs(TOKENS, scale=0.5)
     mask = mask_of(2, TOKENS)
-    whole, _ = mixer(q, k, v, scaling=0.25, key_padding_mask=mask)
+    whole, _ = mixer(AttentionCall(q, k, v, 0.25, mask))
     with torch.no_grad():
-        walked, state = mixer(q, k, v, scaling=0.25, key_padding_mask=mask, return_state=direction == "causal")
+        walked, state = mixer(AttentionCall(q, k, v, 0.25, mask, needs_state=direction == "causal"))
     real = mask[:, None, :, None]
     size = max(1.0, (whole * real).abs().max().item())
     torch.testing.assert_close(walked * real, (whole * real).detach(), rtol=1e-4, atol=1e-5 * size)
@@ -74,13 +75,13 @@ def test_without_gradient_equals_with(info, arguments, direction):
 
 def test_frozen_parameters_and_inputs_without_gradient(monkeypatch):
     """Only what asks for a gradient gets one."""
-    monkeypatch.setattr(feature_map, "RECOMPUTED", 1)
+    monkeypatch.setattr(streamed, "RECOMPUTED", 1)
     info = next(info for info, _ in CASES if info.name == "hedgehog")
     mixer = make_mixer(info, causal=False)
     mixer.keys.bias.requires_grad_(False)
     q, k, v = make_inputs(TOKENS)
     v.requires_grad_()
-    mixer(q, k, v, scaling=0.25)[0].square().sum().backward()
+    mixer(AttentionCall(q, k, v, 0.25))[0].square().sum().backward()
     assert q.grad is None and v.grad is not None
     assert mixer.keys.bias.grad is None and mixer.keys.weight.grad.abs().sum() > 0
 

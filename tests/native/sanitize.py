@@ -6,6 +6,7 @@ backward and decoding, at sizes around those of vectors and tiles. The first err
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -59,11 +60,12 @@ def run() -> int:
     from support.native_cases import CASES, learned
 
     import linearize.native as native
+    from linearize.attention.backends.native import NativeOp
+    from linearize.attention.call import AttentionCall
     from linearize.native.calls import Engine
-    from linearize.ops import causal_attention
 
     engine = Engine(FOLDER / "native.so")
-    native._engine = lambda: engine
+    native.loaded = lambda: engine
     calls = 0
 
     def inputs(count, size, value, key_heads, dtype):
@@ -83,16 +85,16 @@ def run() -> int:
                 mask = masks(count)[count % 2]
                 torch.set_num_threads(1 + count % 2)
                 leaves = [x.requires_grad_() for x in inputs(count, size, value, key_heads, dtype)]
-                options = {"scaling": size**-0.5, "key_padding_mask": mask}
-                out, _ = mixer(*leaves, **options)
+                call = AttentionCall(*leaves, size**-0.5, mask)
+                out, _ = mixer(call)
                 torch.autograd.grad(out.float().sum(), [*leaves, *mixer.parameters()], allow_unused=True)
                 torch.autograd.grad(mixer.mapped(*leaves[:2], scaling=1.0)[0].sum(), leaves[0])
                 with torch.no_grad():
-                    _, state = mixer(*leaves, **options, return_state=causal)
+                    _, state = mixer(dataclasses.replace(call, needs_state=causal))
                     if causal:
-                        _, state = mixer(*leaves, **options, state=state, return_state=True)
+                        _, state = mixer(dataclasses.replace(call, state=state, needs_state=True))
                         token = inputs(1, size, value, key_heads, dtype)
-                        mixer.decode(*token, scaling=1.0, state=state, key_padding_mask=masks(1)[count % 2])
+                        mixer(AttentionCall(*token, 1.0, masks(1)[count % 2], state=state, needs_state=True))
                 calls += 4 + 2 * causal
         print(f"{name} {args} {'causal' if causal else 'bidirectional'}: {calls} calls", flush=True)
     for count, climb, mask in itertools.product(TOKENS, (None, 3.0, 600.0), (False, True)):
@@ -100,10 +102,10 @@ def run() -> int:
         given = [torch.rand(2, n, count, d) for n, d in ((4, 33), (2, 33), (2, 5))]
         leaves = [x.requires_grad_() for x in (*given, scale) if x is not None]
         more = {"key_padding_mask": masks(count)[mask], "log_scale": None if scale is None else leaves[3]}
-        torch.autograd.grad(causal_attention(*leaves[:3], **more).sum(), leaves)
+        torch.autograd.grad(NativeOp().output(*leaves[:3], **more).sum(), leaves)
         with torch.no_grad():
-            _, state = causal_attention(*leaves[:3], **more, return_state=True)
-            causal_attention(*leaves[:3], **more, initial_state=state)
+            _, state = NativeOp().attend(*leaves[:3], **more)
+            NativeOp().attend(*leaves[:3], **more, initial_state=state)
         calls += 4
     print(f"no complaint in {calls} calls")
     return calls

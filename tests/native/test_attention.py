@@ -7,6 +7,8 @@ import pytest
 import torch
 from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
 
+from linearize.attention.backends.native import NativeOp
+from linearize.attention.call import AttentionCall
 from linearize.bench.agreement import agreement, check_agreement, native_kernels
 from linearize.native import engine
 from linearize.ops import State, causal_attention, naive_attention
@@ -23,7 +25,13 @@ def test_every_native_kernel_is_tested():
 
 @torch.no_grad()
 def attend(mixer, q, k, v, **more):
-    return mixer(q, k, v, scaling=D**-0.5, return_state=mixer.shape.causal, **more)
+    return mixer(AttentionCall(q, k, v, D**-0.5, needs_state=mixer.shape.causal, **more))
+
+
+@torch.no_grad()
+def decode(mixer, q, k, v, state, mask=None):
+    """One token of generation, which may write into the state's memory."""
+    return mixer(AttentionCall(q, k, v, D**-0.5, mask, state=state, needs_state=True))
 
 
 @GROUPS
@@ -49,8 +57,7 @@ def test_really_runs_natively(switch, watch, name, args):
     calls = watch("attend", "step")
     mixer = learned(name, args, causal=True)
     _, state = attend(mixer, *tokens(30))
-    with torch.no_grad():
-        mixer.decode(*tokens(1), scaling=D**-0.5, state=state)
+    decode(mixer, *tokens(1), state)
     attend(learned(name, args), *tokens(30))
     assert calls == ["attend", "step", "attend"]
 
@@ -66,12 +73,10 @@ def test_steps_and_pieces_equal_the_whole(switch, name, args, value, key_heads):
     whole, wanted = attend(mixer, q, k, v, key_padding_mask=mask)
     out, state = attend(mixer, *(x[:, :, :cut] for x in (q, k, v)), key_padding_mask=mask[:, :cut])
     pieces = [out]
-    with torch.no_grad():
-        for i in range(cut, count):
-            now = slice(i, i + 1)
-            more = {"scaling": D**-0.5, "key_padding_mask": mask[:, now], "state": state}
-            out, state = mixer.decode(*(x[:, :, now] for x in (q, k, v)), **more)
-            pieces.append(out)
+    for i in range(cut, count):
+        now = slice(i, i + 1)
+        out, state = decode(mixer, *(x[:, :, now] for x in (q, k, v)), state, mask[:, now])
+        pieces.append(out)
     close(torch.cat(pieces, dim=2), whole, 3e-6 if mixer.positive else 2e-4)
     close(state["kv"], wanted["kv"])
     close(state["log_scale"], wanted["log_scale"])
@@ -109,7 +114,7 @@ def test_padding_does_not_change_real_tokens(switch, name, args, causal, key_hea
 def round_projections(mixer):
     """What the op does to them itself where inputs are bf16 numbers and the processor multiplies such."""
     for map in (mixer.keys, mixer.queries):
-        native = None if map is None else map.native()
+        native = None if map is None else map.map_spec()
         for weight in () if native is None else (native.first, native.second, native.magnitude):
             if weight is not None:
                 weight.copy_(weight.bfloat16())
@@ -160,10 +165,8 @@ def test_bfloat16_steps_round_as_the_whole_does(switch, name, args):
     q, k, v = tokens(40, dtype=torch.bfloat16)
     _, wanted = attend(mixer, q, k, v)
     _, state = attend(mixer, *(x[:, :, :20] for x in (q, k, v)))
-    with torch.no_grad():
-        for i in range(20, 40):
-            now = [x[:, :, i : i + 1] for x in (q, k, v)]
-            _, state = mixer.decode(*now, scaling=D**-0.5, state=state)
+    for i in range(20, 40):
+        _, state = decode(mixer, *(x[:, :, i : i + 1] for x in (q, k, v)), state)
     close(state["kv"], wanted["kv"])
     close(state["log_scale"], wanted["log_scale"])
 
@@ -171,12 +174,12 @@ def test_bfloat16_steps_round_as_the_whole_does(switch, name, args):
 def test_bfloat16_weights_are_left_alone_where_gradients_are_taken(switch):
     mixer = learned("flexformer_n", PAPER, causal=True)
     q, k, v = tokens(40, dtype=torch.bfloat16)
-    ours = mixer(q, k, v, scaling=D**-0.5)[0]
+    ours = mixer(AttentionCall(q, k, v, D**-0.5))[0]
     switch(False)
-    theirs = mixer(q, k, v, scaling=D**-0.5)[0]
+    theirs = mixer(AttentionCall(q, k, v, D**-0.5))[0]
     assert (ours != theirs).float().mean() < 0.01
     round_projections(mixer)
-    rounded = mixer(q, k, v, scaling=D**-0.5)[0]
+    rounded = mixer(AttentionCall(q, k, v, D**-0.5))[0]
     assert (rounded != theirs).float().mean() > 0.1
 
 
@@ -215,14 +218,14 @@ def test_steps_see_weights_that_change(switch, change):
     mixer = learned("hedgehog", {}, causal=True, size=24)
     _, state = attend(mixer, *tokens(5, size=24))
     token = tokens(1, size=24)
-    mixer.decode(*token, scaling=D**-0.5, state=copied(state))
+    decode(mixer, *token, copied(state))
     mixer = change(mixer) or mixer
     if change is copy.deepcopy:
         in_place(mixer)
     found = []
     for on in (True, False):
         switch(on)
-        found.append(mixer.decode(*token, scaling=D**-0.5, state=copied(state))[0])
+        found.append(decode(mixer, *token, copied(state))[0])
     close(*found)
 
 
@@ -230,7 +233,7 @@ def test_steps_see_weights_that_change(switch, change):
 def test_compiled_steps_leave_it_alone(switch):
     mixer = learned("hedgehog", {}, causal=True)
     _, state = attend(mixer, *tokens(5))
-    step = lambda q, k, v, state: mixer.decode(q, k, v, scaling=D**-0.5, state=state)[0]  # noqa: E731
+    step = lambda q, k, v, state: decode(mixer, q, k, v, state)[0]  # noqa: E731
     expected = step(*tokens(1), copied(state))
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     close(compiled(*tokens(1), state), expected)
@@ -259,21 +262,19 @@ def test_given_features(switch, scaled, key_heads):
     log_scale = 3.0 * torch.randn(2, key_heads, 150, generator=generator) if scaled else None
     mask = padding(150)
     with torch.no_grad():
-        ours, state = causal_attention(phi_q, phi_k, v, key_padding_mask=mask, log_scale=log_scale, return_state=True)
-        theirs = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=log_scale)
+        ours, state = NativeOp().attend(phi_q, phi_k, v, key_padding_mask=mask, log_scale=log_scale)
+        theirs = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=log_scale)[0]
         close(ours, theirs)
-        first, middle = causal_attention(
+        first, middle = NativeOp().attend(
             *(x[:, :, :80] for x in (phi_q, phi_k, v)),
             key_padding_mask=mask[:, :80],
             log_scale=None if log_scale is None else log_scale[..., :80],
-            return_state=True,
         )
-        second, after = causal_attention(
+        second, after = NativeOp().attend(
             *(x[:, :, 80:] for x in (phi_q, phi_k, v)),
             key_padding_mask=mask[:, 80:],
             log_scale=None if log_scale is None else log_scale[..., 80:],
             initial_state=middle,
-            return_state=True,
         )
     close(torch.cat([first, second], dim=2), ours)
     close(after.kv, state.kv)
@@ -287,17 +288,16 @@ def test_steep_log_scales(switch, climb, key_heads):
     phi_q, phi_k, v = (torch.rand(1, n, 150, 8, generator=generator) for n in (4, key_heads, key_heads))
     steep = torch.linspace(-climb, climb, 150).expand(1, key_heads, -1).clone()
     with torch.no_grad():
-        ours, state = causal_attention(phi_q, phi_k, v, log_scale=steep, return_state=True)
-        theirs = naive_attention(phi_q, phi_k, v, causal=True, log_scale=steep)
+        ours, state = NativeOp().attend(phi_q, phi_k, v, log_scale=steep)
+        theirs = naive_attention(phi_q, phi_k, v, causal=True, log_scale=steep)[0]
         close(ours, theirs)
         for cut in (139, 120, 100):
             steep[..., cut:] = -climb
-            flat, _ = causal_attention(phi_q, phi_k, v, log_scale=steep, return_state=True)
+            flat, _ = NativeOp().attend(phi_q, phi_k, v, log_scale=steep)
             assert torch.equal(flat[:, :, :cut], ours[:, :, :cut])
         start = State(state.kv, state.log_scale - 2 * climb)
-        ours, after = causal_attention(phi_q, phi_k, v, log_scale=steep, initial_state=start, return_state=True)
-        switch(False)
-        theirs, wanted = causal_attention(phi_q, phi_k, v, log_scale=steep, initial_state=start, return_state=True)
+        ours, after = NativeOp().attend(phi_q, phi_k, v, log_scale=steep, initial_state=start)
+        theirs, wanted = causal_attention(phi_q, phi_k, v, log_scale=steep, initial_state=start)
         close(ours, theirs)
         close(after.kv, wanted.kv)
 

@@ -81,7 +81,7 @@ def test_positive_features_are_none_below_zero(switch, scale, magnitude):
     """
     mixer = learned("flexformer_n", {"frequencies": 64, "magnitude": magnitude})
     x = scale * torch.randn(2, 2, 3000, D, generator=torch.Generator().manual_seed(9))
-    phi, _ = engine().features(mixer.keys.native(), x, scale=1.0)
+    phi, _ = engine().features(mixer.keys.map_spec(), x, scale=1.0)
     assert (phi >= 0).all() and torch.isfinite(phi).all()
     if not magnitude:
         torch.testing.assert_close(phi.sum(-1), torch.ones(phi.shape[:-1]))

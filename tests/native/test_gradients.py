@@ -8,14 +8,15 @@ import torch
 from support.native_cases import CASES, D, V, close, learned, padding, tokens
 from support.rounding import allowed, deviation, gradients_in_double
 
+from linearize.attention.backends.choose import attend_causally
+from linearize.attention.call import AttentionCall
 from linearize.native.gradient import _Native
-from linearize.ops import causal_attention
 
 
 def gradients(mixer, count, mask, dtype=torch.float32):
     """Output, then gradients to q, k, v and all parameters."""
     inputs = [x.detach().requires_grad_() for x in tokens(count, dtype=dtype)]
-    out, _ = mixer(*inputs, scaling=D**-0.5, key_padding_mask=mask)
+    out, _ = mixer(AttentionCall(*inputs, D**-0.5, mask))
     towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
     # Of an untied query map, a positive factor cancels, and what is behind it is idle.
     idle = not getattr(mixer.config, "tied", True)
@@ -66,7 +67,7 @@ def test_a_map_of_the_queries_own(switch, watch, causal, args):
     found = []
     for on in (True, False):
         switch(on)
-        out, _ = mixer(*inputs, scaling=D**-0.5, key_padding_mask=padding(70))
+        out, _ = mixer(AttentionCall(*inputs, D**-0.5, padding(70)))
         grads = torch.autograd.grad(out.square().sum(), [*inputs, *mixer.parameters()])
         found.append([out, *grads])
     assert calls == ["gradients"]
@@ -89,7 +90,7 @@ def test_a_magnitude_at_its_bounds(switch, watch, causal):
     with torch.no_grad():
         mixer.keys.m.mul_(20.0)
     inputs = tokens(150)
-    r = mixer.keys(inputs[1], keys=True).phi.sum(-1)
+    r = mixer.keys.forward_keys(inputs[1]).phi.sum(-1)
     assert r.min() < 1.01 * math.exp(-4) and r.max() > 0.99 * math.exp(4)
     towards = torch.randn(2, 4, 150, V, generator=torch.Generator().manual_seed(7))
     exact, moves = deviation(gradients_in_double(mixer, None, D**-0.5), [*inputs, towards, *mixer.parameters()])
@@ -104,7 +105,7 @@ def test_padding_gets_no_gradient(switch):
     mixer = learned("flexformer_s", {"form": "paper", "floor": 0.0})
     q, k, v = (x.detach().requires_grad_() for x in tokens(90))
     mask = torch.arange(90).expand(2, -1) < 60
-    out, _ = mixer(q, k, v, scaling=D**-0.5, key_padding_mask=mask)
+    out, _ = mixer(AttentionCall(q, k, v, D**-0.5, mask))
     out[:, :, :60].sum().backward()
     for x in (q, k, v):
         assert torch.equal(x.grad[:, :, 60:], torch.zeros_like(x.grad[:, :, 60:]))
@@ -123,7 +124,7 @@ def test_given_features(switch, climb):
     for on in (True, False):
         switch(on)
         leaves = [x.detach().requires_grad_() for x in (phi_q, phi_k, tokens(150)[2], scale) if x is not None]
-        out = causal_attention(*leaves[:3], key_padding_mask=mask, log_scale=None if climb is None else leaves[3])
+        out = attend_causally(*leaves[:3], key_padding_mask=mask, log_scale=None if climb is None else leaves[3])
         found.append([out, *torch.autograd.grad(out, leaves, towards)])
     equal(*found)
 
@@ -153,7 +154,7 @@ def test_steep_log_scales_of_a_map(switch):
     for on in (True, False):
         switch(on)
         leaves = [x.detach().requires_grad_() for x in inputs]
-        out, _ = mixer(*leaves, scaling=D**-0.5)
+        out, _ = mixer(AttentionCall(*leaves, D**-0.5))
         found = [out, *torch.autograd.grad(out.sum(), [*leaves, *mixer.parameters()])]
         pairs = zip(found, in_float64(mixer, *inputs), strict=True)
         errors.append([((one - other).norm() / other.norm()).item() for one, other in pairs])
@@ -165,7 +166,7 @@ def test_steep_log_scales_of_a_map(switch):
 def test_weights_changed_in_place_are_noticed(switch):
     mixer = learned("hedgehog", {})
     q, k, v = (x.requires_grad_() for x in tokens(20))
-    out, _ = mixer(q, k, v, scaling=D**-0.5)
+    out, _ = mixer(AttentionCall(q, k, v, D**-0.5))
     assert _Native.__name__ in type(out.grad_fn).__name__
     with torch.no_grad():
         mixer.keys.weight.add_(1.0)
@@ -184,7 +185,7 @@ def test_training_lowers_the_loss_as_in_pytorch(switch):
         optimizer = torch.optim.Adam(mixer.parameters(), lr=1e-2)
         losses = []
         for _ in range(20):
-            out, _ = mixer(q, k, v, scaling=D**-0.5)
+            out, _ = mixer(AttentionCall(q, k, v, D**-0.5))
             loss = (out - target).square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -170,11 +170,12 @@ with mock.patch.object(pwd, "getpwuid", side_effect=KeyError("no such user")):
     from linearize.native import engine
     from linearize.native.build import record_file, remove, worth_building
     print(engine(), record_file(), worth_building(), remove())
+    from linearize.attention.call import AttentionCall
     from linearize.attention.mixer import HeadShape, build_mixer
     mixer = build_mixer("hedgehog", {}, HeadShape(2, 2, 8, 8, False))
     mixer.reset_parameters(torch.Generator().manual_seed(0))
     x = torch.randn(1, 2, 5, 8)
-    print(mixer(x, x, x, scaling=1.0)[0].shape)
+    print(mixer(AttentionCall(x, x, x, 1.0))[0].shape)
 """
 
 

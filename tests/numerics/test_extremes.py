@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from support.kernel_cases import DIM, KERNELS, make_inputs, make_mixer, run
+from support.kernel_cases import DIM, KERNELS, decode, make_inputs, make_mixer, run
 from support.numerics_cases import ENGINES, MIXERS
 from support.rounding import allowed, deviation, gradients_in_double
 
@@ -36,7 +36,7 @@ def finite(mixer, inputs, mask=None):
     found = torch.autograd.grad(out.float().mean(), [*leaves, *mixer.parameters()], allow_unused=True)
     assert all(torch.isfinite(x).all() for x in found if x is not None)
     with torch.no_grad():
-        out, state = run(mixer, *inputs, mask, return_state=mixer.shape.causal)
+        out, state = run(mixer, *inputs, mask, needs_state=mixer.shape.causal)
     assert torch.isfinite(out).all() and all(torch.isfinite(x).all() for x in (state or {}).values())
 
 
@@ -133,13 +133,13 @@ def steps(info, count, native, switch):
     mixer = make_mixer(info, arguments, causal=True, **sizes)
     q, k, v = make_inputs(count, batch=1, **sizes)
     with torch.no_grad():
-        whole, after = run(mixer, q, k, v, return_state=True)
-        _, state = run(mixer, *(x[:, :, :1] for x in (q, k, v)), return_state=True)
+        whole, after = run(mixer, q, k, v, needs_state=True)
+        _, state = run(mixer, *(x[:, :, :1] for x in (q, k, v)), needs_state=True)
         size = sum(x.numel() for x in state.values())
         errors = []
         for i in range(1, count):
             token = [x[:, :, i : i + 1] for x in (q, k, v)]
-            out, state = mixer.decode(*token, scaling=16**-0.5, state=state)
+            out, state = decode(mixer, *token, state=state)
             errors.append((out[:, :, 0] - whole[:, :, i]).abs().max())
     assert sum(x.numel() for x in state.values()) == size
     errors = torch.stack(errors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import DIM, HEADS, KEY_HEADS, make_inputs, make_mixer, run
+from support.kernel_cases import HEADS, KEY_HEADS, decode, make_inputs, make_mixer, run
 from support.numerics_cases import ENGINES, MIXERS
 
 from linearize.bench.agreement import native_kernels
@@ -54,10 +54,10 @@ def test_weights(switch, info, arguments, direction, window):
     inputs, token = make_inputs(TOKENS), make_inputs(1, seed=1)
 
     def outputs():
-        out, state = run(mixer, *inputs, return_state=mixer.shape.causal)
+        out, state = run(mixer, *inputs, needs_state=mixer.shape.causal)
         if not (mixer.shape.causal and info.streamable):
             return [out]
-        return [out, mixer.decode(*token, scaling=DIM**-0.5, state=state)[0]]
+        return [out, decode(mixer, *token, state=state)[0]]
 
     switch(False)
     clean = outputs()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import DIM, make_inputs, make_mixer, naive, run
+from support.kernel_cases import decode, make_inputs, make_mixer, naive, run
 from support.numerics_cases import ENGINES, MIXERS
 
+from linearize.attention.backends.native import NativeOp
 from linearize.ops import (
+    Blocks,
+    Mapped,
+    Window,
     bidirectional_attention,
     block_attention,
     causal_attention,
@@ -45,7 +49,7 @@ def everything(mixer, inputs, mask):
     asked = [*leaves, *mixer.parameters()]
     found = torch.autograd.grad((out * towards)[real].sum(), asked, allow_unused=True, materialize_grads=True)
     with torch.no_grad():
-        quick, state = run(mixer, *inputs, mask, return_state=mixer.shape.causal)
+        quick, state = run(mixer, *inputs, mask, needs_state=mixer.shape.causal)
     return [out[real], quick[real], *(state or {}).values(), *found]
 
 
@@ -92,42 +96,52 @@ def test_a_padded_step_leaves_the_state_alone(switch, info, arguments, direction
         pytest.skip("the kernel says that it does not stream")
     switch(native)
     mixer = make_mixer(info, arguments, causal=True, window=window)
-    _, before = run(mixer, *make_inputs(12), return_state=True)
+    _, before = run(mixer, *make_inputs(12), needs_state=True)
     mask = torch.tensor([[False], [True]])
     after = []
     for dirty in (False, True):
         token = make_inputs(1, seed=1)
         token = [with_garbage(x, mask) for x in token] if dirty else token
         state = {name: x.clone() for name, x in before.items()}
-        after.append(mixer.decode(*token, scaling=DIM**-0.5, key_padding_mask=mask, state=state))
+        after.append(decode(mixer, *token, mask, state=state))
     (clean, expected), (out, state) = after
     assert torch.isfinite(out).all() and torch.equal(out, clean)
     for name, x in state.items():
         assert torch.equal(x, expected[name]) and torch.equal(x[0], before[name][0]), name
 
 
+def windowed(q, k, v, *, log_scale, key_padding_mask):
+    form = Window(5, 0.1, causal=True)
+    return window_attention(Mapped(q, q), Mapped(k, k, log_scale), v, form, key_padding_mask=key_padding_mask)
+
+
+def blockwise(q, k, v, *, log_scale, key_padding_mask):
+    return block_attention(q, k, v, Blocks(4, causal=True), scaling=0.1, key_padding_mask=key_padding_mask)
+
+
+def traced(q, k, v, *, log_scale, key_padding_mask):
+    state = empty_state(k, v, scaled=log_scale is not None)
+    options = {"key_padding_mask": key_padding_mask, "log_scale": log_scale, "initial_state": state}
+    return traced_attention(q, k, v, **options, normalize=True, eps=1e-30)
+
+
 OPS = {
     "bidirectional": bidirectional_attention,
     "causal": causal_attention,
+    "native": lambda *x, **more: (NativeOp().output(*x, **more), None),
     "recurrent": recurrent_attention,
     "naive-bidirectional": naive_attention,
     "naive-causal": lambda *x, **more: naive_attention(*x, causal=True, **more),
-    "window": lambda q, k, v, **more: window_attention(q, k, q, k, v, window=5, scaling=0.1, causal=True, **more),
-    "block": lambda q, k, v, log_scale, **more: block_attention(q, k, v, block=4, scaling=0.1, causal=True, **more),
-    "traced": lambda q, k, v, log_scale, key_padding_mask: traced_attention(
-        *(q, k, v),
-        mask=key_padding_mask,
-        scale=None if log_scale is None else log_scale.masked_fill(~key_padding_mask[:, None], -1e30),
-        state=empty_state(k, v, scaled=log_scale is not None),
-        normalize=True,
-        eps=1e-30,
-        chunk=16,
-    )[0],
+    "window": windowed,
+    "block": blockwise,
+    "traced": traced,
 }
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-@pytest.mark.parametrize(("name", "native"), [*((name, False) for name in OPS), ("causal", True), ("window", True)])
+@pytest.mark.parametrize(
+    ("name", "native"), [*((name, False) for name in OPS if name != "native"), ("native", True), ("window", True)]
+)
 def test_no_op_sees_it(switch, name, scaled, native):
     switch(native)
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +154,7 @@ def test_no_op_sees_it(switch, name, scaled, native):
         change = (lambda x: with_garbage(x, mask)) if dirty else (lambda x: x)
         given = [phi_q, change(phi_k), change(v), None if scale is None else change(scale[..., None])[..., 0]]
         leaves = [x.detach().requires_grad_() for x in given if x is not None]
-        out = OPS[name](*leaves[:3], log_scale=leaves[3] if scaled else None, key_padding_mask=mask)
+        out, _ = OPS[name](*leaves[:3], log_scale=leaves[3] if scaled else None, key_padding_mask=mask)
         real = mask[:, None].expand(out.shape[:3])
         used = leaves[:3] if name == "block" else leaves
         found.append([out[real], *torch.autograd.grad(out[real].square().sum(), used)])

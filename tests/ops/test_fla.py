@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.op_cases import gradients, make
 
-import linearize.ops.causal as causal
-from linearize.ops import causal_attention, naive_attention
-from linearize.ops import causal_fla as fla
+from linearize.attention.backends import fla
+from linearize.attention.backends.fla import fla_attention
+from linearize.ops import naive_attention
 
 GPU = torch.device("cuda")
 
@@ -40,8 +40,7 @@ def through(monkeypatch):
         calls.append(args)
         return stand_in(*args, **options)
 
-    monkeypatch.setattr(causal, "chunk_kernel", lambda device: kernel)
-    monkeypatch.setattr(causal, "exact_enough", lambda v: True)
+    monkeypatch.setattr(fla, "chunk_kernel", lambda device: kernel)
     return calls
 
 
@@ -54,8 +53,8 @@ def test_equals_naive(through, padded, scaled, normalize):
     if scaled == "steep":
         with torch.no_grad():
             scale += torch.linspace(0, 700, tokens)
-    options = {"key_padding_mask": mask, "log_scale": scale, "return_state": True, "normalize": normalize}
-    out, state = causal_attention(phi_q, phi_k, v, **options)
+    options = {"key_padding_mask": mask, "log_scale": scale, "normalize": normalize}
+    out, state = fla_attention(phi_q, phi_k, v, **options)
     assert len(through) == 1
     expected, expected_state = naive_attention(phi_q, phi_k, v, causal=True, **options)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -74,7 +73,7 @@ def test_padding_may_hold_anything(through, scaled):
     for value in (0.0, float("nan")):
         given = [x.masked_fill(holes[..., None], value) for x in (phi_k, v)]
         scales = None if scale is None else scale.masked_fill(holes, value)
-        out = causal_attention(phi_q, *given, key_padding_mask=mask, log_scale=scales)
+        out, _ = fla_attention(phi_q, *given, key_padding_mask=mask, log_scale=scales)
         found.append([out, *gradients(out, [x for x in (phi_q, phi_k, v, scale) if x is not None])])
     for one, other in zip(*found, strict=True):
         assert torch.isfinite(other).all() and torch.equal(one, other)
@@ -83,17 +82,16 @@ def test_padding_may_hold_anything(through, scaled):
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_goes_on_from_a_state(through, scaled):
     phi_q, phi_k, v, scale, mask = make(50, scaled=scaled, padded="left")
-    whole = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=scale)
+    whole, _ = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=scale)
     state, parts = None, []
     for part in (slice(0, 7), slice(7, 33), slice(33, None)):
-        out, state = causal_attention(
+        out, state = fla_attention(
             phi_q[:, :, part],
             phi_k[:, :, part],
             v[:, :, part],
             key_padding_mask=mask[:, part],
             log_scale=None if scale is None else scale[:, :, part],
             initial_state=state,
-            return_state=True,
         )
         parts.append(out)
     assert len(through) == 3
@@ -106,8 +104,8 @@ def test_goes_on_from_a_state(through, scaled):
 
 def test_values_in_half_precision_keep_their_type_and_fp32_sums(through):
     phi_q, phi_k, v, scale, _ = make(40, scaled=True)
-    out, state = causal_attention(phi_q, phi_k, v.bfloat16(), log_scale=scale, return_state=True)
-    expected = naive_attention(phi_q, phi_k, v.bfloat16().float(), causal=True, log_scale=scale)
+    out, state = fla_attention(phi_q, phi_k, v.bfloat16(), log_scale=scale)
+    expected, _ = naive_attention(phi_q, phi_k, v.bfloat16().float(), causal=True, log_scale=scale)
     assert out.dtype == torch.bfloat16 and state.kv.dtype == torch.float32
     torch.testing.assert_close(out, expected.bfloat16())
 
@@ -151,9 +149,9 @@ def test_the_real_kernel_equals_naive(scaled):
     phi_q, phi_k, v, scale, mask = make(1000, features=64, width=64, scaled=scaled, padded="right")
     here = [phi_q, phi_k, v.detach().bfloat16().requires_grad_(), *([scale] if scaled else [])]
     there = [x.detach().to(GPU).requires_grad_() for x in here]
-    expected = naive_attention(*here[:3], causal=True, key_padding_mask=mask, log_scale=scale)
+    expected, _ = naive_attention(*here[:3], causal=True, key_padding_mask=mask, log_scale=scale)
     assert fla.chunk_kernel(GPU) is not None
-    out = causal_attention(*there[:3], key_padding_mask=mask.to(GPU), log_scale=there[3] if scaled else None)
+    out, _ = fla_attention(*there[:3], key_padding_mask=mask.to(GPU), log_scale=there[3] if scaled else None)
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-2, atol=5e-3)
     for found, wanted in zip(gradients(out.float().cpu(), there), gradients(expected.float(), here), strict=True):
         error = (found.cpu().float() - wanted.float()).norm() / wanted.float().norm()

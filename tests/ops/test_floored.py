@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from linearize.ops import floored_attention, kernel_weights
+from linearize.ops import (
+    Floor,
+    bidirectional_attention,
+    causal_attention,
+    floored_attention,
+    kernel_weights,
+    recurrent_attention,
+)
 
 FLOOR = 0.4
 
@@ -26,7 +33,8 @@ def written_out(phi_q, phi_k, v, log_scale, mask, causal):
 def test_equals_the_written_out_weights_forward_and_gradient(causal, scaled):
     phi_q, phi_k, v, scale, mask = signed(scaled=scaled)
     leaves = [x.requires_grad_() for x in (phi_q, phi_k, v, scale) if x is not None]
-    fast = floored_attention(phi_q, phi_k, v, floor=FLOOR, causal=causal, key_padding_mask=mask, log_scale=scale)
+    op = causal_attention if causal else bidirectional_attention
+    fast, _ = floored_attention(phi_q, phi_k, v, Floor(FLOOR), op=op, key_padding_mask=mask, log_scale=scale)
     slow = written_out(phi_q, phi_k, v, scale, mask, causal)
     real = mask[:, None, :, None]
     torch.testing.assert_close(fast * real, slow * real, rtol=1e-4, atol=1e-5)
@@ -53,7 +61,7 @@ def test_the_floor_is_met_and_bounds_rows(causal):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_pieces_and_steps_equal_the_whole(scaled):
     phi_q, phi_k, v, scale, mask = signed(90, scaled=scaled)
-    options = {"floor": FLOOR, "causal": True, "return_state": True}
+    options = {"floor": Floor(FLOOR), "op": causal_attention}
     whole, wanted = floored_attention(phi_q, phi_k, v, key_padding_mask=mask, log_scale=scale, **options)
     found, state = [], None
     for part in [slice(0, 70), *(slice(i, i + 1) for i in range(70, 90))]:
@@ -62,7 +70,8 @@ def test_pieces_and_steps_equal_the_whole(scaled):
             key_padding_mask=mask[:, part],
             log_scale=None if scale is None else scale[..., part],
             initial_state=state,
-            **options,
+            floor=Floor(FLOOR),
+            op=recurrent_attention if part.stop - part.start == 1 else causal_attention,
         )
         found.append(out)
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=1e-4, atol=1e-5)

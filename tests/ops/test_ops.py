@@ -29,7 +29,7 @@ def test_forward_state_and_gradients_equal_naive(name, tokens, padded, scaled):
     if tokens == 1000 and padded == "left":
         pytest.skip("the three shorter lengths cover left padding; the naive loop is slow at 1000")
     phi_q, phi_k, v, scale, mask = make(tokens, scaled=scaled, padded=padded)
-    options = {"key_padding_mask": mask, "log_scale": scale, "return_state": True}
+    options = {"key_padding_mask": mask, "log_scale": scale}
     out, state = op(phi_q, phi_k, v, **options)
     expected, expected_state = naive_attention(phi_q, phi_k, v, causal=causal, **options)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -48,7 +48,7 @@ def test_state_hand_over(name, scaled):
     """Two halves, the second from the first's state, equal the whole."""
     op, causal = OPS[name]
     phi_q, phi_k, v, scale, _ = make(101, scaled=scaled)
-    whole, whole_state = naive_attention(phi_q, phi_k, v, causal=causal, log_scale=scale, return_state=True)
+    whole, whole_state = naive_attention(phi_q, phi_k, v, causal=causal, log_scale=scale)
 
     def half(part, state):
         piece = None if scale is None else scale[:, :, part]
@@ -58,7 +58,6 @@ def test_state_hand_over(name, scaled):
             v[:, :, part],
             log_scale=piece,
             initial_state=state,
-            return_state=True,
         )
 
     first, state = half(slice(0, 37), None)
@@ -76,7 +75,7 @@ def test_kernel_weights_sum_to_one_and_give_the_output(causal):
     weights = kernel_weights(phi_q, phi_k, key_padding_mask=mask, log_scale=scale, causal=causal)
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     out = weights @ v.repeat_interleave(2, dim=1)
-    expected = naive_attention(phi_q, phi_k, v, causal=causal, key_padding_mask=mask, log_scale=scale)
+    expected, _ = naive_attention(phi_q, phi_k, v, causal=causal, key_padding_mask=mask, log_scale=scale)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +87,7 @@ def test_half_inputs_are_summed_in_fp32(name, dtype):
     tokens = 3000
     ones = torch.ones(1, 1, tokens, 1, dtype=dtype)
     ramp = torch.arange(tokens, dtype=torch.float32).reshape(1, 1, tokens, 1).div(tokens).to(dtype)
-    out, state = op(ones, ones, ramp, return_state=True)
+    out, state = op(ones, ones, ramp)
     assert out.dtype == dtype
     assert state.kv.dtype == torch.float32
     assert state.kv[..., 1].item() == tokens
@@ -99,10 +98,10 @@ def test_half_inputs_are_summed_in_fp32(name, dtype):
 def test_no_future_token_changes_an_earlier_output(name):
     op, _ = OPS[name]
     phi_q, phi_k, v, scale, _ = make(90, scaled=True)
-    early = op(phi_q, phi_k, v, log_scale=scale)[:, :, :50]
+    early = op(phi_q, phi_k, v, log_scale=scale)[0][:, :, :50]
     far = scale.detach().clone()
     far[:, :, 50:] += 200.0
-    late = op(phi_q, phi_k * torch.where(torch.arange(90) < 50, 1.0, 7.0)[:, None], v, log_scale=far)[:, :, :50]
+    late = op(phi_q, phi_k * torch.where(torch.arange(90) < 50, 1.0, 7.0)[:, None], v, log_scale=far)[0][:, :, :50]
     assert torch.equal(early, late)
 
 
@@ -112,6 +111,6 @@ def test_all_padded_row_is_finite(name):
     phi_q, phi_k, v, scale, _ = make(9, scaled=True)
     mask = torch.ones(2, 9)
     mask[0] = 0
-    out = op(phi_q, phi_k, v, log_scale=scale, key_padding_mask=mask)
+    out, _ = op(phi_q, phi_k, v, log_scale=scale, key_padding_mask=mask)
     assert torch.isfinite(out).all()
     assert (out[0] == 0).all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearize.ops import window_attention, window_weights
+from linearize.ops import Mapped, Window, window_attention, window_weights
 
 BATCH, HEADS, KEY_HEADS, DIM, FEATURES, WIDTH = 2, 4, 2, 5, 6, 3
 SCALING = DIM**-0.5
@@ -43,8 +43,26 @@ def make(tokens, *, scaled=True, signed=False, padded=None, size=1.0, seed=0):
     return inputs, options, leaves
 
 
+def sides(phi_q, phi_k, q, k, query_log_scale=None, log_scale=None):
+    """Queries and keys as the op takes them."""
+    return Mapped(q, phi_q, query_log_scale), Mapped(k, phi_k, log_scale)
+
+
+def attend(*inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, **scales):
+    """Output and state of the op."""
+    form = Window(window, scaling, causal)
+    more = {"key_padding_mask": key_padding_mask, "initial_state": initial_state}
+    return window_attention(*sides(*inputs[:4], **scales), inputs[4], form, **more)
+
+
+def weights_of(*inputs, window, scaling, causal, key_padding_mask=None, **scales):
+    """The weights, written out."""
+    form = Window(window, scaling, causal)
+    return window_weights(*sides(*inputs, **scales), form, key_padding_mask=key_padding_mask)
+
+
 def reference(inputs, options, **more):
-    weights = window_weights(*inputs[:4], **options, **more)
+    weights = weights_of(*inputs[:4], **options, **more)
     return weights @ inputs[4].repeat_interleave(HEADS // KEY_HEADS, dim=1)
 
 
@@ -63,7 +81,7 @@ def test_forward_and_gradients_equal_naive(tokens, window, causal, padded, signe
         pytest.skip("one token has no padding")
     inputs, options, leaves = make(tokens, padded=padded, signed=signed)
     more = {"window": window, "scaling": SCALING, "causal": causal}
-    fast, slow = window_attention(*inputs, **options, **more), reference(inputs, options, **more)
+    (fast, _), slow = attend(*inputs, **options, **more), reference(inputs, options, **more)
     mask = options.get("key_padding_mask")
     real = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
     torch.testing.assert_close(fast[real], slow[real], rtol=1e-3, atol=1e-4)
@@ -77,7 +95,7 @@ def test_which_weights_are_softmax(causal, window):
     """The definition, entry by entry: near keys exp(score), far keys the kernel, one denominator."""
     tokens = 14
     inputs, options, _ = make(tokens)
-    weights = window_weights(*inputs[:4], **options, window=window, scaling=SCALING, causal=causal).detach()
+    weights = weights_of(*inputs[:4], **options, window=window, scaling=SCALING, causal=causal).detach()
     phi_q, phi_k, q, k = (x.detach().double() for x in inputs[:4])
     a, c = (options[name].detach().double() for name in ("query_log_scale", "log_scale"))
     for b, h, i in [(0, 0, 0), (0, 3, 7), (1, 2, tokens - 1)]:
@@ -94,7 +112,7 @@ def test_which_weights_are_softmax(causal, window):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_a_window_over_everything_is_softmax(causal):
     (phi_q, phi_k, q, k, v), options, _ = make(23)
-    out = window_attention(phi_q, phi_k, q, k, v, **options, window=60, scaling=SCALING, causal=causal)
+    out, _ = attend(phi_q, phi_k, q, k, v, **options, window=60, scaling=SCALING, causal=causal)
     wide = [x.repeat_interleave(2, dim=1) for x in (k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=causal, scale=SCALING)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -107,7 +125,7 @@ def test_prefill_and_decode_equal_at_once(window, prefill, padded):
     tokens = 40
     inputs, options, _ = make(tokens, padded=padded)
     more = {"window": window, "scaling": SCALING, "causal": True}
-    whole = window_attention(*inputs, **options, **more)
+    whole, _ = attend(*inputs, **options, **more)
     outputs, state, sizes = [], None, set()
     middle = slice(prefill, prefill + 5)
     for part in [slice(0, prefill), middle, *(slice(i, i + 1) for i in range(prefill + 5, tokens))]:
@@ -115,7 +133,7 @@ def test_prefill_and_decode_equal_at_once(window, prefill, padded):
             continue
         pieces = [x[:, :, part] for x in inputs]
         some = {name: x[:, part] if x.ndim == 2 else x[:, :, part] for name, x in options.items()}
-        out, state = window_attention(*pieces, **some, **more, initial_state=state, return_state=True)
+        out, state = attend(*pieces, **some, **more, initial_state=state)
         outputs.append(out)
         sizes.add(sum(x.numel() for x in state))
     mask = options.get("key_padding_mask")
@@ -127,10 +145,10 @@ def test_prefill_and_decode_equal_at_once(window, prefill, padded):
 def test_no_future_token_changes_an_earlier_output():
     inputs, options, _ = make(90)
     more = {"window": 6, "scaling": SCALING, "causal": True}
-    early = window_attention(*inputs, **options, **more)[:, :, :50]
+    early = attend(*inputs, **options, **more)[0][:, :, :50]
     far = torch.where(torch.arange(90) < 50, 1.0, 30.0)
     pushed = {name: x * far for name, x in options.items()}
-    late = window_attention(*(x * far[:, None] for x in inputs), **pushed, **more)[:, :, :50]
+    late = attend(*(x * far[:, None] for x in inputs), **pushed, **more)[0][:, :, :50]
     torch.testing.assert_close(late, early, rtol=0, atol=1e-6)
 
 
@@ -141,12 +159,12 @@ def test_parts_of_very_different_size_stay_finite(causal, low):
     (phi_q, phi_k, q, k, v), options, leaves = make(50)
     shifted = {"query_log_scale": options["query_log_scale"] + low, "log_scale": options["log_scale"]}
     more = {"window": 5, "scaling": SCALING, "causal": causal}
-    out = window_attention(phi_q, phi_k, q, k, v, **shifted, **more)
+    out, _ = attend(phi_q, phi_k, q, k, v, **shifted, **more)
     torch.testing.assert_close(out, reference((phi_q, phi_k, q, k, v), shifted, **more), rtol=1e-3, atol=1e-4)
     assert all(torch.isfinite(g).all() for g in gradients(out, leaves))
-    scores = window_attention(phi_q * 0, phi_k, q * 0 - 40, k * 0 + 40, v, **more)
+    scores, _ = attend(phi_q * 0, phi_k, q * 0 - 40, k * 0 + 40, v, **more)
     assert torch.isfinite(scores).all()
-    near = window_attention(phi_q * 0, phi_k, q * 0, k, v, **more)
+    near, _ = attend(phi_q * 0, phi_k, q * 0, k, v, **more)
     torch.testing.assert_close(scores, near, rtol=1e-4, atol=1e-5)
 
 
@@ -155,7 +173,7 @@ def test_an_all_padded_row_is_finite(causal):
     inputs, options, leaves = make(12)
     mask = torch.ones(BATCH, 12)
     mask[0] = 0
-    out = window_attention(*inputs, **options, key_padding_mask=mask, window=4, scaling=SCALING, causal=causal)
+    out, _ = attend(*inputs, **options, key_padding_mask=mask, window=4, scaling=SCALING, causal=causal)
     assert torch.isfinite(out).all()
     assert (out[0] == 0).all()
     assert all(torch.isfinite(g).all() for g in gradients(out, leaves))
@@ -181,7 +199,7 @@ def test_memory_is_linear_in_the_length(causal):
     def largest(tokens):
         inputs, options, _ = make(tokens)
         with torch.no_grad(), Largest() as seen:
-            window_attention(*inputs, **options, window=32, scaling=SCALING, causal=causal)
+            attend(*inputs, **options, window=32, scaling=SCALING, causal=causal)
         return seen.numbers
 
     assert largest(2048) <= 4.2 * largest(512)

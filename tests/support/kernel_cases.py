@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import HeadShape, build_mixer
 from linearize.registry import kernel_infos
 
@@ -69,7 +70,13 @@ def naive(mixer, q, k, v, mask=None):
 
 def run(mixer, q, k, v, mask=None, **kwargs):
     """The output by the fast way, and the state."""
-    return mixer(q, k, v, scaling=DIM**-0.5, key_padding_mask=mask, **kwargs)
+    return mixer(AttentionCall(q, k, v, DIM**-0.5, mask, **kwargs))
+
+
+@torch.no_grad()
+def decode(mixer, q, k, v, mask=None, *, state):
+    """One token of generation: as the cache asks for it, so that the state's memory may be written to."""
+    return run(mixer, q, k, v, mask, state=state, needs_state=True)
 
 
 def stepwise(mixer, q, k, v, mask=None, *, prefill=0):
@@ -78,6 +85,6 @@ def stepwise(mixer, q, k, v, mask=None, *, prefill=0):
     starts = [slice(0, prefill)] if prefill else []
     for part in [*starts, *(slice(i, i + 1) for i in range(prefill, q.shape[2]))]:
         piece = None if mask is None else mask[:, part]
-        out, state = run(mixer, q[:, :, part], k[:, :, part], v[:, :, part], piece, state=state, return_state=True)
+        out, state = run(mixer, q[:, :, part], k[:, :, part], v[:, :, part], piece, state=state, needs_state=True)
         outputs.append(out)
     return torch.cat(outputs, dim=2), state

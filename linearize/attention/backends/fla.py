@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, State, divide, with_ones, without_padding
+from linearize.ops import LinearOptions, State, empty_state
+from linearize.ops.state import EPS, FLOOR, divide, masked_log_scale, with_ones, without_padding
 
 SWITCH = "LINEARIZE_FLA"
 """Environment variable: 0 leaves flash-linear-attention alone though it is installed."""
@@ -44,34 +45,47 @@ def exact_enough(v: Tensor) -> bool:
     )
 
 
+class FlaOp:
+    """See `contract.CausalOp`."""
+
+    name = "flash-linear-attention"
+
+    @property
+    def through_states(self) -> FlaOp:
+        """Its gradient goes through states."""
+        return self
+
+    def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
+        """See `contract.CausalOp`; tracing compilers get the ops in PyTorch."""
+        return (
+            x.is_cuda and not torch.compiler.is_compiling() and chunk_kernel(x.device) is not None and exact_enough(v)
+        )
+
+    def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
+        """See `contract.CausalOp`."""
+        return fla_attention(phi_q, phi_k, v, **options)
+
+    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        """See `contract.CausalOp`."""
+        return fla_attention(phi_q, phi_k, v, **options)[0]
+
+
 def fla_attention(
-    kernel: Any,
     phi_q: Tensor,
     phi_k: Tensor,
     v: Tensor,
     *,
-    key_padding_mask: Tensor | None,
-    scale: Tensor | None,
-    state: State,
-    normalize: bool,
-    eps: float,
+    key_padding_mask: Tensor | None = None,
+    log_scale: Tensor | None = None,
+    initial_state: State | None = None,
+    normalize: bool = True,
+    eps: float = EPS,
 ) -> tuple[Tensor, State]:
-    """Attend as `causal_attention` does.
-
-    Args:
-        kernel: `fla.ops.simple_gla.chunk_simple_gla`.
-        phi_q: [B, H, T, F].
-        phi_k: [B, K, T, F].
-        v: [B, K, T, V].
-        key_padding_mask: [B, T], 0 where there is no token, or None.
-        scale: [B, K, T] log-scales, `FLOOR` where there is no token, or None.
-        state: the state before.
-        normalize: whether to divide by the sum of the weights.
-        eps: smallest magnitude of that sum.
-
-    Returns:
-        Output [B, H, T, V] in `v`'s dtype and the state after.
-    """
+    """Attend as `linearize.ops.causal_attention` does; arguments and results as there."""
+    kernel, state = chunk_kernel(v.device), initial_state
+    if state is None:
+        state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
+    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
     groups = phi_q.shape[1] // phi_k.shape[1]
 
     def laid_out(x: Tensor, repeat: int = groups) -> Tensor:
@@ -98,6 +112,3 @@ def fla_attention(
     mixed = mixed.transpose(1, 2)
     out = divide(mixed, eps) if normalize else mixed
     return out.to(v.dtype), State(kv[:, ::groups], top[..., -1])
-
-
-__all__ = ["SWITCH", "chunk_kernel", "exact_enough", "fla_attention"]

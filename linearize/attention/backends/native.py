@@ -1,0 +1,175 @@
+"""The op in C: for whole calls of kernels whose map it has, and as a causal op on given features."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from linearize.attention.backends.contract import MappingMixer
+from linearize.attention.backends.eager import PYTORCH, Eager
+from linearize.attention.call import AttentionCall, MixerState, linear_state
+from linearize.kernels.base import FeatureMap, Features, MapSpec
+from linearize.native import engine, loaded
+from linearize.native.gradient import attend_with_gradient, map_with_gradient
+from linearize.ops import LinearOptions, State, causal_attention
+from linearize.ops.state import EPS
+
+
+class NativeStep:
+    """Decode one token, map included, in the state's own memory. See `contract.Backend`."""
+
+    name = "native step"
+
+    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
+        """See `contract.Backend`."""
+        if not call.one_step:
+            return False
+        native, state = engine(), call.state
+        if native is None or state is None or not _has_maps(mixer):
+            return False
+        return bool(native.steps(call.q, call.k, call.v, state["kv"], state["log_scale"]))
+
+    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """See `contract.Backend`."""
+        native, state = loaded(), call.state
+        assert state is not None
+        maps, before = _packed_maps(mixer, native, call.scaling), (state["kv"], state["log_scale"])
+        return native.step(maps, call.q, call.k, call.v, before, eps=mixer.eps, mask=call.key_padding_mask), state
+
+
+class Native:
+    """Map and attend in one pass. See `contract.Backend`."""
+
+    name = "native"
+
+    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
+        """See `contract.Backend`."""
+        native = engine()
+        if native is None or call.one_step or not _has_maps(mixer):
+            return False
+        if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
+            # Through states, the ops in PyTorch know the gradient.
+            return False
+        return bool(native.takes(call.q, call.k, call.v))
+
+    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """See `contract.Backend`."""
+        q, k, v = call.q, call.k, call.v
+        options = {
+            "causal": mixer.shape.causal,
+            "scale": mixer.input_scale(call.scaling),
+            "eps": mixer.eps,
+            "mask": call.key_padding_mask,
+        }
+        if not torch.is_grad_enabled():
+            out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, start=linear_state(call), **options)
+            return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
+
+        def again(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
+            return Eager(PYTORCH).run(mixer, call.with_inputs(q, k, v))[0]
+
+        return attend_with_gradient(_maps(mixer), q, k, v, None, again, options), None
+
+
+def native_features(map: FeatureMap, x: Tensor, scale: float) -> Features | None:
+    """Map x [B, H, T, D] times `scale` in the native op; None where it is not there, or has no such map."""
+    native = engine()
+    if native is None or not native.takes(x, x, x) or (known := map.map_spec()) is None:
+        return None
+    return Features(*map_with_gradient(known, x, scale))
+
+
+def _has_maps(mixer: MappingMixer) -> bool:
+    """Tell whether the op has the maps, and nothing stands around them; worked out once."""
+    found = mixer.memory.get("native.has_maps")
+    if found is None:
+        plain = mixer.window is None and mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
+        plain = plain and mixer.keys.normalize and not mixer.info.positional
+        found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
+        mixer.memory["native.has_maps"] = found
+    return bool(found)
+
+
+def _feature_maps(mixer: MappingMixer) -> list[FeatureMap]:
+    return [map for map in (mixer.keys, mixer.queries) if map is not None]
+
+
+def _maps(mixer: MappingMixer) -> list[MapSpec]:
+    """Return the maps of keys and queries, one where it is the same."""
+    return [known for map in _feature_maps(mixer) if (known := map.map_spec()) is not None]
+
+
+class _Packed(NamedTuple):
+    """Maps as the op reads them, and which weights they were."""
+
+    key: list[Any]
+    maps: Any
+
+
+def _packed_maps(mixer: MappingMixer, native: Any, scaling: float) -> Any:
+    """Return the maps as the op reads them.
+
+    Describing them takes as long as a step: it is done once as long as the weights stay where they are, and where the
+    op reads nothing but parameters.
+    """
+    weights = list(mixer.keys._parameters.values())
+    if mixer.queries is not None:
+        weights += mixer.queries._parameters.values()
+    key = [scaling, *[(w.data_ptr(), w.dtype, w.stride()) for w in weights if w is not None]]
+    kept: _Packed | None = mixer.memory.get("native.packed")
+    if kept is not None and kept.key == key:
+        return kept.maps
+    packed = native.pack(_maps(mixer), mixer.input_scale(scaling))
+    if {id(w) for w in packed.held} <= {id(w) for w in weights}:
+        mixer.memory["native.packed"] = _Packed(key, packed._replace(held=()))
+    return packed
+
+
+class NativeOp:
+    """The op on given features. See `contract.CausalOp`."""
+
+    name = "native causal op"
+    through_states = PYTORCH
+
+    def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
+        """See `contract.CausalOp`."""
+        return normalize and x.is_cpu and engine() is not None
+
+    def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
+        """See `contract.CausalOp`; with a gradient, the op in PyTorch attends."""
+        if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or not _readable(phi_q, phi_k, v):
+            return causal_attention(phi_q, phi_k, v, **options)
+        start, log_scale = options.get("initial_state"), options.get("log_scale")
+        out, kv, top = engine().attend([], phi_q, phi_k, v, log_scale=log_scale, start=start, **_further(options))
+        return out, State(kv, top)
+
+    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        """See `contract.CausalOp`."""
+        log_scale, state = options.get("log_scale"), options.get("initial_state")
+        plain = state is not None or not _readable(phi_q, phi_k, v)
+        if plain or not _has_gradient(phi_q, phi_k, v, log_scale):
+            return self.attend(phi_q, phi_k, v, **options)[0]
+
+        def again(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+            changed: LinearOptions = {**options, "log_scale": log_scale}
+            return causal_attention(phi_q, phi_k, v, **changed)[0]
+
+        return attend_with_gradient([], phi_q, phi_k, v, log_scale, again, _further(options))
+
+
+def _has_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _readable(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
+    """Tell whether the op reads these features, whatever was asked before they were made."""
+    native = engine()
+    return native is not None and bool(native.takes(phi_q, phi_k, v))
+
+
+def _further(options: LinearOptions) -> dict[str, Any]:
+    """Return an op's options in the native op's words."""
+    mask, eps = options.get("key_padding_mask"), options.get("eps", EPS)
+    return {"causal": True, "scale": 1.0, "eps": eps, "mask": mask}

@@ -1,0 +1,38 @@
+"""PyTorch, with softmax inside a window; what lies outside is summed up by one of the causal ops."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from linearize.attention.backends.contract import CausalOp, MappingMixer
+from linearize.attention.call import AttentionCall, MixerState
+from linearize.ops import Mapped, Window, WindowState, window_attention
+
+
+class Windowed:
+    """See `contract.Backend`."""
+
+    def __init__(self, op: CausalOp) -> None:
+        self.op, self.name = op, f"window, {op.name}"
+
+    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
+        """See `contract.Backend`; bidirectionally, too, a causal op walks what is behind and what is ahead."""
+        return mixer.window is not None and self.op.supports(call.k, call.v, normalize=False)
+
+    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """See `contract.Backend`."""
+        assert mixer.window is not None
+        before = None if call.state is None else WindowState(*(call.state[name] for name in WindowState._fields))
+        queries, keys = mixer.features(call)
+        # In fp32 until the output, as all sums.
+        out, state = window_attention(
+            Mapped(call.q, *queries),
+            Mapped(call.k, *keys),
+            call.v,
+            Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps),
+            key_padding_mask=call.key_padding_mask,
+            initial_state=before,
+            op=self.op.attend,
+        )
+        after = state._asdict() if call.needs_state and state is not None else None
+        return mixer.apply_output(out.float(), call.v.dtype), after

@@ -1,0 +1,104 @@
+"""Which backend carries out which call: one ordered tuple, asked for prompts and decoding steps alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kernel_cases import KERNELS, make_inputs, make_mixer
+
+from linearize.attention.backends import choose as choosing
+from linearize.attention.backends import fla
+from linearize.attention.backends.choose import BACKENDS, choose
+from linearize.attention.call import AttentionCall
+from linearize.registry import kernel_info
+
+FEATURES = [info for info in KERNELS if info.feature_dim is not None]
+
+
+def call(tokens=20, **more):
+    return AttentionCall(*make_inputs(tokens), 0.25, **more)
+
+
+def mixer_of(name, arguments=None, **options):
+    return make_mixer(kernel_info(name), arguments, **options)
+
+
+def state_of(mixer):
+    with torch.no_grad():
+        return mixer(call(needs_state=True))[1]
+
+
+def chosen(mixer, *, grad, **more):
+    with torch.set_grad_enabled(grad):
+        return choose(mixer, call(**more)).name
+
+
+def test_names_are_one_of_a_kind():
+    assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
+
+
+def test_in_pytorch():
+    causal, both = (mixer_of("hedgehog", causal=causal) for causal in (True, False))
+    for mixer in (causal, both):
+        assert chosen(mixer, grad=False) == "streamed, pytorch"
+        assert chosen(mixer, grad=True) == "eager, pytorch"
+        assert chosen(mixer, grad=True, tokens=8192) == "streamed, pytorch"
+        assert chosen(mixer, grad=False, tokens=1) == "eager, pytorch"
+    assert chosen(causal, grad=True, tokens=8192, needs_state=True) == "eager, pytorch"
+    assert chosen(mixer_of("rfa", causal=True), grad=False) == "eager, pytorch"
+    assert chosen(mixer_of("macformer_exp", causal=True), grad=False) == "eager, pytorch"
+    assert chosen(mixer_of("hedgehog", causal=True, window=4), grad=False) == "window, pytorch"
+
+
+def test_a_decoding_step_is_the_same_call_of_one_token():
+    mixer = mixer_of("hedgehog", causal=True)
+    state = state_of(mixer)
+    assert chosen(mixer, grad=False, tokens=1, state=state, needs_state=True) == "one step"
+    assert chosen(mixer, grad=True, tokens=1, state=state, needs_state=True) == "eager, pytorch"
+    assert chosen(mixer, grad=False, tokens=2, state=state, needs_state=True) == "streamed, pytorch"
+    windowed = mixer_of("hedgehog", causal=True, window=4)
+    assert chosen(windowed, grad=False, tokens=1, state=state_of(windowed), needs_state=True) == "window, pytorch"
+
+
+def test_natively(switch):
+    causal, both = (mixer_of("hedgehog", causal=causal) for causal in (True, False))
+    for mixer in (causal, both):
+        assert chosen(mixer, grad=False) == chosen(mixer, grad=True) == "native"
+    step = {"tokens": 1, "state": state_of(causal), "needs_state": True}
+    assert chosen(causal, grad=False, **step) == "native step"
+    # Through states, the ops in PyTorch know the gradient.
+    assert chosen(causal, grad=True, needs_state=True) == "eager, native causal op"
+    assert chosen(mixer_of("elu", causal=True), grad=False) == "streamed, native causal op"
+    assert chosen(mixer_of("elu", causal=False), grad=False) == "streamed, pytorch"
+    assert chosen(mixer_of("rfa", causal=True), grad=False) == "eager, pytorch"
+    assert chosen(mixer_of("rfa", {"floor": 0.0}, causal=True), grad=False) == "streamed, native causal op"
+    assert chosen(mixer_of("hedgehog", causal=True, window=4), grad=False) == "window, pytorch"
+    switch(False)
+    assert chosen(causal, grad=False) == "streamed, pytorch"
+
+
+def test_flash_linear_attention(monkeypatch):
+    """As on a GPU where it is installed; values in half precision always, fp32 where TF32 is allowed."""
+    monkeypatch.setattr(fla.FlaOp, "supports", lambda self, x, v, *, normalize: fla.exact_enough(v))
+    half = lambda **more: AttentionCall(*(x.bfloat16() for x in make_inputs(20)), 0.25, **more)  # noqa: E731
+    with torch.no_grad():
+        for name, options, wanted in [
+            ("hedgehog", {}, "streamed, flash-linear-attention"),
+            ("rfa", {}, "eager, flash-linear-attention"),
+            ("hedgehog", {"window": 4}, "window, flash-linear-attention"),
+        ]:
+            assert choose(mixer_of(name, causal=True, **options), half()).name == wanted
+        assert choose(mixer_of("hedgehog", causal=False), half()).name == "streamed, pytorch"
+        assert choose(mixer_of("hedgehog", causal=True), call()).name == "streamed, pytorch"
+
+
+@pytest.mark.parametrize("info", FEATURES, ids=lambda info: info.name)
+def test_the_last_ones_support_every_call(info, monkeypatch):
+    """Without the quick ways every call is carried out all the same."""
+    mixer = make_mixer(info, causal=info.causal)
+    inputs = call()
+    want, _ = mixer(inputs)
+    monkeypatch.setattr(choosing, "BACKENDS", BACKENDS[-3:])
+    got, _ = mixer(inputs)
+    torch.testing.assert_close(got, want)
+    assert BACKENDS[-1].supports(mixer, inputs)
