@@ -33,7 +33,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,11 @@ Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, f
 What it returns, [B, H, T, V], goes on as the layer's output; None: softmax's output does."""
 
 
+def _thread() -> int:
+    # While tracing there is one thread, and its number must not become part of the graph.
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 class LinearAttention(nn.Module):
     """Holds the mixer of one layer.
 
@@ -27,7 +33,6 @@ class LinearAttention(nn.Module):
         shape: sizes and direction of the attention.
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
-        cache_layer: the state of the running generation, set by the host's pre-hook for one call.
         told: whether the host says at every call whether it is causal.
     """
 
@@ -36,19 +41,29 @@ class LinearAttention(nn.Module):
         self.kernel, self.shape = kernel, shape
         self.mixer: Mixer = build_mixer(kernel, arguments, shape, window)
         self.observer: Observer | None = None
-        self.cache_layer: LinearStateLayer | None = None
+        self._handed: dict[int, LinearStateLayer] = {}
         self.told = False
 
     def reset_parameters(self, seed: int) -> None:
         """Initialise the kernel from a seed, always with the same numbers."""
         self.mixer.reset_parameters(torch.Generator().manual_seed(seed))
 
+    def hand_over(self, state: LinearStateLayer | None) -> None:
+        """Take the state of the running generation for this thread's next call; the host's pre-hook gives it.
+
+        By thread, because several may run one model at a time, each with a cache of its own.
+        """
+        if state is not None:
+            self._handed[_thread()] = state
+        elif self._handed:
+            self._handed.pop(_thread(), None)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scaling: float) -> Tensor:
         """Mix q [B, H, T, D], k [B, K, S, D], v [B, K, S, V] -> [B, H, T, V] in v's dtype.
 
         S > T where a cache of plain keys stands before the queries: they are then the last T tokens.
         """
-        cache, self.cache_layer = self.cache_layer, None
+        cache = self._handed.pop(_thread(), None) if self._handed else None
         if key_padding_mask is not None:
             # A cache of states hands over the new keys only, but the mask covers all tokens so far.
             key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.output import atomic_folder
 from linearize.errors import CheckpointError
-from linearize.modeling.model import is_linearized
+from linearize.modeling.model import check_checkpoint, is_linearized
 
 BESIDE = 4_000_000
 """Bytes of a checkpoint beside its weights: tokenizer, code, card."""
@@ -59,6 +59,8 @@ def save(
     card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")))
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
+        # What a load would refuse is refused here, where the model is still in memory.
+        check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
         for name, text in (extra_files or {}).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from linearize.attention.mixer import IMPLEMENTATION, build_mixer
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.modeling.plan import Plan
+from linearize.modeling.plan import ABSENT, Plan
 
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
@@ -142,7 +142,7 @@ def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         ) from error
 
 
-_KEYS = ("format_version", "checksum", "provenance")
+_KEYS = ("format_version", "checksum", "provenance", ABSENT)
 """What the section holds beside the plan."""
 
 
@@ -174,6 +174,7 @@ def check_section(section: Any) -> dict[str, Any]:
             f"config.json: the section 'linearize' has {what[:300]}; the file is damaged or was edited: convert the "
             "model again"
         )
+    _check_absent(section.get(ABSENT, []))
     if not plan.converted:
         raise CheckpointError(
             "config.json: the section 'linearize' names no layer that was converted; the file is damaged or was "
@@ -181,6 +182,16 @@ def check_section(section: Any) -> dict[str, Any]:
         )
     _check_kernels(plan)
     return section
+
+
+def _check_absent(names: Any) -> None:
+    """Refuse a list of absent weights that is none, or that names a kernel's: no model was built without those."""
+    good = isinstance(names, list) and all(isinstance(name, str) and "linear_attention." not in name for name in names)
+    if not good:
+        raise CheckpointError(
+            f"config.json: got {ABSENT} {repr(names)[:80]}, expected a list of the names of weights outside kernels; the "
+            "file is damaged or was edited: convert the model again"
+        )
 
 
 def _check_kernels(plan: Plan) -> None:

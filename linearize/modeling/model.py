@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -21,8 +21,8 @@ from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_seal
-from linearize.modeling.plan import CALLED, Plan, contradiction
-from linearize.modeling.weights import HUB_OPTIONS, check_numbers, check_weights
+from linearize.modeling.plan import ABSENT, CALLED, Plan, contradiction
+from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
 
 class LinearizedModel:
@@ -60,6 +60,13 @@ class LinearizedModel:
         # So that it is saved under the names that a freshly converted model is saved under.
         model._weight_conversions = None
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does; config.json says as well which weights the model was built without."""
+        section = {key: value for key, value in self.config.linearize.items() if key != ABSENT}  # type: ignore[attr-defined]
+        absent = absent_weights(self)  # type: ignore[arg-type]
+        self.config.linearize = section | ({ABSENT: absent} if absent else {})  # type: ignore[attr-defined]
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse anything but linear attention: a converted model has no other.
@@ -224,8 +231,12 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
 
 def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Tell the kernel which state belongs to this call: the attention function itself never sees the cache."""
-    layer = state_layer(kwargs.get("past_key_values"), getattr(host, "layer_idx", None))
-    host.linear_attention.cache_layer = layer  # type: ignore[union-attr]
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
+        cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
+    layer = state_layer(cache, getattr(host, "layer_idx", None))
+    host.linear_attention.hand_over(layer)  # type: ignore[union-attr,operator]
 
 
 def _default_cache(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -14,6 +14,8 @@ from linearize.registry import kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that stays as it is."""
+ABSENT = "absent"
+"""Key of config.json's section for the weights that the saved model was built without."""
 
 
 @dataclass(frozen=True)

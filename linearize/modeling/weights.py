@@ -5,6 +5,7 @@ A damaged or edited folder is refused whole: no partial model, and no memory for
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from linearize.errors import CheckpointError
+from linearize.modeling.plan import ABSENT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_OPTIONS = (
@@ -63,6 +65,7 @@ def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], co
         return
     header = {key: tensor.shape for key, tensor in stored.items()}
     _check_depth(config, header)
+    absent = set(config.linearize.get(ABSENT, ()))
     try:
         with torch.device("meta"):
             empty = model(config)
@@ -73,10 +76,29 @@ def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], co
             f"config.json describes no model that can be built ({type(error).__name__}: {first_line(error)}); "
             "the file is damaged or was edited: convert the model again"
         ) from error
-    named = revert_weight_conversion(empty, empty.state_dict())
+    state = {key: tensor for key, tensor in empty.state_dict().items() if key not in absent}
+    named = revert_weight_conversion(empty, state)
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
-    _compare(header, expected, _optional(empty, header, expected))
+    stored_as = {id(tensor): key for key, tensor in named.items()}
+    renamed = {key: stored_as[id(tensor)] for key, tensor in state.items() if id(tensor) in stored_as}
+    _compare(header, expected, _optional(empty, header, expected, renamed))
     _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
+
+
+def absent_weights(model: PreTrainedModel) -> list[str]:
+    """List the weights that a model's class has by its config, but this model was built without.
+
+    Such as the pooler of `BertModel(config, add_pooling_layer=False)`: config.json cannot say so, and whoever loads the
+    checkpoint gets them with fresh values, and transformers' warning, as from a softmax checkpoint.
+    """
+    try:
+        with torch.device("meta"):
+            whole = type(model)(copy.deepcopy(model.config))
+    except Exception:
+        # Not to be built from its config alone, so that loading cannot hold the file against it either.
+        return []
+    names = whole.state_dict().keys() - model.state_dict().keys()
+    return sorted(name for name in names if ".linear_attention." not in f".{name}")
 
 
 def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said: str) -> None:
@@ -100,9 +122,15 @@ def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said
             )
 
 
-def _optional(model: PreTrainedModel, header: Header, expected: Header) -> set[str]:
-    """Return the names that may be in one of the two only: of several tied tensors a file holds one."""
-    pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+def _optional(
+    model: PreTrainedModel, header: Header, expected: Header, renamed: Mapping[str, str]
+) -> set[str]:
+    """Return the names that may be in one of the two only: of several tied tensors a file holds one.
+
+    Some models have other names in the file than in the model (`renamed`): PaliGemma's tied head among them.
+    """
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = {renamed.get(target, target): renamed.get(source, source) for target, source in tied.items()}
     groups: dict[str, set[str]] = {}
     for target, source in pairs.items():
         groups.setdefault(source, {source}).add(target)

@@ -72,9 +72,17 @@ class _Recorder:
         return mask
 
     def attention(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        # By this name: many hosts, most vision-language models among them, hand it over as a keyword.
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Write the call down and attend with softmax."""
+        mask = attention_mask
         kind = "none" if mask is None else self.masks.get(id(mask), ("bias", mask))[0]
         altered = ", ".join(what for name, what in ALTERING.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
@@ -195,17 +203,23 @@ def _forward_names(model: PreTrainedModel) -> set[str]:
 
 def _tokens(config: Any, count: int, device: torch.device) -> Tensor:
     text = config.get_text_config()
-    special = {getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    special = {i for name in ("pad_token_id", "bos_token_id", "eos_token_id") for i in _ids(text, name)}
     vocabulary = getattr(text, "vocab_size", 0)
     ids = [i for i in range(min(vocabulary, 64)) if i not in special][:count]
     if not ids:
         raise UnsupportedModelError(f"config of type {config.model_type!r} has no vocab_size; pass example_inputs=...")
     ids = (ids * count)[:count]
     # CLIP-like text towers look for the end token.
-    end = getattr(text, "eos_token_id", None)
-    if isinstance(end, int) and end < vocabulary:
-        ids[-1] = end
+    for end in _ids(text, "eos_token_id")[:1]:
+        if end < vocabulary:
+            ids[-1] = end
     return torch.tensor([ids], device=device)
+
+
+def _ids(config: Any, name: str) -> list[int]:
+    """Return the special tokens that a config has under a name: none, one, or several (Llama 3's ends of a text)."""
+    found = getattr(config, name, None)
+    return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
 
 
 def _image_shape(config: Any) -> tuple[int, int, int]:

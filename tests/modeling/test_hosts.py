@@ -1,0 +1,127 @@
+"""What single hosts do in a way of their own: masks and caches by other names, tied heads, parts left out, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import transformers
+from support.generation import GREEDY, assert_same_text, causal, prompts
+from support.tiny import TEXT, converted, inputs_of
+from transformers import AutoModel, AutoModelForImageTextToText
+
+import linearize
+from linearize.errors import CheckpointError
+from linearize.surgery.probe import probe
+
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
+
+
+def test_several_end_tokens_are_read_from_the_config():
+    config = transformers.LlamaConfig(**TEXT, bos_token_id=1, eos_token_id=[2, 98], pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config)
+    assert len(probe(model)) == TEXT["num_hidden_layers"]
+    linearize.convert(model)
+
+
+def test_a_mask_handed_over_by_name():
+    torch.manual_seed(0)
+    config = transformers.Blip2VisionConfig(**HEADS, image_size=28, patch_size=14)
+    model = transformers.Blip2VisionModel(config).eval()
+    pixels = {"pixel_values": torch.randn(1, 3, 28, 28)}
+    assert [call.mask for call in probe(model)] == ["none", "none"]
+    linearize.convert(model)
+    assert torch.isfinite(model(**pixels).last_hidden_state).all()
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "GPTBigCode"])
+def test_a_cache_under_another_name(name):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 37} if name == "GPTBigCode" else HEADS
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=99, eos_token_id=98, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    linearize.convert(model)
+    model.eval()
+    inputs = prompts()
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+
+
+def test_eight_threads_generate_what_one_does():
+    model = causal("llama")
+    starts = [torch.tensor([[3 + i, 5, 7]]) for i in range(8)]
+    expected = [model.generate(start, **GREEDY).tolist() for start in starts]
+    found: list[object] = [None] * 8
+
+    def work(i: int) -> None:
+        try:
+            found[i] = [model.generate(starts[i], **GREEDY).tolist() for _ in range(3)]
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[one] * 3 for one in expected]
+
+
+def test_a_model_without_its_pooler_comes_back(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**TEXT), add_pooling_layer=False).eval()
+    linearize.convert(model)
+    model.eval()
+    linearize.save(model, tmp_path / "out")
+    inputs = inputs_of(model)
+    loaded = AutoModel.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(loaded(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+    assert loaded.pooler is not None
+    same = AutoModel.from_pretrained(tmp_path / "out", add_pooling_layer=False).eval()
+    assert same.pooler is None
+    assert torch.equal(same(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+    # Saved once more with the pooler, nothing is absent any longer.
+    linearize.save(loaded, tmp_path / "again")
+    assert "absent" not in AutoModel.from_pretrained(tmp_path / "again").config.linearize
+
+
+def test_only_weights_outside_kernels_can_be_absent(tmp_path):
+    model = converted("bert")
+    linearize.save(model, tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    kernel = "encoder.layer.0.attention.self.linear_attention.mixer.keys.weight"
+    for bad in (f'["{kernel}"]', '"pooler"', "[1]"):
+        text = config.read_text(encoding="utf-8").replace('"linearize": {', f'"linearize": {{"absent": {bad},', 1)
+        (tmp_path / "edited.json").write_text(text, encoding="utf-8")
+        with pytest.raises(CheckpointError, match="absent"):
+            transformers.AutoConfig.from_pretrained(tmp_path / "edited.json")
+
+
+def test_a_tied_head_under_another_name_in_the_file(tmp_path):
+    torch.manual_seed(0)
+    text = {"model_type": "gemma", "vocab_size": 60, **HEADS, "num_key_value_heads": 1, "head_dim": 16}
+    image = {"model_type": "siglip_vision_model", **HEADS, "image_size": 28, "patch_size": 14, "projection_dim": 32}
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=image, image_token_index=59, projection_dim=32, hidden_size=32, pad_token_id=0
+    )
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    inputs = {
+        "input_ids": torch.tensor([[59, 59, 59, 59, 5, 6, 7]]),
+        "pixel_values": torch.randn(1, 3, 28, 28),
+        "attention_mask": torch.ones(1, 7, dtype=torch.long),
+        "token_type_ids": torch.zeros(1, 7, dtype=torch.long),
+    }
+    linearize.convert(model, example_inputs=inputs)
+    model.eval()
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_save_that_could_not_be_loaded_is_refused(tmp_path, monkeypatch):
+    model = converted("bert")
+    dropped = {key: value for key, value in model.state_dict().items() if key != "pooler.dense.bias"}
+    with pytest.raises(CheckpointError, match=r"lacks 'pooler.dense.bias'"):
+        linearize.save(model, tmp_path / "out", state_dict=dropped)
+    assert not (tmp_path / "out").exists()
