@@ -122,9 +122,7 @@ def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said
             )
 
 
-def _optional(
-    model: PreTrainedModel, header: Header, expected: Header, renamed: Mapping[str, str]
-) -> set[str]:
+def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed: Mapping[str, str]) -> set[str]:
     """Return the names that may be in one of the two only: of several tied tensors a file holds one.
 
     Some models have other names in the file than in the model (`renamed`): PaliGemma's tied head among them.

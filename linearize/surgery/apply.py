@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class, use_linear_attention
 from linearize.modeling.model import attach, model_class
 from linearize.modeling.plan import Plan
+from linearize.surgery.check import check, record
 from linearize.surgery.plan import plan as make_plan
 from linearize.surgery.timm import is_timm, wrap
 
@@ -73,11 +74,16 @@ def convert(
         from linearize.surgery.positions import extend_positions
 
         extend_positions(model, max_length, method=positions)
-    return apply(model, decided)
+    return apply(model, decided, example_inputs)
 
 
-def apply(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """Carry out a plan that was made for this model, in place, and return the model."""
+def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """Carry out a plan that was made for this model, in place, and return the model.
+
+    Raises:
+        UnsupportedModelError: if the model, with softmax in place of the kernels, is no longer what it was.
+    """
+    recorded = record(model, example_inputs)
     config = model.config
     made = config_class(base_config_class(plan.base_model_type))
     # The same config object is held by every submodule: it changes class where it stands.
@@ -92,6 +98,7 @@ def apply(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         if hasattr(model, attribute):
             setattr(model, attribute, None)
     _record_outputs(model)
+    check(model, recorded)
     return model
 
 

@@ -1,0 +1,143 @@
+"""Is a converted model, attending with softmax again, the model that it was? Held against its original on one batch.
+
+The kernels are put behind transformers' attention function and masks. A host that does more with them than a plan can
+see (a second call per layer, a mask read elsewhere, sinks in layers that stay) would differ from its original without a
+word, and stage one would imitate something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import UnsupportedModelError
+from linearize.surgery.probe import example_inputs
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
+"""Largest difference that rounding explains, as a share of the largest output; 5 % for half precision."""
+PADDED = 2
+"""Tokens of padding in the second row."""
+
+Recorded = tuple[dict[str, Any], list[Tensor]]
+"""A batch, and what the original gave on it."""
+
+
+def record(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> Recorded | None:
+    """Run the original on a batch, with padding where it takes a padding mask.
+
+    Args:
+        model: the original, not yet converted.
+        inputs: keyword arguments for its forward; made up from the config where None.
+
+    Returns:
+        For `check`; None where it cannot be run on made-up inputs.
+    """
+    candidates = [dict(inputs)] if inputs is not None else []
+    if inputs is None:
+        with contextlib.suppress(Exception):
+            made = _varied(example_inputs(model))
+            candidates = [padded, made] if (padded := _with_padding(model, made)) else [made]
+    for batch in candidates:
+        with contextlib.suppress(Exception):
+            return batch, _outputs(model, batch)
+    return None
+
+
+def check(model: PreTrainedModel, recorded: Recorded | None) -> None:
+    """Hold a converted model, with softmax in place of its kernels, against what `record` found.
+
+    Raises:
+        UnsupportedModelError: if it differs.
+    """
+    if recorded is None:
+        return
+    batch, before = recorded
+    name = type(model).__name__.removeprefix("Linearized")
+    advice = "so it is not converted; load it again, as this object has been changed"
+    try:
+        with _softmax(model):
+            after = _outputs(model, batch)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} does not run any more once its attention goes through linear attention's masks "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}), {advice}"
+        ) from error
+    mask = batch.get("attention_mask")
+    for old, new in zip(before, after, strict=False):
+        difference, allowed = _difference(old, new, mask), TOLERANCE.get(old.dtype, 5e-2)
+        if not difference <= allowed:
+            raise UnsupportedModelError(
+                f"{name} computes something else once its attention goes through linear attention's masks (with softmax "
+                f"in place of the kernels its outputs differ by {difference:.2g} of the largest, expected at most "
+                f"{allowed:g}), {advice}"
+            )
+
+
+def _varied(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill images and sound with noise: on zeros much is equal that is not."""
+    generator = torch.Generator().manual_seed(0)
+    floats = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()}
+    noise = {key: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for key, x in floats.items()}
+    return inputs | noise
+
+
+def _with_padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a batch of two rows, the second with padding; None for models of anything but text."""
+    ids = inputs.get("input_ids")
+    if ids is None or any(torch.is_tensor(x) and key != "input_ids" for key, x in inputs.items()):
+        return None
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long, device=ids.device)
+    mask[1, -PADDED:] = 0
+    rows = ids.repeat(2, 1)
+    # Heads that take the last token's state look for the padding among the numbers of the tokens.
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    rows[1, -PADDED:] = rows[1, -PADDED:] if pad is None else pad
+    return inputs | {"input_ids": rows, "attention_mask": mask}
+
+
+def _outputs(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Tensor]:
+    """Return the floating point outputs of a forward in evaluation mode."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            found = model(**batch)
+    finally:
+        model.train(training)
+    values = found.to_tuple() if hasattr(found, "to_tuple") else found
+    return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]
+
+
+def _difference(old: Tensor, new: Tensor, mask: Tensor | None) -> float:
+    """Return the largest difference between outputs at real tokens, as a share of the largest output there."""
+    if old.shape != new.shape:
+        return float("inf")
+    if mask is not None and old.shape[:2] == mask.shape:
+        old, new = old[mask.bool()], new[mask.bool()]
+    known = torch.isfinite(old) & torch.isfinite(new)
+    if not torch.equal(torch.isnan(old), torch.isnan(new)):
+        return float("inf")
+    if not bool(known.any()):
+        return 0.0
+    old, new = old[known].double(), new[known].double()
+    return float((old - new).abs().max() / old.abs().max().clamp_min(1e-12))
+
+
+@contextlib.contextmanager
+def _softmax(model: PreTrainedModel) -> Iterator[None]:
+    """Have a converted model attend with softmax: an observer that gives nothing back leaves softmax's output."""
+    layers = list(linear_attentions(model).values())
+    before = [layer.observer for layer in layers]
+    try:
+        for layer in layers:
+            layer.observer = lambda *call: None
+        yield
+    finally:
+        for layer, observer in zip(layers, before, strict=True):
+            layer.observer = observer

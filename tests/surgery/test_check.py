@@ -1,0 +1,55 @@
+"""A conversion holds the model, with softmax in place of its kernels, against what it was, and refuses what differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny import original
+
+import linearize
+from linearize.errors import UnsupportedModelError
+from linearize.surgery.check import check, record
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "bart", "clip"])
+def test_ordinary_models_are_held_against_themselves(name):
+    model = original(name)
+    recorded = record(model)
+    assert recorded is not None
+    batch, before = recorded
+    assert ("attention_mask" in batch) == (name in ("bert", "gpt2", "llama"))
+    assert all(float(x.abs().max()) > 0 for x in before)
+    check(linearize.convert(model), recorded)
+
+
+def test_a_host_that_reads_the_mask_elsewhere_is_refused():
+    model = original("bert")
+    encoder = type(model.encoder)
+
+    class Elsewhere(encoder):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            # Four dimensions where softmax attends, two where linear attention does.
+            four = attention_mask is None or attention_mask.ndim == 4
+            return super().forward(hidden_states.roll(0 if four else 1, -1), attention_mask, **kwargs)
+
+    model.encoder.__class__ = Elsewhere
+    with pytest.raises(UnsupportedModelError, match=r"computes something else .* expected at most 1e-05\), so it is"):
+        linearize.convert(model)
+
+
+def test_a_host_that_cannot_take_the_mask_is_refused():
+    model = original("bert")
+    encoder = type(model.encoder)
+
+    class Four(encoder):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            assert attention_mask.ndim == 4, "expected four dimensions"
+            return super().forward(hidden_states, attention_mask, **kwargs)
+
+    model.encoder.__class__ = Four
+    with pytest.raises(UnsupportedModelError, match="does not run any more .*expected four dimensions"):
+        linearize.convert(model)
+
+
+def test_half_precision_has_a_bound_of_its_own():
+    linearize.convert(original("bert").to(torch.bfloat16))
