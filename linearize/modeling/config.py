@@ -189,8 +189,8 @@ def _check_absent(names: Any) -> None:
     good = isinstance(names, list) and all(isinstance(name, str) and "linear_attention." not in name for name in names)
     if not good:
         raise CheckpointError(
-            f"config.json: got {ABSENT} {repr(names)[:80]}, expected a list of the names of weights outside kernels; the "
-            "file is damaged or was edited: convert the model again"
+            f"config.json: got {ABSENT} {repr(names)[:80]}, expected a list of the names of weights outside kernels; "
+            "the file is damaged or was edited: convert the model again"
         )
 
 

@@ -73,9 +73,9 @@ def check(model: PreTrainedModel, recorded: Recorded | None) -> None:
         difference, allowed = _difference(old, new, mask), TOLERANCE.get(old.dtype, 5e-2)
         if not difference <= allowed:
             raise UnsupportedModelError(
-                f"{name} computes something else once its attention goes through linear attention's masks (with softmax "
-                f"in place of the kernels its outputs differ by {difference:.2g} of the largest, expected at most "
-                f"{allowed:g}), {advice}"
+                f"{name} computes something else once its attention goes through linear attention's masks (with "
+                f"softmax in place of the kernels its outputs differ by {difference:.2g} of the largest, expected at "
+                f"most {allowed:g}), {advice}"
             )
 
 

@@ -47,7 +47,7 @@ def test_a_host_that_cannot_take_the_mask_is_refused():
             return super().forward(hidden_states, attention_mask, **kwargs)
 
     model.encoder.__class__ = Four
-    with pytest.raises(UnsupportedModelError, match="does not run any more .*expected four dimensions"):
+    with pytest.raises(UnsupportedModelError, match=r"does not run any more .*expected four dimensions"):
         linearize.convert(model)
 
 
