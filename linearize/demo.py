@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,12 +55,10 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
     Raises:
         LinearizeError: for everything the user can mend.
     """
-    import torch
-    from transformers import AutoModel, AutoTokenizer, pipeline
+    from transformers import pipeline
 
-    from linearize.bench.side_by_side import compare
+    from linearize.bench.side_by_side import Comparison, measure_speed
     from linearize.loading import quiet
-    from linearize.surgery.positions import extend_positions, extend_processor
     from linearize.workflow import ConvertOptions, convert_checkpoint
 
     folder = minilm_folder()
@@ -89,17 +86,9 @@ def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable
     listen("note", f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
 
     listen("doing", f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns")
-    # The softmax side gets the same longer positions: as it was made it ends at 512 tokens.
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
     with quiet():
-        softmax = AutoModel.from_pretrained(str(folder)).eval()
-    extend_processor(tokenizer, extend_positions(softmax, tokens), softmax)
-    inputs = tokenizer(document, return_tensors="pt", truncation=True, max_length=tokens)
-    linear: Any = reader.model
-    with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), quiet():
-        softmax.save_pretrained(scratch)
-        comparison = compare(softmax, linear, inputs, folders=(Path(scratch), Path(output)))
-    return DemoResult(conversion, size, comparison)
+        row = measure_speed(reader.model, output, [tokens])[0]
+    return DemoResult(conversion, size, Comparison.of(row))
 
 
 def long_document(tokenizer: Any, tokens: int) -> str:

@@ -140,8 +140,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("linearize.demo.minilm_folder", lambda: tmp_path / "MINILM")
     # Memory is measured in a fresh process per side, which takes longer to start than all the rest here.
-    monkeypatch.setattr("linearize.report.speed.in_fresh_process", lambda *_: {})
-    monkeypatch.setattr("linearize.bench.side_by_side.in_fresh_process", lambda *_: 1)
+    monkeypatch.setattr(
+        "linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
+    )
     monkeypatch.setattr("linearize.checkpoint.push.push", lambda folder, repo, private=False: "https://example.org")
     return tmp_path
 

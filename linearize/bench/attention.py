@@ -16,7 +16,7 @@ from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import HeadShape, Mixer, build_mixer
 from linearize.bench.machine import DTYPES
 from linearize.bench.rows import Row, quotient
-from linearize.bench.suites import Suite
+from linearize.bench.suite import Suite
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
 from linearize.ops import bidirectional_attention

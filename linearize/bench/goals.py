@@ -10,10 +10,11 @@ from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
 from linearize.bench.job import BenchOptions, Tell, checked, run_tasks
 from linearize.bench.machine import Machine, Noise, check_dtype
+from linearize.bench.measure import threads
 from linearize.bench.models import BenchModel
 from linearize.bench.public_op import PublicOpSuite, there
 from linearize.bench.rows import Crossover, Row, quotient
-from linearize.bench.suites import Suite, threads
+from linearize.bench.suite import Suite
 from linearize.bench.whole_model import ModelSuite
 from linearize.native import engine
 

@@ -10,10 +10,11 @@ from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
 from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe, peak_rate
+from linearize.bench.measure import measure, threads
 from linearize.bench.models import BERT_BASE, BenchModel
 from linearize.bench.rows import Crossover, Row, crossovers
 from linearize.bench.stage_one import StageOneSuite
-from linearize.bench.suites import Suite, check_lengths, measure, threads
+from linearize.bench.suite import Suite, check_lengths
 from linearize.bench.whole_model import ModelSuite
 from linearize.errors import ConfigError, unknown_name
 

@@ -47,6 +47,21 @@ class BenchModel:
     dtype: str = "float32"
     device: str = "cpu"
 
+    @classmethod
+    def of(cls, model: Any, folder: str | None, *, longest: int) -> BenchModel:
+        """Take a converted model that is loaded already.
+
+        Args:
+            model: the model.
+            folder: where it is saved, for processes that load it again; None: there are none.
+            longest: longest input that it will get.
+        """
+        dtype = str(model.dtype).removeprefix("torch.")
+        made = cls(folder or type(model).__name__, longest=longest, dtype=dtype, device=str(model.device))
+        # What these cached properties would load.
+        made.__dict__.update(converted=True, linear=model)
+        return made
+
     @cached_property
     def converted(self) -> bool:
         """Whether it is a converted checkpoint."""

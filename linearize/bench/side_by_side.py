@@ -1,29 +1,35 @@
-"""A converted model and its softmax original on one long input: time in turns, memory in a process of its own each."""
+"""A converted checkpoint beside its own frozen softmax (SDPA): time in turns, memory in a process of its own per side.
+
+Both sides are the same weights and the same forward: the softmax side is what the layers compute while observed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from linearize.bench.memory import in_fresh_process, peak, start_peak
+from linearize.bench.measure import peak_memory
+from linearize.bench.models import BenchModel
+from linearize.bench.rows import Row, Side
 from linearize.bench.timing import Timing, in_turns
+from linearize.bench.whole_model import ModelSuite
+from linearize.errors import LinearizeError
+
+SIDES = ("softmax", "linear")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One length.
+    """One length, as plain data.
 
     Attributes:
         tokens: length of the input.
-        softmax_seconds: median forward of the softmax model (SDPA).
-        linear_seconds: median forward of the converted model.
+        softmax_seconds: median forward with softmax (SDPA).
+        linear_seconds: median forward with the kernels.
         softmax_bytes: peak memory of that forward above the loaded model, or None.
-        linear_bytes: the same of the converted model.
+        linear_bytes: the same with the kernels.
         repeats: forwards per side.
     """
 
@@ -34,50 +40,45 @@ class Comparison:
     linear_bytes: int | None
     repeats: int
 
+    @classmethod
+    def of(cls, row: Row) -> Comparison:
+        """Take it from a row whose sides both ran."""
+        timings = [row.sides[side].timing for side in SIDES]
+        softmax, linear = (timing for timing in timings if timing is not None)
+        memory = [row.memory(side) for side in SIDES]
+        return cls(row.tokens, softmax.seconds, linear.seconds, memory[0], memory[1], linear.repeats)
+
     @property
     def speedup(self) -> float:
         """Softmax's time over the linear model's."""
         return self.softmax_seconds / self.linear_seconds
 
 
-@torch.no_grad()
-def compare(
-    softmax: Any, linear: Any, inputs: Mapping[str, Tensor], *, folders: tuple[Path, Path] | None, repeats: int = 3
-) -> Comparison:
-    """Compare two models on the same inputs.
+def measure_speed(model: Any, folder: str | None, lengths: Sequence[int], repeats: int = 3) -> list[Row]:
+    """Time one forward of a text model without its head per length, and measure its memory.
 
     Args:
-        softmax: the original, with SDPA.
-        linear: the converted model.
-        inputs: keyword arguments of both forwards.
-        folders: where the two are saved, for the memory of each in a fresh process; None: no memory.
+        model: a converted text model.
+        folder: where it is saved, for the memory of each side in a fresh process; None: no memory.
+        lengths: tokens, ascending.
         repeats: forwards per side; medians are returned.
     """
-    times = in_turns({"softmax": lambda: softmax(**inputs), "linear": lambda: linear(**inputs)}, repeats)
-    tokens = next(iter(inputs.values())).shape[1]
-    memory = (None, None) if folders is None else tuple(peak_memory(folder, tokens) for folder in folders)
-    medians = {name: Timing.of(values).seconds for name, values in times.items()}
-    return Comparison(tokens, medians["softmax"], medians["linear"], memory[0], memory[1], repeats)
+    if not lengths:
+        return []
+    path = None if folder is None else str(Path(folder).absolute())
+    suite = ModelSuite(BenchModel.of(model, path, longest=max(lengths)))
+    memory = {side: {} if path is None else _memory(suite, side, lengths) for side in SIDES}
+    rows = []
+    for tokens in lengths:
+        times = in_turns({side: suite.prepare(side, tokens) for side in SIDES}, repeats)
+        sides = {side: Side(Timing.of(values), memory[side].get(tokens)) for side, values in times.items()}
+        rows.append(Row(suite.name, suite.what, tokens, suite.pair, sides))
+    return rows
 
 
-def peak_memory(folder: Path, tokens: int) -> int:
-    """Return by how many bytes one forward of a text model raises a fresh process's peak memory.
-
-    Raises:
-        LinearizeError: if the process fails.
-    """
-    return int(in_fresh_process(measure_folder, {"folder": str(folder), "tokens": tokens}))
-
-
-@torch.no_grad()
-def measure_folder(request: dict[str, Any]) -> int:
-    """Body of the fresh process: one short and one long forward; the difference in bytes."""
-    from transformers import AutoModel
-
-    import linearize  # noqa: F401 - makes the Auto classes know converted checkpoints
-
-    model = AutoModel.from_pretrained(request["folder"]).eval()
-    model(input_ids=torch.full((1, 8), 5))
-    before = start_peak()
-    model(input_ids=torch.full((1, request["tokens"]), 5))
-    return max(0, peak() - before)
+def _memory(suite: ModelSuite, side: str, lengths: Sequence[int]) -> dict[int, int]:
+    """Return peak bytes per length; empty where the process failed, for a report is no place to fail over that."""
+    try:
+        return peak_memory(suite, side, lengths)
+    except LinearizeError:
+        return {}

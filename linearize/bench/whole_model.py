@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from linearize.bench.models import BenchModel, values_only
 from linearize.bench.rows import Row
-from linearize.bench.suites import Suite
+from linearize.bench.suite import Suite
 from linearize.bench.timing import Call
 
 

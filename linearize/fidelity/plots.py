@@ -221,33 +221,3 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     for axes in (one, two):
         whole_numbers(axes)
     return figure
-
-
-def time_and_memory(speeds: Sequence[Any]) -> Figure:
-    """Show seconds and peak memory against the input's length, softmax beside linear.
-
-    Args:
-        speeds: one `linearize.bench.side_by_side.Comparison` (or the like) per length.
-    """
-    figure = new_figure(7.5, 3.2)
-    one, two = figure.subplots(1, 2)
-    tokens = [speed.tokens for speed in speeds]
-    for axes, attribute, scale, label in (
-        (one, "seconds", 1.0, "seconds per forward"),
-        (two, "bytes", 2.0**20, "peak memory above the model, MiB"),
-    ):
-        for side, colour, marker, dashes in (("softmax", SOFTMAX, "o", "-"), ("linear", LINEAR, "s", "--")):
-            values = [getattr(speed, f"{side}_{attribute}") for speed in speeds]
-            if any(value is None for value in values):
-                continue
-            axes.plot(tokens, [v / scale for v in values], color=colour, marker=marker, linestyle=dashes, label=side)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [f"{t:,}" for t in tokens])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        tidy(axes, label, "tokens")
-        if axes.has_data():
-            axes.legend(fontsize=8, frameon=False)
-        else:
-            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
-    return figure

@@ -12,7 +12,7 @@ from typing import Any
 from linearize.errors import ConfigError
 from linearize.report.gather import Listener
 from linearize.report.inputs import InputOptions
-from linearize.report.speed import LENGTHS
+from linearize.report.lengths import LENGTHS
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -90,7 +90,7 @@ def compare_checkpoints(options: CompareOptions, listen: Listener | None = None)
         LinearizeError: another of its children, for everything the user can mend.
     """
     from linearize.loading import check_device
-    from linearize.report.speed import check_lengths
+    from linearize.report.lengths import check_lengths
 
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
@@ -122,13 +122,14 @@ def _one(
     name: str, checkpoint: str, options: CompareOptions, device: str, notes: list[str]
 ) -> tuple[Conversion, str, str]:
     from linearize.attention.interface import linear_attentions
+    from linearize.bench.side_by_side import Comparison, measure_speed
     from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.whole import output_difference
     from linearize.loading import load_converted
     from linearize.modeling.model import kernel_parameters
     from linearize.report.inputs import load_inputs
+    from linearize.report.lengths import check_lengths
     from linearize.report.original import cut_notes, find_original
-    from linearize.report.speed import check_lengths, measure_speed
     from linearize.surgery.positions import current_length
 
     loaded = load_converted(checkpoint, device=device)
@@ -145,7 +146,7 @@ def _one(
     if loaded.modality == "text":
         lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
         notes += [f"{name}: {note}" for note in dropped]
-        speed = measure_speed(loaded.model, None, lengths[-1:])[0] if lengths else None
+        speed = Comparison.of(measure_speed(loaded.model, None, lengths[-1:])[0]) if lengths else None
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
     conversion = Conversion(
         name=name,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from linearize.report.inputs import InputOptions
-from linearize.report.speed import LENGTHS
+from linearize.report.lengths import LENGTHS
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
@@ -58,7 +58,7 @@ class Gathered:
         tokens: its tokens' labels; empty for a picture.
         picture: the picture as the model gets it, [C, height, width], or None.
         outputs: whole outputs against the original's (`OutputDifference`), or None.
-        speeds: one `Comparison` per length.
+        speeds: one `linearize.bench.rows.Row` per length.
         log: lines of the log that lies in the folder.
         notes: what the reader has to know.
         left_out: what the report does not have, and why.
@@ -80,6 +80,9 @@ class Gathered:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data."""
+        from linearize.bench.side_by_side import Comparison
+
+        speeds = [Comparison.of(row) for row in self.speeds]
         plan = None if self.info.plan is None else self.info.plan.to_dict()
         info = {name: value for name, value in vars(self.info).items() if name not in ("plan", "provenance")}
         info["name"] = Path(self.info.name).name or self.info.name
@@ -89,7 +92,7 @@ class Gathered:
             "fidelity": self.fidelity.to_dict(),
             "spread": [spread.to_dict() for spread in self.spreads],
             "outputs": None if self.outputs is None else asdict(self.outputs),
-            "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in self.speeds],
+            "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in speeds],
             "notes": self.notes,
             "left_out": self.left_out,
         }
@@ -111,8 +114,8 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
     from linearize.fidelity.whole import output_difference
     from linearize.loading import check_device, load_converted
     from linearize.report.inputs import load_inputs, token_labels
+    from linearize.report.lengths import check_lengths
     from linearize.report.original import cut_notes, find_original
-    from linearize.report.speed import check_lengths
 
     tell = listen or (lambda text: None)
     check_lengths(options.lengths, None)
@@ -169,7 +172,8 @@ def _maps(loaded: Any, first: dict[str, Tensor], left_out: list[str]) -> list[An
 
 
 def _speeds(options: ReportOptions, loaded: Any, notes: list[str], left_out: list[str], tell: Listener) -> list[Any]:
-    from linearize.report.speed import check_lengths, measure_speed
+    from linearize.bench.side_by_side import measure_speed
+    from linearize.report.lengths import check_lengths
     from linearize.surgery.positions import current_length
 
     if loaded.modality != "text":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linearize.bench.plot import time_and_memory
 from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.errors import DataError
@@ -218,14 +219,14 @@ def _speed(found: Gathered) -> Iterator[Section]:
         return
     rows = [
         [
-            f"{speed.tokens:,}",
-            f"{speed.softmax_seconds:.3f}",
-            f"{speed.linear_seconds:.3f}",
-            f"{speed.speedup:.2f}",
-            _mebibytes(speed.softmax_bytes),
-            _mebibytes(speed.linear_bytes),
+            f"{row.tokens:,}",
+            _number(row.seconds("softmax")),
+            _number(row.seconds("linear")),
+            "-" if row.speedup is None else f"{row.speedup:.2f}",
+            _mebibytes(row.memory("softmax")),
+            _mebibytes(row.memory("linear")),
         ]
-        for speed in found.speeds
+        for row in found.speeds
     ]
     columns = ["tokens", "softmax, s", "linear, s", "times faster", "softmax, MiB", "linear, MiB"]
     text = (
@@ -234,7 +235,7 @@ def _speed(found: Gathered) -> Iterator[Section]:
         "side. Short inputs do not gain: the crossing point depends on the model and the machine."
     )
     alt = "Seconds and peak memory against the length of the input, softmax beside linear."
-    picture = draw("speed", plots.time_and_memory(found.speeds), alt)
+    picture = draw("speed", time_and_memory(found.speeds), alt)
     yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))
 
 

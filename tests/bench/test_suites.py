@@ -10,19 +10,20 @@ import torch
 from support.tiny import converted, original
 from support.weights_loss import weights_loss
 
-from linearize.bench import machine, suites
+from linearize.bench import machine
+from linearize.bench import measure as measuring
 from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
 from linearize.bench.goals import Goal, _judge, goals, run_goals
 from linearize.bench.job import BenchOptions, run_bench
 from linearize.bench.machine import Noise
+from linearize.bench.measure import measure
 from linearize.bench.memory import NoRoomError, in_fresh_process, is_out_of_memory
 from linearize.bench.models import BenchModel
 from linearize.bench.plot import check_picture, short_names, write_plot
 from linearize.bench.public_op import PublicOpSuite
 from linearize.bench.stage_one import StageOneSuite, naive_loss
-from linearize.bench.suites import measure
 from linearize.bench.whole_model import ModelSuite
 from linearize.distillation.targets import Targets
 from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
@@ -149,7 +150,7 @@ def test_models_that_have_no_length(folders):
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
 def test_stage_one(folders, kernel, monkeypatch):
-    monkeypatch.setattr(suites, "in_fresh_process", lambda *_: 1000)
+    monkeypatch.setattr(measuring, "in_fresh_process", lambda _, asked: dict.fromkeys(asked["lengths"], 1000))
     suite = StageOneSuite(BenchModel(str(folders / "bert"), kernel, longest=64))
     suite.check()
     row = measure(suite, 40, rate=RATE, repeats=2)
@@ -160,7 +161,7 @@ def test_stage_one(folders, kernel, monkeypatch):
 
 
 def test_alignment(folders, monkeypatch):
-    monkeypatch.setattr(suites, "in_fresh_process", lambda *_: 1000)
+    monkeypatch.setattr(measuring, "in_fresh_process", lambda _, asked: dict.fromkeys(asked["lengths"], 1000))
     suite = AlignmentSuite(BenchModel(str(folders / "bert"), "hedgehog", longest=64))
     suite.check()
     row = measure(suite, 40, rate=RATE, repeats=2)
@@ -192,22 +193,22 @@ def test_stage_one_needs_weights_to_learn(folders):
 
 def test_memory_is_that_of_the_tensors():
     suite = AttentionSuite(AttentionSizes("elu", heads=4, head_dim=64))
-    taken = suites._memory(suite, "linear", 4096).bytes
+    taken = measuring._memory(suite, "linear", 4096).bytes
     # The output alone is 4 heads of 4,096 tokens of 64 numbers.
     assert 4 * 4096 * 64 * 4 <= taken < 40 * 4 * 4096 * 64 * 4
 
 
 def test_memory_that_runs_out_is_a_result(monkeypatch):
     huge = AttentionSuite(AttentionSizes("elu", heads=4096))
-    assert suites._memory(huge, "softmax", 1 << 24).problem == "out of memory"
+    assert measuring._memory(huge, "softmax", 1 << 24).problem == "out of memory"
     with pytest.raises(LinearizeError, match="process of its own failed: KeyError"):
-        in_fresh_process(suites.measure_memory, {})
+        in_fresh_process(measuring.measure_memory, {})
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
 
     def none(*_):
         raise NoRoomError("out of memory")
 
-    monkeypatch.setattr(suites, "in_fresh_process", none)
+    monkeypatch.setattr(measuring, "in_fresh_process", none)
     row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1)
     assert {side.problem for side in row.sides.values()} == {"out of memory"} and row.speedup is None
 
@@ -216,8 +217,8 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
 def test_memory_counts_what_takes_the_place_of_something_freed():
     """At 1,024 tokens the output alone is 3 MiB; it used to hide, now and then, in what drawing the inputs had left."""
     suite = AttentionSuite(AttentionSizes())
-    request = {"suite": suite.name, "fields": asdict(suite), "side": "softmax", "tokens": 1024, "threads": 1}
-    found = [in_fresh_process(suites.measure_memory, request) / 2**20 for _ in range(2)]
+    request = {"suite": suite.name, "fields": asdict(suite), "side": "softmax", "lengths": [1024], "threads": 1}
+    found = [in_fresh_process(measuring.measure_memory, request)["1024"] / 2**20 for _ in range(2)]
     assert min(found) >= 3.0 and max(found) - min(found) < 0.5, found
 
 

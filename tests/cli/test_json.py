@@ -70,7 +70,9 @@ def test_json(verb, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub.
     monkeypatch.setattr("linearize.demo.minilm_folder", lambda: place / "bert")
-    monkeypatch.setattr("linearize.bench.side_by_side.in_fresh_process", lambda *_: 1)
+    monkeypatch.setattr(
+        "linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
+    )
     monkeypatch.setattr("linearize.checkpoint.push.push", lambda folder, repo, private=False: "https://example.org")
     words, keys = CASES[verb]
     assert "--json" in build_parser(verb).format_help()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -21,91 +20,11 @@ from linearize.bench.memory import (
     start_peak,
 )
 from linearize.bench.rows import Row, Side
+from linearize.bench.suite import Suite
 from linearize.bench.timing import Call, Timing, in_turns, seconds_of
-from linearize.errors import ConfigError
 
 WARM_UP = 8
 """Tokens of the call that a fresh process makes before it is measured."""
-
-
-@dataclass(frozen=True)
-class Suite(abc.ABC):
-    """Something that can be done in several ways, at any length. Its fields are plain data.
-
-    Attributes:
-        name: of the kind.
-        sides: the ways.
-        pair: the two of them that are compared: the reference, and ours.
-        remembered: the ways whose memory is measured.
-        risky: the ways that may need more memory than there is: tried in a process of their own in any case.
-        calls: of one side in a row, before it is the next one's turn.
-        holds: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
-    """
-
-    name: ClassVar[str]
-    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear")
-    pair: ClassVar[tuple[str, str]] = ("softmax", "linear")
-    remembered: ClassVar[tuple[str, ...]] = ("softmax", "linear")
-    risky: ClassVar[tuple[str, ...]] = ()
-    calls: ClassVar[int] = 1
-    holds: ClassVar[bool] = False
-
-    @property
-    @abc.abstractmethod
-    def what(self) -> str:
-        """Say what is measured, with all that tells it from another suite."""
-
-    @property
-    @abc.abstractmethod
-    def device(self) -> str:
-        """Where it runs."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> str:
-        """Type of the numbers."""
-
-    @abc.abstractmethod
-    def prepare(self, side: str, tokens: int) -> Call:
-        """Make the inputs and return the call."""
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Refuse what cannot be measured before anything is.
-
-        Raises:
-            LinearizeError: one of its children.
-        """
-
-    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
-        """Derive further figures of a row; `rate` is the machine's operations per second."""
-        return {}
-
-
-def suite_kinds() -> dict[str, type[Suite]]:
-    """Return the suites by name."""
-    from linearize.bench.alignment import AlignmentSuite
-    from linearize.bench.attention import AttentionSuite
-    from linearize.bench.decode import DecodeSuite
-    from linearize.bench.public_op import PublicOpSuite
-    from linearize.bench.stage_one import StageOneSuite
-    from linearize.bench.whole_model import ModelSuite
-
-    kinds = (AlignmentSuite, AttentionSuite, DecodeSuite, ModelSuite, PublicOpSuite, StageOneSuite)
-    return {kind.name: kind for kind in kinds}
-
-
-def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return lengths ascending, each once.
-
-    Raises:
-        ConfigError: if there is none, or one is no length.
-    """
-    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
-    if bad or not lengths:
-        got = repr(bad[0]) if bad else "none"
-        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
-    return sorted(set(lengths))
 
 
 def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = None, memory: bool = True) -> Row:
@@ -156,10 +75,9 @@ def _no_room(error: RuntimeError | MemoryError | NoRoomError) -> Side:
 
 def _memory(suite: Suite, side: str, tokens: int) -> Side:
     """Measure the peak memory of one side: here on a GPU, in a fresh process on the CPU."""
-    request = {"suite": suite.name, "fields": asdict(suite), "side": side, "tokens": tokens}
     try:
         if suite.device == "cpu":
-            return Side(bytes=in_fresh_process(measure_memory, request | {"threads": torch.get_num_threads()}))
+            return Side(bytes=peak_memory(suite, side, (tokens,))[tokens])
         if suite.device.startswith("cuda"):
             return Side(bytes=_on_gpu(suite, side, tokens))
     except (RuntimeError, MemoryError, NoRoomError) as error:
@@ -167,20 +85,48 @@ def _memory(suite: Suite, side: str, tokens: int) -> Side:
     return Side()
 
 
-def measure_memory(request: dict[str, Any]) -> int:
-    """Body of the fresh process: a short call, then the measured one; bytes that it added to the peak."""
+def peak_memory(suite: Suite, side: str, lengths: Sequence[int]) -> dict[int, int]:
+    """Return the bytes that a call of one side adds to a fresh process's peak, by length.
+
+    Raises:
+        NoRoomError: if memory runs out there.
+        LinearizeError: if the process fails in another way.
+    """
+    request = {"suite": suite.name, "fields": asdict(suite), "side": side, "lengths": list(lengths)}
+    found = in_fresh_process(measure_memory, request | {"threads": torch.get_num_threads()})
+    return {int(tokens): taken for tokens, taken in found.items()}
+
+
+def suite_kinds() -> dict[str, type[Suite]]:
+    """Return the suites by name."""
+    from linearize.bench.alignment import AlignmentSuite
+    from linearize.bench.attention import AttentionSuite
+    from linearize.bench.decode import DecodeSuite
+    from linearize.bench.public_op import PublicOpSuite
+    from linearize.bench.stage_one import StageOneSuite
+    from linearize.bench.whole_model import ModelSuite
+
+    kinds = (AlignmentSuite, AttentionSuite, DecodeSuite, ModelSuite, PublicOpSuite, StageOneSuite)
+    return {kind.name: kind for kind in kinds}
+
+
+def measure_memory(request: dict[str, Any]) -> dict[int, int]:
+    """Body of the fresh process: a short call, then one per length; the bytes that each added to the peak."""
     torch.set_num_threads(request["threads"])
     suite = suite_kinds()[request["suite"]](**request["fields"])
-    side, tokens = request["side"], request["tokens"]
-    suite.prepare(side, WARM_UP)()
+    suite.prepare(request["side"], WARM_UP)()
     limit_memory()
-    gc.collect()
-    before = start_peak()
-    call = suite.prepare(side, tokens)
-    if not suite.holds:
+    taken = {}
+    for tokens in request["lengths"]:
+        gc.collect()
         before = start_peak()
-    call()
-    return max(0, peak() - before)
+        call = suite.prepare(request["side"], tokens)
+        if not suite.holds:
+            before = start_peak()
+        call()
+        taken[tokens] = max(0, peak() - before)
+        del call
+    return taken
 
 
 def _on_gpu(suite: Suite, side: str, tokens: int) -> int:
