@@ -28,6 +28,11 @@ def printable(text: str) -> str:
     return text.translate(_REPLACED)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its class: our messages are one line each."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class LinearizeError(Exception):
     """Base of all errors raised on purpose: something the user can mend."""
 

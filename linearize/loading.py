@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, unknown_name
+from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
 from linearize.heads import HEADS
 from linearize.parsing import parse_json
 
@@ -164,7 +164,7 @@ def _explained(name: str, architecture: str | None) -> Any:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{name!r} runs code of its own, which linearize does not convert; use an architecture of transformers"

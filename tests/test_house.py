@@ -46,11 +46,10 @@ ROOMS = [
     "experiments",
     "cli",
 ]
-# A seam that the order cannot show: looked up by name, so that neither room is loaded with the other.
-ALLOWED = {
-    ("registry", "kernels"),  # the registry lists the kernels' folder when it is asked for all of them
-    ("", "modeling"),  # the package's front door registers with transformers
-}
+# The one arrow up: the registry imports the kernels' folder when it is asked for all of them.
+ALLOWED = {("registry", "kernels")}
+# Circles inside one of these packages are still to be cut; none leads out of it.
+CIRCULAR = ("linearize.attention", "linearize.native")
 RUNTIME = ["errors", "registry", "ops", "kernels", "native", "attention", "modeling"]
 RUNTIME_PACKAGES = {"torch", "transformers", "linearize", "timm", "safetensors", "huggingface_hub"}
 
@@ -63,27 +62,128 @@ def sources():
         yield path, "cli"
 
 
+def module_name(path):
+    base, start = (PACKAGE, "linearize") if path.is_relative_to(PACKAGE) else (CHECKOUT / "cli", "linearize.cli")
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join((start, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module_name(path): path for path, _ in sources()}
+
+
+def typing_only(tree):
+    """The nodes that only a type checker reads."""
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    return {id(inner) for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
 def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """What a file imports, in functions too; beside import statements the modules that it names to `import_module`,
+    `__import__` or a table of a lazy `__getattr__`, as a whole (`linearize.a.b`, `linearize.a.b:name`)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    unread = typing_only(tree)
+    nodes = [node for node in ast.walk(tree) if id(node) not in unread]
+    called = {getattr(node, "id", None) or getattr(node, "attr", None) for node in nodes}
+    lazy = called & {"import_module", "__import__"} or any(getattr(n, "name", None) == "__getattr__" for n in nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import; write it out"
-            yield node.module or ""
+            wholes = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (whole if whole in MODULES else node.module or "" for whole in wholes)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            if name in MODULES and (lazy or ":" in node.value):
+                yield name
+
+
+def graph():
+    """Which modules of the package a module imports: {name: {name}}."""
+    return {
+        name: {found for found in imports_of(path) if found in MODULES} - {name, "linearize"}
+        for name, path in MODULES.items()
+    }
+
+
+def circles(arrows):
+    """The strongly connected parts of a graph that have more than one member (Tarjan 1972)."""
+    order, low, stack, found = {}, {}, [], []
+
+    def visit(node):
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in arrows.get(node, ()):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == order[node]:
+            part = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for node in arrows:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}) == [["b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert sorted(map(tuple, circles({"a": {"b"}, "b": {"a"}, "c": {"d", "a"}, "d": {"c"}}))) == [
+        ("a", "b"),
+        ("c", "d"),
+    ]
+
+
+def test_hidden_imports_are_read(tmp_path):
+    file = tmp_path / "lazy.py"
+    file.write_text(
+        "import importlib\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import linearize.demo\n"
+        "def one():\n    from linearize import errors\n    return importlib.import_module('linearize.parsing')\n"
+        "TABLE = {'a': 'linearize.registry:kernel_info'}\nNOTE = 'linearize.parsing is a module'\n"
+    )
+    assert set(imports_of(file)) == {
+        "importlib",
+        "typing",
+        "linearize.errors",
+        "linearize.parsing",
+        "linearize.registry",
+    }
+    file.write_text("TABLE = {'a': 'linearize.registry'}\ndef __getattr__(name):\n    return TABLE[name]\n")
+    assert set(imports_of(file)) == {"linearize.registry"}
+
+
+def test_no_import_circle():
+    """Whichever of two modules is read first, the other does not need it: function-level imports count too."""
+    found = circles(graph())
+    assert [part for part in found if not any(all(m.startswith(name) for m in part) for name in CIRCULAR)] == []
+
+
+def test_a_module_can_be_the_first_to_be_imported():
+    """Importing transformers' Auto classes runs our registration: modules that it needs must not be half read then."""
+    for name in ("linearize.modeling.config", "linearize.modeling.model", "linearize.surgery.apply"):
+        subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
 
 
 def test_imports_point_down():
-    bad = []
+    bad, used = [], set()
     for path, room in sources():
         for name in imports_of(path):
             if not name.startswith("linearize."):
                 continue
             target = name.split(".")[1]
-            if room == "" or target == room or (room, target) in ALLOWED:
+            if (room, target) in ALLOWED:
+                used.add((room, target))
+            elif room == "" or target == room:
                 continue
-            if target not in ROOMS or room not in ROOMS or ROOMS.index(target) > ROOMS.index(room):
+            elif target not in ROOMS or room not in ROOMS or ROOMS.index(target) > ROOMS.index(room):
                 bad.append(f"{path.relative_to(CHECKOUT)}: {room} imports {name}")
     assert bad == []
+    assert used == ALLOWED, "an exception that nothing needs"
 
 
 def test_every_room_is_in_the_order():

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
-from linearize.errors import CheckpointError, LinearizeError
+from linearize.errors import CheckpointError, LinearizeError, first_line
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
-from linearize.modeling.weights import first_line, read_header
+from linearize.modeling.weights import read_header
 from linearize.parsing import parse_json
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 # HTTPError is of the HTTP library that huggingface_hub uses, which has changed more than once.
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
-from linearize.errors import CheckpointError, ConfigError
+from linearize.errors import CheckpointError, ConfigError, first_line
 
 _BROKEN = (HTTPError, ConnectionError, TimeoutError)
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -64,7 +64,8 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
             )
             return str(url)
         except (LocalTokenNotFoundError, HFValidationError) as error:
-            raise CheckpointError(f"could not push to {repo_id!r}: {_line(error)}; run: hf auth login") from None
+            # huggingface_hub never writes the token into a message.
+            raise CheckpointError(f"could not push to {repo_id!r}: {first_line(error)}; run: hf auth login") from None
         except HfHubHTTPError as error:
             status = getattr(error.response, "status_code", 0)
             if status < 500 or not left:
@@ -85,9 +86,4 @@ def _why(status: int, error: Exception) -> str:
         403: "the token may not write there (403); use one with write access, or another USER",
         404: "there is no such user or organisation (404)",
     }
-    return hints.get(status, f"the Hub answered {status} ({_line(error)})")
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of a message; huggingface_hub never writes the token into one."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return hints.get(status, f"the Hub answered {status} ({first_line(error)})")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import CheckpointError, ConfigError
+from linearize.errors import CheckpointError, ConfigError, first_line
 from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
 from linearize.loading import quiet
@@ -107,7 +107,7 @@ def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *
         made = transformers.AutoConfig.for_model(kind, **values)
         model = getattr(transformers, task.head.auto_class).from_config(made)
     except Exception as error:  # Configs are checked by each architecture in its own way.
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = first_line(error)
         raise ConfigError(f"model config of type {kind!r} makes no model for {task.head.name}: {text}") from error
     return ready(model)
 
@@ -179,5 +179,5 @@ def _explained(name: str, what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error

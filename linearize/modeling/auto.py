@@ -7,12 +7,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_class
 
 
 def register() -> None:
     """Register the model type `linearize`. Light: architectures follow when a checkpoint of theirs is met."""
     AutoConfig.register(MODEL_TYPE, LinearizeConfig, exist_ok=True)
+    on_config_class(register_architecture)
 
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:

@@ -6,26 +6,23 @@ A model type of its own keeps stock transformers from loading the checkpoint as 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from linearize.attention.mixer import IMPLEMENTATION, build_mixer
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.plan import ABSENT, Plan
+from linearize.modeling.portable import ENTRY, code_files, why_not
 
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
-ENTRY = "modeling_linearize"
-"""Name of the module in a checkpoint's folder that loads it where linearize is not installed."""
 
 
 class LinearizeConfig(PreTrainedConfig):
@@ -107,7 +104,7 @@ def check_seal(section: Mapping[str, Any]) -> None:
 def _why_no_code(plan: Plan) -> str:
     if not __name__.startswith("linearize."):
         return ""
-    return importlib.import_module("linearize.checkpoint.remote").why_not(plan)
+    return why_not(plan)
 
 
 def _code(plan: Plan) -> dict[str, str]:
@@ -118,7 +115,7 @@ def _code(plan: Plan) -> dict[str, str]:
     if reason := _why_no_code(plan):
         warnings.warn(f"{reason}; until then linearize and that kernel are needed to load it", stacklevel=3)
         return {}
-    return importlib.import_module("linearize.checkpoint.remote").code_files(plan)
+    return code_files(plan)
 
 
 def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -230,6 +227,9 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
     Raises:
         CheckpointError: if the installed transformers does not know it.
     """
+    # Not above: linearize registers this module with transformers as soon as that one is imported.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     try:
         if model_type != MODEL_TYPE:
             return CONFIG_MAPPING[model_type]
@@ -273,10 +273,20 @@ def use_linear_attention(config: Any) -> None:
 
 
 _CLASSES: dict[Any, Any] = {}
+_CALLBACKS: list[Callable[[Any, Any], None]] = []
+
+
+def on_config_class(callback: Callable[[Any, Any], None]) -> None:
+    """Have a function called with every config class that is made, and the original's; with those there are at once."""
+    if callback in _CALLBACKS:
+        return
+    _CALLBACKS.append(callback)
+    for base, made in list(_CLASSES.items()):
+        callback(made, base)
 
 
 def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
-    """Make (once) the config class of converted models of `base`, and register it with the Auto classes."""
+    """Make (once) the config class of converted models of `base`; the Auto classes are told (`on_config_class`)."""
     if base in _CLASSES:
         return _CLASSES[base]
     # A composite's own from_dict or to_diff_dict stays in the order of inheritance behind ours.
@@ -291,8 +301,7 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
             "_auto_class": None,
         },
     )
-    from linearize.modeling.auto import register_architecture
-
     _CLASSES[base] = made
-    register_architecture(made, base)
+    for callback in _CALLBACKS:
+        callback(made, base)
     return made

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from linearize.errors import CheckpointError
+from linearize.errors import CheckpointError, first_line
 from linearize.modeling.plan import ABSENT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -271,8 +271,3 @@ def _file_header(path: str) -> dict[str, Stored]:
         raise CheckpointError(
             f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: our messages are one line each."""
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -14,9 +14,10 @@ from linearize.errors import UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
 from linearize.registry import WINDOW, KernelInfo, kernel_info, make_config
+from linearize.surgery.call import Call
 from linearize.surgery.layers import assign
 from linearize.surgery.positions import current_length
-from linearize.surgery.probe import Call, probe
+from linearize.surgery.probe import probe
 
 
 def plan(

@@ -24,36 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from linearize.attention.interface import ALTERING
 from linearize.attention.redirect import REDIRECTED
-from linearize.errors import UnsupportedModelError
+from linearize.errors import UnsupportedModelError, first_line
+from linearize.surgery import timm
+from linearize.surgery.call import Call
 
 _NAME = "linearize_probe"
 _TOKENS, _DECODER_TOKENS = 7, 5
 """Different lengths, so that cross-attention shows itself by its shape."""
-
-
-@dataclass
-class Call:
-    """One call of the attention function.
-
-    Attributes:
-        module: the host's attention module.
-        query: shape of q, [B, H, T, D].
-        key: shape of k, [B, K, S, D].
-        value: shape of v, [B, K, S, V].
-        mask: "causal", "bidirectional", "none", "local" (windows, chunks) or "bias" (something added to the scores).
-        altered: what else changes the scores, in words.
-        is_causal: what holds for the host: what it says at the call, or else its module's own flag.
-        told: what it says at the call; None: nothing.
-    """
-
-    module: nn.Module
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-    mask: str
-    altered: str
-    is_causal: bool
-    told: bool | None = None
 
 
 @dataclass
@@ -122,7 +99,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) ->
                 return _run(below, example_inputs(below))
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items() if torch.is_tensor(value))
         raise UnsupportedModelError(
-            f"a trial run of {type(model).__name__} on {shapes} failed ({type(error).__name__}: {_first_line(error)}); "
+            f"a trial run of {type(model).__name__} on {shapes} failed ({type(error).__name__}: {first_line(error)}); "
             "pass example_inputs=... that its forward accepts"
         ) from error
     finally:
@@ -131,8 +108,6 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) ->
 
 def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
     if model.config.model_type in REDIRECTED:
-        from linearize.surgery import timm
-
         return timm.probe(model, inputs)
     recorder = _Recorder()
     with _recording(model, recorder), torch.no_grad():
@@ -231,7 +206,3 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
         channels, *size = args.get("input_size", (3, 224, 224))
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return channels, height, width
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from linearize.errors import ConfigError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from linearize.surgery.probe import Call
+from linearize.surgery.call import Call
 
 
 def is_timm(model: nn.Module) -> bool:
@@ -122,8 +120,6 @@ class _Watcher(TorchFunctionMode):
     def _note(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: Any = 0, is_causal: Any = 0, **_: Any
     ) -> None:
-        from linearize.surgery.probe import Call
-
         q_shape, k_shape, v_shape = ((1,) * (4 - t.ndim) + tuple(t.shape) for t in (q, k, v))
         kind = "none" if attn_mask is None else "bias"
         self.calls.append(

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from support.tiny import converted, inputs_of, outputs, stir
 
 import linearize
-from linearize.checkpoint.remote import code_files, flat_name, flat_text, source_of
 from linearize.errors import CheckpointError
+from linearize.modeling.portable import code_files, flat_name, flat_text, source_of
 from linearize.registry import kernel_infos
 
 CHILD = Path(__file__).with_name("standalone_child.py")

@@ -15,12 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from linearize.errors import CheckpointError
-from linearize.modeling.config import ENTRY
 from linearize.modeling.plan import Plan
 from linearize.registry import kernel_info
 
+ENTRY = "modeling_linearize"
+"""Name of the module in a checkpoint's folder that loads it where linearize is not installed."""
+
 ROOTS = ("linearize.modeling.config", "linearize.modeling.auto", "linearize.modeling.model")
-ROOMS = ("errors", "registry", "native", "ops", "kernels", "attention", "modeling")
+PACKAGES = ("errors", "registry", "native", "ops", "kernels", "attention", "modeling")
 """The runtime: what a converted model needs of the package to run."""
 
 _IMPORT = re.compile(r"^(\s*from\s+)(linearize(?:\.\w+)*)(\s+import\b)", re.MULTILINE)
@@ -77,8 +79,13 @@ def flat_text(source: str) -> str:
 
 def _entry(kernels: Iterable[str]) -> str:
     """Write the module that `auto_map` names. Importing a kernel registers it."""
-    lines = [f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig  # noqa: F401"]
-    lines += [f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels]
+    lines = [
+        f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
+        f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
+        *(f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels),
+        "",
+        "on_config_class(register_architecture)",
+    ]
     return (
         '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""\n\n'
         + "".join(f"{line}\n" for line in lines)
@@ -106,8 +113,10 @@ def _closure(roots: Iterable[str]) -> list[str]:
         module = pending.pop()
         if module in found:
             continue
-        if module.split(".")[1:2] and module.split(".")[1] not in ROOMS:
-            raise CheckpointError(f"the runtime imports {module!r}, which does not belong to it ({', '.join(ROOMS)})")
+        if module.split(".")[1:2] and module.split(".")[1] not in PACKAGES:
+            raise CheckpointError(
+                f"the runtime imports {module!r}, which does not belong to it ({', '.join(PACKAGES)})"
+            )
         found.add(module)
         pending.extend(_imports(source_of(module)))
     return sorted(found)

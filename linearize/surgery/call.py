@@ -1,0 +1,32 @@
+"""One call of an attention function, as a trial run saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass
+class Call:
+    """One call of the attention function.
+
+    Attributes:
+        module: the host's attention module.
+        query: shape of q, [B, H, T, D].
+        key: shape of k, [B, K, S, D].
+        value: shape of v, [B, K, S, V].
+        mask: "causal", "bidirectional", "none", "local" (windows, chunks) or "bias" (something added to the scores).
+        altered: what else changes the scores, in words.
+        is_causal: what holds for the host: what it says at the call, or else its module's own flag.
+        told: what it says at the call; None: nothing.
+    """
+
+    module: nn.Module
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    mask: str
+    altered: str
+    is_causal: bool
+    told: bool | None = None
