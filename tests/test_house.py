@@ -165,8 +165,7 @@ def test_no_import_circle():
 
 def test_a_module_can_be_the_first_to_be_imported():
     """Importing transformers' Auto classes runs our registration: modules that it needs must not be half read then."""
-    for name in ("linearize.modeling.config", "linearize.modeling.model", "linearize.surgery.apply"):
-        subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+    subprocess.run([sys.executable, "-c", "import linearize.modeling.config"], check=True)
 
 
 def test_imports_point_down():
