@@ -30,6 +30,7 @@ ROOMS = [
     "checkpoint",
     "loading",
     "data",
+    "teacher",
     "fidelity",
     "trackers",
     "adapters",

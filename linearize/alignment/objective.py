@@ -19,7 +19,7 @@ from linearize.alignment.config import AlignConfig
 from linearize.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
 from linearize.alignment.pair import Block, Outputs, Pair, first_tensor
 from linearize.attention.interface import linear_attentions
-from linearize.fidelity.observe import run_body
+from linearize.teacher.observe import run_body
 
 POOLED, LOGITS = "pooled", "logits"
 FAR_BELOW = -1e4

@@ -1,6 +1,6 @@
 """Teacher and student side by side: where their blocks are, and what each shows of a batch.
 
-The teacher is run as a converted model whose layers compute softmax (see `linearize.fidelity.observe`). So both get the
+The teacher is run as a converted model whose layers compute softmax (see `linearize.teacher.observe`). So both get the
 same masks and arguments, the student's blocks can be run on the teacher's inputs, and where only kernels are trained
 teacher and student are one model.
 """
@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import ConfigError
-from linearize.fidelity.observe import body_of, observed, run_module, softmax_output
 from linearize.fidelity.whole import check_original
 from linearize.modeling.plan import Plan
 from linearize.surgery.apply import apply
+from linearize.teacher.observe import body_of, observed, run_module, softmax_output
 
 OUTPUT = "output"
 """Name of the last hidden state among the layers."""

@@ -170,7 +170,7 @@ class BenchModel:
 
 
 def _forward(model: Any, inputs: Mapping[str, Tensor]) -> Call:
-    from linearize.fidelity.observe import run_body
+    from linearize.teacher.observe import run_body
 
     @torch.no_grad()
     def forward() -> None:

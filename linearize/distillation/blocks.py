@@ -17,8 +17,8 @@ from torch import Tensor
 
 from linearize.distillation.row_loss import positive_rows, signed_rows
 from linearize.distillation.targets import Targets
-from linearize.fidelity.rows import pieces, put, take
 from linearize.ops.state import FLOOR
+from linearize.teacher.rows import pieces, put, take
 
 CPU_NUMBERS = 1 << 18
 """Numbers in one block's matrix on a CPU (1 MiB of fp32); there are three or four such matrices."""

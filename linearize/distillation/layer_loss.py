@@ -14,8 +14,8 @@ from linearize.distillation.features import LayerFeatures
 from linearize.distillation.losses import output_loss
 from linearize.distillation.targets import Targets
 from linearize.errors import ConfigError
-from linearize.fidelity.observe import has_rows, softmax_output
 from linearize.registry import StageOne
+from linearize.teacher.observe import has_rows, softmax_output
 
 
 @dataclass

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError
-from linearize.fidelity.observe import body_of
+from linearize.teacher.observe import body_of
 
 
 def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.layer_loss import LayerLoss
 from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
-from linearize.fidelity.observe import observed, run_body, softmax_output
+from linearize.teacher.observe import observed, run_body, softmax_output
 
 
 class KernelTrainer:

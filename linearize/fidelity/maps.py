@@ -13,8 +13,8 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.fidelity.observe import observed, run_body
-from linearize.fidelity.rows import Rows, group, softmax_rows
+from linearize.teacher.observe import observed, run_body
+from linearize.teacher.rows import Rows, group, softmax_rows
 
 MAX_TOKENS = 1024
 """Longest input whose matrices are written out: T x T numbers per layer and head."""

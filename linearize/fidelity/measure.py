@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
-from linearize.fidelity.observe import has_rows, observed, run_body, softmax_output
-from linearize.fidelity.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
 from linearize.ops.floored import held
+from linearize.teacher.observe import has_rows, observed, run_body, softmax_output
+from linearize.teacher.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
 
 LOG_FLOOR = 1e-6
 """Weights below this count as this in the logarithm of the KL. Total variation and negative share have no floor."""

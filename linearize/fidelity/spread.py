@@ -19,8 +19,8 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.fidelity.observe import observed, run_body
-from linearize.fidelity.rows import group, row_blocks, softmax_rows
+from linearize.teacher.observe import observed, run_body
+from linearize.teacher.rows import group, row_blocks, softmax_rows
 
 RATIOS = tuple(i / 20 for i in range(1, 21))
 """Sizes of the neighbourhood, as shares of the input's length."""

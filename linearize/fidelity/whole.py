@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from linearize.errors import ConfigError
 from linearize.fidelity.measure import Fidelity, OutputDifference, measure_layers
-from linearize.fidelity.observe import run_body
+from linearize.teacher.observe import run_body
 
 
 def measure(

@@ -12,9 +12,9 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassif
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError, UnsupportedModelError
-from linearize.fidelity.observe import run_body
 from linearize.loading import load_model
 from linearize.surgery.timm import wrap
+from linearize.teacher.observe import run_body
 
 timm = pytest.importorskip("timm")
 

@@ -16,7 +16,7 @@ from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.redirect import REDIRECTED
-from linearize.fidelity.rows import pieces, put, take
+from linearize.teacher.rows import pieces, put, take
 
 
 @contextlib.contextmanager
