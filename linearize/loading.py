@@ -174,9 +174,9 @@ def _explained(name: str, architecture: str | None) -> Any:
                 f"{name!r} cannot be loaded{f' as {architecture}' if architecture else ''}: {first}"
             ) from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-        mend = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
+        repair = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
         raise CheckpointError(
-            f"{name!r} is neither a folder nor a Hub name that can be reached; {mend}, or give the folder of a "
+            f"{name!r} is neither a folder nor a Hub name that can be reached; {repair}, or give the folder of a "
             "downloaded checkpoint"
         ) from error
 

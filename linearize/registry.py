@@ -1,4 +1,4 @@
-"""The one registry: every kernel by name, with the facts that the rest of the house reads instead of asking for names.
+"""The one registry: every kernel by name, with the facts that all other code reads instead of asking for names.
 
 A kernel module registers itself on import (`register_kernel`). `linearize/kernels/<name>.py` files are found by their
 name or by listing the folder; kernels outside the package come from the entry point group `linearize.kernels` or from

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from linearize.attention.interface import linear_attentions
-from linearize.bench.rows import Row, quotient
+from linearize.bench.rows import Row, ratio
 from linearize.bench.timing import Call
 from linearize.bench.whole_model import OfModel
 
@@ -88,7 +88,7 @@ class AlignmentSuite(OfModel):
         return {
             "step_over_passes": row.times("step", over="passes"),
             "blockwise_over_passes": row.times("blockwise", over="passes"),
-            "blockwise_memory_ratio": quotient(None if blockwise is None else float(blockwise), allowed),
+            "blockwise_memory_ratio": ratio(None if blockwise is None else float(blockwise), allowed),
         }
 
 

@@ -15,7 +15,7 @@ from linearize.attention.backends.choose import attend_causally
 from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import HeadShape, Mixer, build_mixer
 from linearize.bench.machine import DTYPES
-from linearize.bench.rows import Row, quotient
+from linearize.bench.rows import Row, ratio
 from linearize.bench.suite import Suite
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
@@ -203,7 +203,7 @@ class AttentionSuite(SizedSuite):
             products = self.products(side, row.tokens)
             least = None if products is None or not rate else products / rate
             found[f"{side}_operations"] = products
-            found[f"{side}_share_of_bound"] = quotient(least, row.seconds(side))
+            found[f"{side}_share_of_bound"] = ratio(least, row.seconds(side))
         return found
 
 

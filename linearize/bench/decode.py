@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from linearize.attention.call import AttentionCall
 from linearize.bench.attention import SizedSuite
-from linearize.bench.rows import Row, quotient
+from linearize.bench.rows import Row, ratio
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
 
@@ -57,7 +57,7 @@ class DecodeSuite(SizedSuite):
 
     def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
         """See `Suite`: how many times as fast the first token of a turn is, right behind softmax's turn."""
-        return {"first_speedup": quotient(row.sides["softmax"].first, row.sides["linear"].first)}
+        return {"first_speedup": ratio(row.sides["softmax"].first, row.sides["linear"].first)}
 
     def prepare(self, side: str, tokens: int) -> Call:
         """See `Suite`; `tokens` is the context."""

@@ -13,7 +13,7 @@ from linearize.bench.machine import Machine, Noise, check_dtype
 from linearize.bench.measure import threads
 from linearize.bench.models import BenchModel
 from linearize.bench.public_op import PublicOpSuite, there
-from linearize.bench.rows import Crossover, Row, quotient
+from linearize.bench.rows import Crossover, Row, ratio
 from linearize.bench.suite import Suite
 from linearize.bench.whole_model import ModelSuite
 from linearize.native import engine
@@ -152,15 +152,15 @@ def _speedup(rows: list[Row]) -> float | None:
 
 
 def _slowdown(rows: list[Row]) -> float | None:
-    return quotient(rows[0].seconds("linear"), rows[0].seconds("softmax"))
+    return ratio(rows[0].seconds("linear"), rows[0].seconds("softmax"))
 
 
 def _mebibytes(rows: list[Row]) -> float | None:
-    return quotient(rows[0].memory("linear"), 2**20)
+    return ratio(rows[0].memory("linear"), 2**20)
 
 
 def _growth(rows: list[Row]) -> float | None:
-    return quotient(rows[1].memory("linear"), rows[0].memory("linear"))
+    return ratio(rows[1].memory("linear"), rows[0].memory("linear"))
 
 
 def run_goals(options: BenchOptions, tell: Tell | None = None, table: list[Goal] | None = None) -> GoalsResult:
@@ -172,7 +172,7 @@ def run_goals(options: BenchOptions, tell: Tell | None = None, table: list[Goal]
         table: the goals; None: `goals`.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can mend.
+        LinearizeError: one of its children, for everything the user can put right.
     """
     options = checked(options)
     check_dtype("bfloat16", options.device)

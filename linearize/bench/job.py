@@ -117,7 +117,7 @@ def run_bench(options: BenchOptions, tell: Tell | None = None) -> BenchResult:
         tell: told what happens.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can mend, before anything is measured.
+        LinearizeError: one of its children, for everything the user can put right, before anything is measured.
     """
     options = checked(options)
     lengths = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)

@@ -74,7 +74,7 @@ class Row:
 
     def times(self, side: str, over: str | None = None) -> float | None:
         """Return a side's time over another's (ours, unless named)."""
-        return quotient(self.seconds(side), self.seconds(over or self.pair[1]))
+        return ratio(self.seconds(side), self.seconds(over or self.pair[1]))
 
     def seconds(self, side: str) -> float | None:
         """Return a side's median time, or None."""
@@ -94,13 +94,13 @@ class Row:
             "reference": reference,
             "ours": ours,
             "speedup": self.speedup,
-            "memory_ratio": quotient(self.memory(reference), self.memory(ours)),
+            "memory_ratio": ratio(self.memory(reference), self.memory(ours)),
             "sides": {name: side.to_dict() for name, side in self.sides.items()},
             "figures": dict(self.figures),
         }
 
 
-def quotient(one: float | None, other: float | None) -> float | None:
+def ratio(one: float | None, other: float | None) -> float | None:
     """Divide; None where either is missing or the divisor is zero."""
     return None if one is None or not other else one / other
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from linearize.attention.interface import linear_attentions, softmax_weights
 from linearize.attention.layer import LinearAttention
-from linearize.bench.rows import Row, quotient
+from linearize.bench.rows import Row, ratio
 from linearize.bench.timing import Call
 from linearize.bench.whole_model import OfModel
 from linearize.errors import ConfigError
@@ -64,7 +64,7 @@ class StageOneSuite(OfModel):
         if side == "softmax":
             return self.model.observed_forward(tokens, lambda *_: None)
         if side == "least":
-            return self.model.observed_forward(tokens, least_work(tokens))
+            return self.model.observed_forward(tokens, roofline(tokens))
         if side == "naive":
             return self._naive(tokens)
         batches = itertools.repeat(self.model.inputs(tokens))
@@ -119,8 +119,8 @@ class StageOneSuite(OfModel):
             "forwards": row.times("step", over="softmax"),
             "weights_bytes": float(weights),
             "kernels_and_optimizer_bytes": float(kept),
-            "memory_ratio": quotient(*(None if x is None else x + weights for x in (above, allowed))),
-            "memory_ratio_above_weights": quotient(above, allowed),
+            "memory_ratio": ratio(*(None if x is None else x + weights for x in (above, allowed))),
+            "memory_ratio_above_weights": ratio(above, allowed),
         }
 
 
@@ -133,7 +133,7 @@ def naive_loss(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Te
         loss.backward()
 
 
-def least_work(tokens: int) -> Callable[..., None]:
+def roofline(tokens: int) -> Callable[..., None]:
     """Return an observer that does the block products alone, on made-up features and in memory used again."""
     spare: dict[str, Tensor] = {}
     rows = min(tokens, max(LEAST_ROWS, BLOCK_NUMBERS // tokens))

@@ -55,5 +55,5 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
         if not all(isinstance(line, dict) and "stage" in line and "step" in line for line in lines):
             raise ValueError("a line without a stage or a step")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read as a log ({error}); mend or remove it") from None
+        raise CheckpointError(f"{str(file)!r} cannot be read as a log ({error}); repair or remove it") from None
     return lines

@@ -46,7 +46,7 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
     found |= {file: text for file in OWN if (text := _read(name, file, revision)) is not None}
     for path in filter(None, paths):
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise CheckpointError(f"{name!r}: {MODULES} names {path!r}, which lies outside the checkpoint; mend it")
+            raise CheckpointError(f"{name!r}: {MODULES} names {path!r}, which lies outside the checkpoint; repair it")
         parts = {f"{path}/{file}": _read(name, f"{path}/{file}", revision) for file in PARTS}
         if parts[f"{path}/{PARTS[1]}"] is None and _read(name, f"{path}/pytorch_model.bin", revision) is not None:
             raise CheckpointError(

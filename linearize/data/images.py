@@ -138,7 +138,7 @@ def decode(data: bytes, name: str) -> Image:
         image.load()
         return ImageOps.exif_transpose(image)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot decode image {name!r}: {cause(error)}; mend or remove it.") from error
+        raise DataError(f"cannot decode image {name!r}: {cause(error)}; repair or remove it.") from error
 
 
 def folder_images(root: Path, paths: Sequence[Path]) -> list[ImageFile]:

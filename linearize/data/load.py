@@ -1,4 +1,4 @@
-"""The front door of the room: a config and a processor in, a source of batches out."""
+"""Open a data set: a config and a processor in, a source of batches out."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _check_encoding(table: Dataset) -> None:
 def _unreadable(files: Sequence[Path], kind: str, error: Exception) -> DataError:
     form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
     return DataError(
-        f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; mend the file or get it anew."
+        f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; repair the file or get it anew."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the rest of the house sees of its data: a line that says what it is, and batches."""
+"""What training and measuring see of their data: a line that says what it is, and batches."""
 
 from __future__ import annotations
 

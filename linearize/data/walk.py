@@ -23,7 +23,7 @@ def exists(path: Path) -> bool:
         if path.exists():
             raise DataError(f"got {str(path)!r}, which is a pipe or a device, expected a file or a folder; name one.")
         if path.is_symlink():
-            raise DataError(f"got the link {str(path)!r}, which leads nowhere, expected a file or a folder; mend it.")
+            raise DataError(f"got the link {str(path)!r}, which leads nowhere, expected a file or a folder; repair it.")
     except OSError as error:
         why = f"{type(error).__name__}: {error.strerror}"
         raise DataError(f"cannot look for data set {str(path)[:100]!r} ({why}); check the name.") from error

@@ -88,7 +88,7 @@ def read_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
     return [row for row in found.values() if isinstance(row.get("score"), int | float)], damaged
 
 
-def mend(folder: Path) -> list[dict[str, Any]]:
+def repair(folder: Path) -> list[dict[str, Any]]:
     """Rewrite a results file that holds damaged lines, and return its rows."""
     rows, damaged = read_rows(folder)
     if damaged:

@@ -17,10 +17,10 @@ import yaml
 from linearize.checkpoint.output import atomic_folder
 from linearize.errors import ConfigError
 from linearize.experiments.recipe import Cell, cells, plain, resolve
-from linearize.experiments.results import RECIPE, append_row, mend, read_rows
+from linearize.experiments.results import RECIPE, append_row, read_rows, repair
 from linearize.experiments.schema import SOFTMAX, Recipe
-from linearize.experiments.stages import STAGE, Workshop, local_or_name
-from linearize.finetune.tasks import recovered
+from linearize.experiments.stages import STAGE, StageRunner, local_or_name
+from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_yaml
 
 Listener = Callable[[str, Any], None]
@@ -53,7 +53,7 @@ def run_recipe(
         The rows of the results so far, one per cell.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can mend. What is finished stays.
+        LinearizeError: one of its children, for everything the user can put right. What is finished stays.
     """
     from linearize.loading import check_device
 
@@ -64,13 +64,13 @@ def run_recipe(
     _open_folder(recipe, folder, resume)
     wanted = cells(recipe)
     chosen = _choose(wanted, only)
-    rows = {row["cell"]: row for row in mend(folder)}
-    workshop = Workshop(recipe, folder, device, tell)
+    rows = {row["cell"]: row for row in repair(folder)}
+    runner = StageRunner(recipe, folder, device, tell)
     for number, cell in enumerate(wanted, start=1):
         if cell.key in rows or cell not in chosen:
             continue
         tell("cell", (number, len(wanted), cell.key))
-        row = run_cell(workshop, cell)
+        row = run_cell(runner, cell)
         append_row(folder, row)
         tell("row", row)
         # Another process may have added some.
@@ -90,23 +90,23 @@ def _choose(wanted: list[Cell], only: Sequence[str]) -> list[Cell]:
     return [cell for cell in wanted if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
 
 
-def run_cell(workshop: Workshop, cell: Cell) -> dict[str, Any]:
+def run_cell(runner: StageRunner, cell: Cell) -> dict[str, Any]:
     """Do the stages of one cell and return its row of the results."""
-    flow = workshop.recipe.flow
+    flow = runner.recipe.flow
     if flow == "scratch":
-        first = resolve(workshop.recipe).get("pretrain")
-        base = None if first is None else workshop.pretrained(cell, first)
-        return _row(workshop, cell, workshop.tuned(cell, base), None, None)
+        first = resolve(runner.recipe).get("pretrain")
+        base = None if first is None else runner.pretrained(cell, first)
+        return _row(runner, cell, runner.tuned(cell, base), None, None)
     if flow == "untuned":
-        distilled = None if cell.kernel.name == SOFTMAX else workshop.distilled(cell, None)
-        return _row(workshop, cell, workshop.measured(cell, distilled), distilled, None)
-    teacher = workshop.teacher(cell.job, cell.seed) if flow == "finetuned" else None
+        distilled = None if cell.kernel.name == SOFTMAX else runner.distilled(cell, None)
+        return _row(runner, cell, runner.measured(cell, distilled), distilled, None)
+    teacher = runner.teacher(cell.job, cell.seed) if flow == "finetuned" else None
     if cell.kernel.name == SOFTMAX:
-        done = teacher or workshop.untouched(cell.job, cell.seed)
-        return _row(workshop, cell, done, None, None)
-    distilled = workshop.distilled(cell, None if teacher is None else str(teacher))
-    done = workshop.tuned(cell, distilled)
-    return _row(workshop, cell, done, distilled, teacher)
+        done = teacher or runner.untouched(cell.job, cell.seed)
+        return _row(runner, cell, done, None, None)
+    distilled = runner.distilled(cell, None if teacher is None else str(teacher))
+    done = runner.tuned(cell, distilled)
+    return _row(runner, cell, done, distilled, teacher)
 
 
 def check_data(recipe: Recipe) -> None:
@@ -197,7 +197,7 @@ def _grown(old: Any, new: Any) -> bool:
     return isinstance(old, list) and isinstance(new, list) and all(item in new for item in old)
 
 
-def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> dict[str, Any]:
+def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> dict[str, Any]:
     """Read a finished cell's records and make its line of the results."""
     tuned = json.loads((done / STAGE).read_text(encoding="utf-8"))
     stage_one = None if distilled is None else json.loads((distilled / STAGE).read_text(encoding="utf-8"))
@@ -205,9 +205,9 @@ def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, tea
     if teacher is not None:
         original = json.loads((teacher / STAGE).read_text(encoding="utf-8"))["score"]
     elif cell.kernel.name != SOFTMAX:
-        original = _softmax_score(workshop, cell)
+        original = _softmax_score(runner, cell)
     task = cell.job.task
-    figures = workshop.recipe.figures.get(cell.row, {})
+    figures = runner.recipe.figures.get(cell.row, {})
     return {
         "cell": cell.key,
         "row": cell.row,
@@ -221,7 +221,7 @@ def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, tea
         "percent": task.percent,
         "lower_is_better": task.lower_is_better,
         "original": original,
-        "recovered": None if original is None else recovered(task, tuned["score"], original),
+        "recovered": None if original is None else recovery(task, tuned["score"], original),
         "paper": figures.get(cell.job.name),
         "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
         "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
@@ -230,9 +230,9 @@ def _row(workshop: Workshop, cell: Cell, done: Path, distilled: Path | None, tea
     }
 
 
-def _softmax_score(workshop: Workshop, cell: Cell) -> float | None:
+def _softmax_score(runner: StageRunner, cell: Cell) -> float | None:
     """Return the score of the softmax row of the same task and seed, if the recipe has one and it was run before."""
-    path = workshop.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
+    path = runner.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
     return json.loads(path.read_text(encoding="utf-8"))["score"] if path.is_file() else None
 
 

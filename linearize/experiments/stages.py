@@ -26,12 +26,12 @@ from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Model, Recipe, Tokens
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.job import check_length
-from linearize.finetune.keep import save_model, tuning_files, tuning_record
 from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
+from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.tables import local_folder, raw_table
-from linearize.finetune.tasks import score_of
+from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune, measure_task
 from linearize.surgery.apply import apply
@@ -41,8 +41,8 @@ Listener = Callable[[str, Any], None]
 STAGE = "stage.json"
 
 
-class Workshop:
-    """Where the stages of one run are done.
+class StageRunner:
+    """Runs the stages of a recipe's run, each once.
 
     Args:
         recipe: the recipe.
@@ -129,7 +129,7 @@ class Workshop:
         fit_tokenizer(model, processor)
         start = time.perf_counter()
         figures = measure_task(model, data)
-        record = {"metrics": figures, "score": score_of(data.task, figures), "facts": data.facts}
+        record = {"metrics": figures, "score": main_metric(data.task, figures), "facts": data.facts}
         record["seconds"] = time.perf_counter() - start
         with atomic_folder(target, overwrite=True) as fresh:
             (fresh / STAGE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

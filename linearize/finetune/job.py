@@ -14,13 +14,13 @@ from linearize.checkpoint.output import check_room, claim
 from linearize.checkpoint.save import size_of
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.keep import save_model, tuning_files, tuning_record
 from linearize.finetune.load import check_trained, fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.report_to import check_report_to
+from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.selection import hold_out
-from linearize.finetune.tasks import Task, recovered, score_of
+from linearize.finetune.tasks import Task, main_metric, recovery
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import TuneResult, check_trains, finetune, last_checkpoint, measure_task
 from linearize.finetune.work import check_work, remove_work
@@ -189,12 +189,12 @@ def evaluate_checkpoint(
         return data, measure_task(loaded, data, batch_size=batch_size)
 
     data, figures = measured(model)
-    score = score_of(data.task, figures)
+    score = main_metric(data.task, figures)
     if compare is None:
         return Evaluation(task.name, data.description, figures, score, data.facts)
     _, original = measured(compare)
-    original_score = score_of(data.task, original)
-    share = recovered(data.task, score, original_score)
+    original_score = main_metric(data.task, original)
+    share = recovery(data.task, score, original_score)
     return Evaluation(task.name, data.description, figures, score, data.facts, original, original_score, share)
 
 

@@ -49,11 +49,11 @@ def usual_length(name: str, most: int = 128) -> int:
         CheckpointError: if the checkpoint has no config that can be read.
     """
     values = read_config_dict(name)
-    room = values.get("max_position_embeddings") or values.get("n_positions")
+    longest = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
     # RoBERTa and its kin count positions from behind the padding token's number.
     reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
-    return min(most, room - reserved) if isinstance(room, int) else most
+    return min(most, longest - reserved) if isinstance(longest, int) else most
 
 
 def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> Any:

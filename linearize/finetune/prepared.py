@@ -1,4 +1,4 @@
-"""A task's data, ready for the trainer: rows, a collator, and how predictions become figures."""
+"""A task's data, ready for the trainer: rows, a collator, and how predictions become metrics."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class TaskData:
         train: rows to train on.
         validation: rows to measure on.
         collate: rows -> batch of tensors.
-        figures: (predictions, labels) as the trainer gathers them -> figures by name.
+        compute_metrics: (predictions, labels) as the trainer gathers them -> metrics by name.
         description: one line.
         reduce: (logits, labels) -> what is kept of the logits, on the device; None: all.
-        facts: what a reader of the figures must know, such as the stride of a perplexity.
+        facts: what a reader of the metrics must know, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
         extra: re-paired rows without a label (`IGNORED`, or NaN for a number), for a teacher to label; None: none.
         wrap: makes what is measured of the model, where that is not the model itself; such a task cannot be tuned for.
@@ -93,7 +93,7 @@ class TaskData:
     train: Any
     validation: Any
     collate: Callable[[list[Row]], dict[str, Tensor]]
-    figures: Callable[[Any, Any], dict[str, float]]
+    compute_metrics: Callable[[Any, Any], dict[str, float]]
     description: str
     reduce: Callable[[Any, Tensor], Tensor] | None = None
     facts: dict[str, Any] = field(default_factory=dict)

@@ -242,4 +242,6 @@ def need_columns(table: Any, names: Sequence[str], origin: str, kind: str | None
         raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")
     odd = [name for name in names if kind is not None and kinds[name] != kind]
     if odd:
-        raise DataError(f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; mend it or name another")
+        raise DataError(
+            f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
+        )

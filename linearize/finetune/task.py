@@ -51,7 +51,7 @@ class Task:
         label: column of the label; None for language models.
         labels: class names in the order of their numbers; None: read from the data.
         metrics: names in `linearize.finetune.metrics`, all computed.
-        score: figures whose mean is the task's one figure, as GLUE has it.
+        score: metrics whose mean is the task's score, as GLUE has it.
         lower_is_better: whether a smaller score is better.
         percent: whether papers multiply the score by 100.
         train: name of the split to train on.

@@ -209,7 +209,7 @@ def task(
         label: label column.
         labels: class names in the order of their numbers.
         validation: split to measure on.
-        score: figures whose mean is the score.
+        score: metrics whose mean is the score.
 
     Raises:
         UnknownNameError: for an unknown task.
@@ -237,21 +237,21 @@ def task(
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
 
 
-def score_of(chosen: Task, figures: dict[str, float]) -> float:
-    """Return a task's one figure: the mean of the figures it names.
+def main_metric(chosen: Task, metrics: dict[str, float]) -> float:
+    """Return a task's score: the mean of the metrics it names.
 
     Raises:
-        ConfigError: if a figure that it names is not among those computed.
+        ConfigError: if a metric that it names is not among those computed.
     """
-    missing = [name for name in chosen.score if name not in figures]
+    missing = [name for name in chosen.score if name not in metrics]
     if missing:
         raise ConfigError(
-            f"task {chosen.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(figures))}"
+            f"task {chosen.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(metrics))}"
         )
-    return sum(figures[name] for name in chosen.score) / len(chosen.score)
+    return sum(metrics[name] for name in chosen.score) / len(chosen.score)
 
 
-def recovered(chosen: Task, score: float, original: float) -> float | None:
+def recovery(chosen: Task, score: float, original: float) -> float | None:
     """Return the share of the original's score that is recovered, in percent; None where the original scores 0.
 
     For perplexities it is the original's over ours, so that more is better there too.

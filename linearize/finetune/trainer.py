@@ -19,7 +19,7 @@ from linearize.finetune.loss_meter import loss_meter
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
-from linearize.finetune.tasks import score_of
+from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import check_teacher, freeze
 from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
@@ -126,7 +126,7 @@ def finetune(
     stopped = "early stopping" if state.global_step < state.max_steps else "steps"
     seconds = time.perf_counter() - start
     chosen = selection_record(data, teacher is not None, state.best_metric)
-    score = score_of(data.task, figures)
+    score = main_metric(data.task, figures)
     return TuneResult(figures, score, state.global_step, best, stopped, history, seconds, chosen)
 
 
@@ -194,8 +194,8 @@ def make_trainer(
     from linearize.finetune.tuner import Tuner
 
     def compute(prediction: Any) -> dict[str, float]:
-        figures = data.figures(prediction.predictions, prediction.label_ids)
-        return figures | {"score": score_of(data.task, figures)}
+        figures = data.compute_metrics(prediction.predictions, prediction.label_ids)
+        return figures | {"score": main_metric(data.task, figures)}
 
     callbacks: list[Any] = [_watch(on_log), loss_meter()]
     if config.patience:

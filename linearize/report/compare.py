@@ -87,7 +87,7 @@ def compare_checkpoints(options: CompareOptions, listen: Listener | None = None)
 
     Raises:
         ConfigError: if there are fewer than two, or one reads text and another one images.
-        LinearizeError: another of its children, for everything the user can mend.
+        LinearizeError: another of its children, for everything the user can put right.
     """
     from linearize.loading import check_device
     from linearize.report.lengths import check_lengths

@@ -106,7 +106,7 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
         listen: told in a few words what is done.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can mend.
+        LinearizeError: one of its children, for everything the user can put right.
     """
     from linearize.checkpoint.inspect import inspect_checkpoint, weights_were_trained
     from linearize.fidelity.measure import measure_layers

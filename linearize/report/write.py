@@ -24,7 +24,7 @@ def write_report(
         listen: told in a few words what is done.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can mend; nothing is written then.
+        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
     """
     from linearize.checkpoint.output import claim
 

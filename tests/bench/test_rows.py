@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from linearize.bench.rows import Row, Side, crossover, crossovers, quotient
+from linearize.bench.rows import Row, Side, crossover, crossovers, ratio
 from linearize.bench.timing import Timing, in_turns, spread
 
 
@@ -45,7 +45,7 @@ def test_a_row_divides_what_ran():
     assert made.to_dict()["speedup"] == 2.0 and made.to_dict()["memory_ratio"] == 1.0
     lost = row(8, None, 1.5)
     assert lost.speedup is None and lost.to_dict()["sides"]["softmax"]["problem"] == "out of memory"
-    assert quotient(1.0, 0.0) is None
+    assert ratio(1.0, 0.0) is None
 
 
 def test_spread_is_of_the_quartiles():

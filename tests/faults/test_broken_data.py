@@ -245,13 +245,13 @@ def test_links_that_lead_nowhere_are_named(refused, tmp_path):
     put(tmp_path, "rows.jsonl", lines(ROWS))
     for name, target in (("a.jsonl", "b.jsonl"), ("b.jsonl", "a.jsonl"), ("gone.jsonl", "nothing.jsonl")):
         (tmp_path / name).symlink_to(tmp_path / target)
-        refused(tmp_path / name, f"{name}', which leads nowhere, expected a file or a folder; mend it", VERBS[:1])
+        refused(tmp_path / name, f"{name}', which leads nowhere, expected a file or a folder; repair it", VERBS[:1])
     for name in ("a.jsonl", "gone.jsonl"):
         folder = tmp_path / f"with-{name}"
         folder.mkdir()
         (folder / "rows.jsonl").symlink_to(tmp_path / "rows.jsonl")
         (folder / "z.jsonl").symlink_to(tmp_path / name)
-        refused(folder, "z.jsonl', which leads nowhere, expected a file or a folder; mend it")
+        refused(folder, "z.jsonl', which leads nowhere, expected a file or a folder; repair it")
 
 
 def test_folders_without_data(refused, tmp_path):

@@ -23,7 +23,7 @@ from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided
-from linearize.finetune.tasks import TASKS, recovered, score_of, task
+from linearize.finetune.tasks import TASKS, main_metric, recovery, task
 from linearize.finetune.trainer import finetune, last_checkpoint, measure_task
 
 SHORT = DataOptions(max_length=16)
@@ -408,10 +408,10 @@ def test_tasks():
     with pytest.raises(UnknownNameError, match="Did you mean 'mrpc'"):
         task("mrcp")
     with pytest.raises(LinearizeError, match="the score asks for 'bleu'"):
-        score_of(task("cola", score=("bleu",)), {"matthews": 1.0})
-    assert recovered(TASKS["cola"], 0.45, 0.5) == pytest.approx(90)
-    assert recovered(TASKS["causal-lm"], 20.0, 18.0) == pytest.approx(90)
-    assert recovered(TASKS["cola"], 0.45, 0.0) is None
+        main_metric(task("cola", score=("bleu",)), {"matthews": 1.0})
+    assert recovery(TASKS["cola"], 0.45, 0.5) == pytest.approx(90)
+    assert recovery(TASKS["causal-lm"], 20.0, 18.0) == pytest.approx(90)
+    assert recovery(TASKS["cola"], 0.45, 0.0) is None
 
 
 @pytest.mark.parametrize("values", [{"batch_size": 0}, {"schedule": "sine"}, {"learning_rate": -1.0}, {"patience": -1}])

@@ -15,7 +15,7 @@ from linearize.data.encode import ImageEncoder
 from linearize.finetune.prepared import DataOptions, Row, TaskData, stable_seed
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
-from linearize.finetune.task_types.text import figures_of, label_names, numbered
+from linearize.finetune.task_types.text import label_names, metrics_of, numbered
 
 DIGESTS = 512
 SHIFT = 1 / 8
@@ -67,7 +67,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         ImageRows(splits.train, options.augment),
         ImageRows(splits.validation, False),
         collate,
-        figures_of(task),
+        metrics_of(task),
         splits.description,
     )
 

@@ -119,7 +119,7 @@ def _causal(
     starts, fresh = strided(len(valid), length, stride)
     perplexity = metric("perplexity")
 
-    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
         sums = np.asarray(predictions, dtype=np.float64)
         result = perplexity.compute(predictions=sums[:, 0], references=sums[:, 1])
         by_word = perplexity.compute(predictions=[float(sums[:, 0].sum())], references=[float(words)])
@@ -130,7 +130,7 @@ def _causal(
         Windows(train, starts_of(len(train), length), length),
         Windows(valid, starts, length, fresh),
         collate_windows,
-        figures,
+        compute_metrics,
         f"{description}; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}",
         reduce=causal_sums,
         facts={"context": length, "stride": stride, "words": words},
@@ -175,7 +175,7 @@ def _masked(
     def collate(rows: list[Row]) -> dict[str, Tensor]:
         return _mask(rows, tokenizer, options)
 
-    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
         sums = np.asarray(predictions, dtype=np.float64)
         return perplexity.compute(predictions=sums[:, 0], references=sums[:, 1])
 
@@ -184,7 +184,7 @@ def _masked(
         Windows(train, starts_of(len(train), length), length),
         Windows(valid, starts_of(len(valid), length), length, fixed=True),
         collate,
-        figures,
+        compute_metrics,
         f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
         reduce=lambda logits, labels: token_sums(logits[0] if isinstance(logits, tuple) else logits, labels),
         facts={"context": options.max_length, "mask_share": options.mask_share},

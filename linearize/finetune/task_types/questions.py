@@ -35,13 +35,13 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     texts, answers = held[task.columns[1]], [entry["text"] for entry in held[str(task.label)]]
     spans = metric("spans")
 
-    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
         start, end = (np.asarray(part) for part in predictions[:2])
         guesses = best_answers(start, end, validation.rows, texts, any(not known for known in answers))
         return spans.compute(predictions=guesses, references=[list(known) for known in answers])
 
     return TaskData(
-        task, _rows(task, splits.train, tokenizer, options), validation, _collate, figures, splits.description
+        task, _rows(task, splits.train, tokenizer, options), validation, _collate, compute_metrics, splits.description
     )
 
 

@@ -28,7 +28,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     accuracy = metric("accuracy")
 
-    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
         guesses, answers = np.asarray(predictions)[:, :-1], np.asarray(labels)[:, 1:]
         asked = answers != IGNORED
         return accuracy.compute(predictions=guesses[asked], references=answers[asked])
@@ -42,7 +42,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         _rows(splits.train, tokenizer, options),
         _rows(splits.validation, tokenizer, options),
         collate,
-        figures,
+        compute_metrics,
         splits.description,
         reduce=lambda logits, labels: _first(logits).argmax(dim=-1),
     )

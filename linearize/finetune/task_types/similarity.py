@@ -13,7 +13,7 @@ from linearize.errors import DataError
 from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
-from linearize.finetune.task_types.text import figures_of, numbered
+from linearize.finetune.task_types.text import metrics_of, numbered
 
 SECOND = "second_"
 """What the names of the second sentence's fields begin with."""
@@ -41,7 +41,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         _rows(task, splits.train, tokenizer, options),
         _rows(task, splits.validation, tokenizer, options),
         collate,
-        figures_of(task),
+        metrics_of(task),
         splits.description,
         wrap=Likeness,
     )

@@ -45,7 +45,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         _rows(task, examples, tokenizer, options),
         _rows(task, splits.validation.fetch(range(len(splits.validation))), tokenizer, options),
         collate,
-        figures_of(task),
+        metrics_of(task),
         splits.description + ("" if extra is None else f", {len(extra):,} pairs made anew"),
         extra=extra,
     )
@@ -139,7 +139,7 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
         infinite = next((number for number in numbers if not math.isfinite(number)), None)
         if infinite is not None:
             raise DataError(
-                f"task {task.name}: got {infinite} in label column {task.label!r}, expected finite numbers; mend it"
+                f"task {task.name}: got {infinite} in label column {task.label!r}, expected finite numbers; repair it"
             )
         return numbers
     names = task.labels or ()
@@ -160,11 +160,11 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
     return found
 
 
-def figures_of(task: Task) -> Any:
-    """Return the function from logits [N, C] (or numbers [N, 1]) and labels [N] to figures."""
+def metrics_of(task: Task) -> Any:
+    """Return the function from logits [N, C] (or numbers [N, 1]) and labels [N] to metrics by name."""
     metrics = [metric(name) for name in task.metrics]
 
-    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
         logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
         guesses = logits.reshape(-1).astype(np.float64) if task.type.labels == "number" else logits.argmax(axis=-1)
         result: dict[str, float] = {}
@@ -172,4 +172,4 @@ def figures_of(task: Task) -> Any:
             result |= one.compute(predictions=guesses, references=np.asarray(labels))
         return result
 
-    return figures
+    return compute_metrics

@@ -33,7 +33,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     entities = metric("entities")
     names = task.labels or ()
 
-    def figures(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
         guesses, answers = np.asarray(predictions), np.asarray(labels)
         pairs = [(g[a != IGNORED], a[a != IGNORED]) for g, a in zip(guesses, answers, strict=True)]
         return entities.compute(
@@ -50,7 +50,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         _rows(task, splits.train, tokenizer, options),
         _rows(task, splits.validation, tokenizer, options),
         collate,
-        figures,
+        compute_metrics,
         splits.description,
         reduce=lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1),
     )
@@ -72,7 +72,7 @@ def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
     if wrong or not found:
         raise DataError(
             f"task {task.name}: got {f'tag {wrong[0]!r}' if wrong else 'no tags'} in column {label!r}, expected a list "
-            "of names or of whole numbers from 0 in every row; mend the rows"
+            "of names or of whole numbers from 0 in every row; repair the rows"
         )
     return tuple(str(number) for number in range(int(max(found)) + 1))
 
@@ -86,7 +86,7 @@ def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
         if not isinstance(tags, list) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
             raise DataError(
                 f"task {task.name}: got {str(texts)[:60]!r} with {str(tags)[:60]!r}, expected a list of words in "
-                f"column {words!r} and a list of tags in {label!r}; mend the row"
+                f"column {words!r} and a list of tags in {label!r}; repair the row"
             )
         unknown = [tag for tag in tags if tag not in places]
         if unknown or len(tags) != len(texts):
