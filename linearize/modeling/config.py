@@ -256,6 +256,23 @@ class _Mixin:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         use_linear_attention(self)
 
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether a forward returns its attention weights; transformers gives them with eager softmax alone."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        self._output_attentions = value
+
+    def validate(self) -> None:
+        """Check as transformers does; it alone refuses attention weights of anything but eager softmax."""
+        wanted, self._output_attentions = self._output_attentions, False
+        try:
+            super().validate()  # type: ignore[misc]
+        finally:
+            self._output_attentions = wanted
+
     def __setattr__(self, key: str, value: Any) -> None:
         # transformers writes "sdpa" here where a caller named nothing; that would run softmax silently.
         if key == "_attn_implementation_internal" and value not in (None, IMPLEMENTATION):

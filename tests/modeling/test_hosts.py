@@ -86,6 +86,22 @@ def test_a_model_without_its_pooler_comes_back(tmp_path):
     assert "absent" not in AutoModel.from_pretrained(tmp_path / "again").config.linearize
 
 
+def test_attention_weights_asked_for_at_the_load(tmp_path):
+    model = converted("bert")
+    linearize.save(model, tmp_path / "out")
+    inputs = inputs_of(model)
+    expected = model(**inputs, output_attentions=True).attentions
+    loaded = AutoModel.from_pretrained(tmp_path / "out", output_attentions=True).eval()
+    found = loaded(**inputs).attentions
+    assert len(found) == len(expected) == TEXT["num_hidden_layers"]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    loaded.config.output_attentions = False
+    assert loaded(**inputs).attentions is None
+    model.config.output_attentions = True
+    linearize.save(model, tmp_path / "again")
+    assert AutoModel.from_pretrained(tmp_path / "again").config.output_attentions is True
+
+
 def test_only_weights_outside_kernels_can_be_absent(tmp_path):
     model = converted("bert")
     linearize.save(model, tmp_path / "out")
