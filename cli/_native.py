@@ -17,11 +17,12 @@ def add_native(parser: Any) -> None:
     )
 
 
-def prepare_native(args: argparse.Namespace, out: Any) -> None:
+def prepare_native(args: argparse.Namespace, device: str, out: Any) -> None:
     """Compile the native op if it is wanted and not there, in some seconds and with one line; never an error.
 
     Args:
-        args: with `no_native`, and `device` where the verb has that.
+        args: with `no_native`.
+        device: where the verb runs.
         out: console for the line.
     """
     from linearize.native import SWITCH
@@ -30,7 +31,7 @@ def prepare_native(args: argparse.Namespace, out: Any) -> None:
         # For the processes that measure memory too.
         os.environ[SWITCH] = "0"
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or not _on_cpu(getattr(args, "device", "cpu")):
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or not _on_cpu(device):
         return
     from linearize.native.build import worth_building
 

@@ -1,62 +1,79 @@
-"""Options of the command line that are made from a config dataclass: names, types, defaults and help stand there."""
+"""Options of the command line, made from configs: names, types, defaults and help stand there alone."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import types
-import typing
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from linearize.options import Option, make, options_of
+
+Config = TypeVar("Config")
+METAVARS = {int: "N", float: "X"}
+LAST = "output"
+"""The title of the group that help shows last."""
 
 
-def add_config(parser: Any, config: type, *, prefix: str = "", leave_out: Iterable[str] = ()) -> None:
-    """Declare one option per field of a dataclass whose fields have a help text.
+def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, Any]:
+    """Declare the options of a config, and return the groups that they stand in by title.
 
-    What is not given stays out of the parsed values, so that the dataclass's default holds.
-
-    Args:
-        parser: a parser or an argument group.
-        config: the dataclass.
-        prefix: put before every name: "align" makes `--align-steps` of `steps`.
-        leave_out: fields that are not options.
+    What is not given stays out of the parsed values, so that the config's default holds.
     """
-    hints = typing.get_type_hints(config)
-    left_out = set(leave_out)
-    for field in dataclasses.fields(config):
-        if field.name in left_out:
-            continue
-        kind = _kind(hints[field.name])
-        flag = f"--{prefix}-{field.name}" if prefix else f"--{field.name}"
-        default = "" if field.default in (None, False) else f" ({_shown(field.default)})"
-        options: dict[str, Any] = {
-            "dest": _dest(prefix, field.name),
-            "default": argparse.SUPPRESS,
-            "help": (field.metadata["help"] + default).replace("%", "%%"),
-        }
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        else:
-            options |= {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
-        parser.add_argument(flag.replace("_", "-"), **options)
+    options = options_of(config).values()
+    groups: dict[str | None, Any] = {None: parser}
+    for title in sorted({one.group: None for one in options if one.group}, key=lambda title: title == LAST):
+        groups[title] = parser.add_argument_group(title)
+    for one in options:
+        _add(groups[one.group], one)
+    return {title: group for title, group in groups.items() if title is not None}
 
 
-def take_config(values: dict[str, Any], config: type, *, prefix: str = "") -> dict[str, Any]:
-    """Take the options of a dataclass out of parsed values, and return those that were given, by field."""
-    names = {_dest(prefix, field.name): field.name for field in dataclasses.fields(config)}
-    return {names[name]: values.pop(name) for name in [*values] if name in names}
+def _add(parser: Any, one: Option) -> None:
+    metadata = one.metadata
+    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
+    if metadata.get("positional"):
+        optional = {} if one.required else {"nargs": "?"}
+        how |= optional | {key: metadata[key] for key in ("nargs", "metavar") if key in metadata}
+        parser.add_argument(one.name, **how)
+        return
+    how["dest"] = one.name
+    if one.kind is bool:
+        how["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
+    else:
+        how["metavar"] = metadata.get("metavar", METAVARS.get(one.kind, "NAME"))
+        how["required"] = one.required
+        how |= {key: metadata[key] for key in ("nargs", "const") if key in metadata}
+        if one.kind in METAVARS:
+            how["type"] = one.kind
+        if metadata.get("repeat"):
+            how["action"] = "append"
+    parser.add_argument(f"--{one.name.replace('_', '-')}", **how)
 
 
-def _dest(prefix: str, name: str) -> str:
-    return f"{prefix}_{name}" if prefix else name
+def add_json(parser: Any, help: str = "print the result as JSON on stdout") -> None:
+    """Declare `--json`."""
+    parser.add_argument("--json", action="store_true", help=help)
 
 
-def _kind(hint: Any) -> Any:
-    """Return the type of an optional field's values."""
-    if isinstance(hint, types.UnionType):
-        return next(kind for kind in hint.__args__ if kind is not type(None))
-    return hint
+def as_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options by name as the words of a command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is not False and value is not None:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
 
 
-def _shown(default: Any) -> str:
-    return f"{default:g}" if isinstance(default, float) else str(default)
+def given_options(values: dict[str, Any], config: type) -> dict[str, Any]:
+    """Return the options of a config that are among parsed values."""
+    return {name: values[name] for name in options_of(config) if name in values}
+
+
+def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
+    """Build a config from parsed values.
+
+    Raises:
+        ConfigError: for a value that is not allowed.
+    """
+    return make(config, given_options(vars(args), config))

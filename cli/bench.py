@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
+from linearize.bench.options import HOW, WHAT, BenchOptions
 from linearize.cli._native import add_native, prepare_native
+from linearize.cli._options import add_json, add_options, take_options
+from linearize.options import options_of
 
 EPILOG = """examples:
   linearize bench --kernel flexformer_n --kernel hedgehog
@@ -17,6 +21,7 @@ EPILOG = """examples:
   linearize bench --alignment --lengths 512,2048
   linearize bench --goals --json
   linearize bench ./roberta-base-hedgehog --json --plot speed.png
+  linearize bench --config mine.yaml --device cpu
 
 Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
 folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and
@@ -28,48 +33,16 @@ used unless --no-native says no. Columns: seconds (median, and the distance of t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="measure a whole model: Hub name, folder, or bert-base")
-    add("--kernel", action="append", default=[], metavar="NAME", help="kernel; may be repeated (hedgehog)")
-    add("--kernel-arg", action="append", default=[], metavar="K=V", help="an argument of the kernel; may be repeated")
-    add("--window", type=int, metavar="W", help="softmax inside a window of W tokens, the kernel outside it")
-    add(
-        "--lengths",
-        metavar="N,N",
-        help="tokens, or contexts to decode behind; by default the suite's own",
-    )
-    what = parser.add_argument_group("what to measure")
-    add = what.add_argument
-    add("--causal", action="store_true", help="a query sees only keys up to its own position")
-    add("--backward", action="store_true", help="forward and backward")
-    add(
-        "--features-given",
-        type=int,
-        nargs="?",
-        const=128,
-        metavar="F",
-        help="the bare op on given features of size F, without a kernel's map (128)",
-    )
+    groups = add_options(parser, BenchOptions)
+    add = groups[WHAT].add_argument
     add("--decode", action="store_true", help="one token through all layers, --lengths being the context")
     add("--goals", action="store_true", help="every figure that this project promises, and whether it is reached here")
     add("--alignment", action="store_true", help="one step of the alignment, beside its bare passes")
     add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
-    sizes = parser.add_argument_group("sizes of made-up inputs")
-    add = sizes.add_argument
-    add("--heads", type=int, metavar="H", help="heads (12)")
-    add("--head-dim", type=int, metavar="D", help="size of a head (64)")
-    add("--batch", type=int, metavar="B", help="sequences (1)")
-    add("--layers", type=int, metavar="L", help="layers to decode through, or of bert-base (12)")
-    run = parser.add_argument_group("how")
-    add = run.add_argument
-    add("--dtype", metavar="T", help="float32, bfloat16 or float16 (float32)")
-    add("--device", default="cpu", metavar="D", help="cpu, cuda, cuda:1, mps or auto (cpu)")
-    add("--repeats", type=int, metavar="N", help="turns; by default 3 to 200, as many as take ten seconds")
-    add("--threads", type=int, metavar="N", help="threads of torch on the CPU; by default its own choice")
-    add("--no-memory", action="store_true", help="time only")
+    add = groups[HOW].add_argument
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
-    add_native(run)
-    add("--json", action="store_true", help="print every figure as JSON on stdout")
+    add_native(groups[HOW])
+    add_json(groups[HOW], "print every figure as JSON on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_picture(args.plot)
     out = console(to_stderr=args.json)
-    prepare_native(args, out)
+    prepare_native(args, options.device, out)
     progress = Progress(out)
     try:
         result = run_goals(options, progress) if args.goals else run_bench(options, progress)
@@ -100,12 +73,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-GIVEN = ("window", "heads", "head_dim", "batch", "layers", "dtype", "repeats", "threads")
-"""Options that go on under the same name where they are given."""
-
 FREE = (
     *("model", "kernel", "kernel_arg", "window", "lengths", "causal", "backward", "features_given", "decode"),
-    *("stage_one", "alignment", "heads", "head_dim", "batch", "layers", "dtype", "no_memory", "plot"),
+    *("stage_one", "alignment", "heads", "head_dim", "batch", "layers", "dtype", "memory", "plot"),
 )
 """Options that have no meaning beside --goals."""
 
@@ -116,55 +86,41 @@ def options_from(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: for options that do not go together, or text that cannot be read.
     """
-    from linearize.bench.job import BenchOptions
-    from linearize.cli.convert import parse_pairs
-    from linearize.cli.report import parse_lengths
-
-    given = {name: value for name in GIVEN if (value := getattr(args, name)) is not None}
-    return BenchOptions(
-        suite=_suite(args),
-        model=args.model,
-        kernels=tuple(args.kernel),
-        kernel_args=parse_pairs(args.kernel_arg),
-        lengths=None if args.lengths is None else parse_lengths(args.lengths),
-        causal=args.causal,
-        backward=args.backward,
-        features=args.features_given,
-        device=args.device,
-        memory=not args.no_memory,
-        **given,
-    )
+    own = options_of(BenchOptions)
+    # Flags of this verb alone are there in any case, options only where they were given.
+    given = {name: value for name, value in vars(args).items() if name in own or value not in (None, False)}
+    return replace(take_options(args, BenchOptions), suite=_suite(given))
 
 
-def _suite(args: argparse.Namespace) -> str:
+def _suite(given: dict[str, Any]) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
-    if args.goals:
-        _refuse(args, FREE, "--goals measures what its table says")
-    if args.decode:
+    if "goals" in given:
+        _refuse(given, FREE, "--goals measures what its table says")
+    if "decode" in given:
         _refuse(
-            args,
+            given,
             ("model", "stage_one", "alignment", "causal", "backward", "features_given"),
             "--decode measures one token",
         )
         return "decode"
-    if args.model or args.stage_one or args.alignment:
+    if "model" in given or "stage_one" in given or "alignment" in given:
         names = ("causal", "backward", "features_given", "heads", "head_dim")
-        _refuse(args, names, "a whole model is measured as it is")
-        if args.stage_one:
-            _refuse(args, ("alignment",), "--stage-one measures another step")
-        return "stage-one" if args.stage_one else "alignment" if args.alignment else "model"
-    _refuse(args, ("layers",), "one attention is measured")
-    if args.features_given is not None:
-        _refuse(args, ("kernel", "kernel_arg", "window"), "with --features-given no kernel is measured")
+        _refuse(given, names, "a whole model is measured as it is")
+        if "stage_one" in given:
+            _refuse(given, ("alignment",), "--stage-one measures another step")
+        return "stage-one" if "stage_one" in given else "alignment" if "alignment" in given else "model"
+    _refuse(given, ("layers",), "one attention is measured")
+    if "features_given" in given:
+        _refuse(given, ("kernel", "kernel_arg", "window"), "with --features-given no kernel is measured")
     return "attention"
 
 
-def _refuse(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+def _refuse(given: dict[str, Any], names: tuple[str, ...], why: str) -> None:
     from linearize.errors import ConfigError
 
     for name in names:
-        if getattr(args, name) not in (None, False, []):
-            option = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        if name in given:
+            option = {"model": "MODEL", "memory": "--no-memory"}.get(name, f"--{name.replace('_', '-')}")
             raise ConfigError(f"bench: {why}; leave {option} out")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from linearize.cli.report import add_inputs, parse_lengths
+from linearize.cli._options import add_options, take_options
+from linearize.cli.report import add_output
+from linearize.report.options import CompareOptions
 
 EPILOG = """examples:
   linearize compare ./roberta-base-hedgehog ./roberta-base-luna
@@ -16,22 +18,20 @@ The output folder gets comparison.png and comparison.json. Of --lengths the long
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("checkpoints", nargs="+", metavar="DIR", help="folders of converted checkpoints, two or more")
-    parser.add_argument("--output", default="comparison", metavar="DIR", help="folder to make (comparison)")
-    add_inputs(parser)
+    add_options(parser, CompareOptions)
+    add_output(parser, "comparison")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the table, write the picture."""
     from linearize.checkpoint.output import claim
     from linearize.cli._output import console, number, print_json, table
-    from linearize.report.compare import PICTURE, CompareOptions, compare_checkpoints, timed_at, write_comparison
-    from linearize.report.inputs import InputOptions
+    from linearize.report.compare import PICTURE, compare_checkpoints, timed_at, write_comparison
 
-    inputs = InputOptions(args.dataset, args.text_column, args.image_column, args.inputs, args.max_length)
-    options = CompareOptions(args.checkpoints, args.original, inputs, parse_lengths(args.lengths), args.device)
+    options = take_options(args, CompareOptions)
     out = console(to_stderr=args.json)
-    with claim(args.output, overwrite=args.overwrite, sources=[*args.checkpoints, args.original, args.dataset]):
+    sources = [*options.checkpoints, options.original, options.inputs.dataset]
+    with claim(args.output, overwrite=args.overwrite, sources=sources):
         compared = compare_checkpoints(options, lambda text: out.print(f"... {text}", markup=False))
         write_comparison(compared, args.output, overwrite=args.overwrite)
     figures = ("kl", "total_variation", "negative_share", "output_error", "cosine", "seconds", "speedup")

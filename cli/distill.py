@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from linearize.cli._stage_one import add_stage_one, show
+from linearize.cli._options import add_json, add_options, take_options
+from linearize.cli._progress import show
+from linearize.jobs.config import DistillJob
 
 EPILOG = """examples:
   linearize distill ./roberta-base-hedgehog --dataset reviews.jsonl --distill-steps 2000
@@ -32,14 +34,13 @@ Where one device is too small: --layers-at-a-time, --query-sample, --precision b
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", metavar="MODEL_OR_DIR", help="converted checkpoint: folder or Hub name")
-    add_stage_one(parser, "<folder>-distilled")
+    add_options(parser, DistillJob)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Distil further."""
-    from linearize.workflow import DistillOptions, distill_checkpoint
+    from linearize.jobs.distill import distill_checkpoint
 
-    values = {name: value for name, value in vars(args).items() if name != "json"}
-    options = DistillOptions(**values)
-    return show(lambda listen: distill_checkpoint(options, listen), options.target(), as_json=args.json)
+    job = take_options(args, DistillJob)
+    return show(lambda on_event: distill_checkpoint(job, on_event), job.target(), as_json=args.json)

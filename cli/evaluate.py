@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import Any
+
+from linearize.cli._options import add_json, add_options, take_options
+from linearize.jobs.config import EvaluateJob
 
 EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola
@@ -13,29 +17,18 @@ EPILOG = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    from linearize.cli._tasks import add_task_arguments
-
-    parser.add_argument("model", metavar="DIR_OR_MODEL", help="checkpoint with a trained head; folder or Hub name")
-    add_task_arguments(parser)
-    parser.add_argument("--compare", metavar="ORIGINAL", help="the softmax model that it was made of")
+    add_options(parser, EvaluateJob)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     from linearize.cli._output import console, number, print_json, table
-    from linearize.cli._tasks import percent, rows_from, task_from
-    from linearize.finetune.job import evaluate_checkpoint
+    from linearize.jobs.evaluate import evaluate_checkpoint
 
-    task = task_from(args)
-    found = evaluate_checkpoint(
-        args.model,
-        task,
-        dataset=args.dataset,
-        compare=args.compare,
-        options=rows_from(args),
-        batch_size=args.batch_size,
-        device=args.device,
-    )
+    job = take_options(args, EvaluateJob)
+    task = job.task
+    found = evaluate_checkpoint(job)
     if args.json:
         print_json(asdict(found))
         return 0
@@ -46,8 +39,13 @@ def run(args: argparse.Namespace) -> int:
     compared = "-" if found.original_score is None else percent(found.original_score, task)
     rows.append([f"score ({', '.join(task.score)})", percent(found.score, task), compared])
     facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
-    title = f"{args.model} on {task.name}{f' ({facts})' if facts else ''}"
+    title = f"{job.model} on {task.name}{f' ({facts})' if facts else ''}"
     out.print(table(title, ["metric", "this model", "original"], rows, right=(1, 2)))
     if found.recovered is not None:
         out.print(f"{found.recovered:.1f} % of the original's score is recovered.", markup=False)
     return 0
+
+
+def percent(score: float, task: Any) -> str:
+    """Write a score as papers do: shares as points."""
+    return f"{100 * score:.2f}" if task.percent else f"{score:.3f}"

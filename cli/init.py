@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+
+from linearize.cli._options import add_json, add_options, take_options
+from linearize.jobs.config import InitJob
 
 EPILOG = """examples:
   linearize init config.json --kernel hedgehog --task masked-lm --output fresh-bert
@@ -14,45 +18,22 @@ CONFIG is a JSON or YAML file with model_type and what differs from its defaults
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add = parser.add_argument
-    add("config", metavar="CONFIG", help="config of transformers, as a file or folder")
-    add("--kernel", metavar="NAME", help="kernel for all layers; see `linearize kernels` (hedgehog)")
-    add("--kernel-arg", action="append", default=[], metavar="K=V", help="an argument of the kernel; may be repeated")
-    add("--layers", metavar="PLAN", help="kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n")
-    add("--task", default="causal-lm", metavar="T", help="which head: a task, as in `linearize finetune` (causal-lm)")
-    add("--num-labels", type=int, metavar="N", help="outputs of a classifier's head")
-    add("--tokenizer", metavar="DIR", help="tokenizer or image processor to save along; folder or Hub name")
-    add("--output", required=True, metavar="DIR", help="folder to make")
-    add("--overwrite", action="store_true", help="replace the folder, if linearize wrote it and it holds nothing else")
-    add("--seed", type=int, default=0, metavar="S", help="of all weights (0)")
-    add("--json", action="store_true", help="print the plan as JSON on stdout")
+    add_options(parser, InitJob)
+    add_json(parser, "print the plan as JSON on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the model and show what it is."""
     from linearize.cli._output import console, plan_table, print_json
-    from linearize.cli.convert import parse_pairs
-    from linearize.finetune.job import init_checkpoint
-    from linearize.finetune.load import load_processor
-    from linearize.finetune.tasks import task
+    from linearize.jobs.init import init_checkpoint
 
-    chosen = task(args.task)
-    kernel = args.kernel or (None if args.layers else "hedgehog")
-    plan = init_checkpoint(
-        args.config,
-        chosen,
-        output=args.output,
-        kernel=kernel,
-        kernel_args=parse_pairs(args.kernel_arg),
-        layers=args.layers,
-        processor=load_processor(args.tokenizer, chosen.modality) if args.tokenizer else None,
-        num_labels=args.num_labels,
-        overwrite=args.overwrite,
-        seed=args.seed,
-    )
+    job = take_options(args, InitJob)
+    if job.kernel is None and job.layers is None:
+        job = replace(job, kernel="hedgehog")
+    plan = init_checkpoint(job)
     out = console(to_stderr=args.json)
     out.print(plan_table(plan))
-    out.print(f"Saved {args.output}, untrained.", markup=False)
+    out.print(f"Saved {job.output}, untrained.", markup=False)
     if args.json:
-        print_json({"output": args.output, "plan": plan.to_dict()})
+        print_json({"output": job.output, "plan": plan.to_dict()})
     return 0

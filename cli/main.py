@@ -62,6 +62,11 @@ class Parser(argparse.ArgumentParser):
                 near = get_close_matches(name, options, n=1, cutoff=0.5)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
+        from linearize.cli._config import config_file, parse_with_file, read_options
+
+        file = config_file(list(args))
+        if file is not None:
+            return parse_with_file(self, list(args), read_options(file, self))
         # Options may stand between and before the names and changes, as in `run RECIPE --output DIR key=value`.
         return super().parse_intermixed_args(args, namespace)
 
@@ -72,9 +77,12 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(verb: str) -> Parser:
     """Build the parser of one verb; its module is light, heavy imports happen when it runs."""
+    from linearize.cli._config import add_config_file
+
     module = importlib.import_module(f"linearize.cli.{verb}")
     parser = Parser(prog=f"linearize {verb}", description=module.__doc__, epilog=module.EPILOG)
     module.add_arguments(parser)
+    add_config_file(parser)
     return parser
 
 
@@ -92,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None: those of the process.
 
     Returns:
-        Exit code: 0 done, 2 for what the user can mend, 130 when interrupted.
+        Exit code: 0 done, 2 for what the user can put right, 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Long work shows its own progress; these would write over it.

@@ -5,33 +5,27 @@ What they go into is found in the model: the linear maps inside every attention,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ConfigError, unknown_name
+from linearize.options import check, option
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank updates instead of full tuning; kernels and new heads are tuned in full in any case."""
 
-    r: int = _option(8, "rank of the updates")
-    alpha: float = _option(16.0, "their scale is alpha / r")
-    dropout: float = _option(0.0, "on their input")
-    targets: str | None = _option(None, "endings of the modules' names, joined by +; by default those of the attention")
+    r: int = option(8, "rank of the updates", low=1)
+    alpha: float = option(16.0, "their scale is alpha / r")
+    dropout: float = option(0.0, "on their input", low=0, below=1)
+    targets: str | None = option(None, "endings of the modules' names, joined by +; by default those of the attention")
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigError(f"lora: got r={self.r}, expected a rank of at least 1")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora: got dropout={self.dropout}, expected a number from 0 to below 1")
+        check(self, "lora")
 
 
 def parse_lora(text: str) -> LoraConfig:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from linearize.errors import CheckpointError
+from linearize.jobs.config import ConvertJob, DemoJob
+from linearize.jobs.events import Callback, Noted, Started, ignore
 
 
 @dataclass
@@ -41,51 +42,53 @@ def minilm_folder() -> Path:
     return folder
 
 
-def run_demo(kernel: str, steps: int, tokens: int, output: str, listen: Callable[[str, Any], None]) -> DemoResult:
+def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     """Convert MiniLM, reload it through `pipeline`, and compare it with softmax on one long document.
 
     Args:
-        kernel: kernel to convert to.
-        steps: steps of stage one, on built-in text.
-        tokens: length of the long document.
-        output: folder to make; replaced if it is there.
-        listen: told what happens, as `convert_checkpoint` tells it, "note" with a line of text, and "doing" with what
-            is done next.
+        job: the kernel, the steps of stage one on built-in text, the length of the document, the output.
+        on_event: called with what happens.
 
     Raises:
-        LinearizeError: for everything the user can mend.
+        LinearizeError: for everything the user can put right.
     """
     from transformers import pipeline
 
     from linearize.bench.side_by_side import Comparison, measure_speed
+    from linearize.jobs.convert import convert_checkpoint
     from linearize.loading import quiet
-    from linearize.workflow import ConvertOptions, convert_checkpoint
 
     folder = minilm_folder()
-    listen("note", "Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens")
-    options = ConvertOptions(
-        model=str(folder),
-        kernel=kernel,
-        max_length=tokens,
-        distill_steps=steps,
-        # A taste of it: a real conversion takes more of both. So few steps help block by block, not end to end.
-        align={"steps": steps // 6, "blockwise": 1.0},
-        distill_length=128,
-        output=output,
-        overwrite=True,
-        device="cpu",
+    on_event(Noted("Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens"))
+    output, tokens = job.output, job.tokens
+    conversion = convert_checkpoint(
+        ConvertJob.of(
+            model=str(folder),
+            kernel=job.kernel,
+            max_length=tokens,
+            distill_steps=job.steps,
+            # A taste of it: a real conversion takes more of both. So few steps help block by block, not end to end.
+            align_steps=job.steps // 6,
+            align_blockwise=1.0,
+            distill_length=128,
+            output=output,
+            overwrite=True,
+            device="cpu",
+        ),
+        on_event,
     )
-    conversion = convert_checkpoint(options, listen)
 
-    listen("doing", f"reading a document of {tokens:,} tokens through pipeline()")
+    on_event(Started(f"reading a document of {tokens:,} tokens through pipeline()"))
     with quiet():
         reader = pipeline("feature-extraction", model=output, device="cpu")
     document = long_document(reader.tokenizer, tokens)
     features = reader(document)
     size = len(features[0][0])
-    listen("note", f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
+    on_event(
+        Noted(f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
+    )
 
-    listen("doing", f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns")
+    on_event(Started(f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns"))
     with quiet():
         row = measure_speed(reader.model, output, [tokens])[0]
     return DemoResult(conversion, size, Comparison.of(row))

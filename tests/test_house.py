@@ -19,6 +19,7 @@ CHECKOUT = PACKAGE.parent
 ROOMS = [
     "errors",
     "parsing",
+    "options",
     "registry",
     "heads",
     "ops",
@@ -40,8 +41,7 @@ ROOMS = [
     "synthetic",
     "bench",
     "report",
-    "conversion_options",
-    "workflow",
+    "jobs",
     "demo",
     "examples",
     "experiments",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from linearize.bench.alignment import AlignmentSuite
@@ -12,6 +12,7 @@ from linearize.bench.decode import DecodeSuite
 from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe, peak_rate
 from linearize.bench.measure import measure, threads
 from linearize.bench.models import BERT_BASE, BenchModel
+from linearize.bench.options import BenchOptions
 from linearize.bench.rows import Crossover, Row, crossovers
 from linearize.bench.stage_one import StageOneSuite
 from linearize.bench.suite import Suite, check_lengths
@@ -36,51 +37,6 @@ KERNEL = "hedgehog"
 
 Tell = Callable[[str, Any], None]
 """Called with an event's name and its data: "doing" (text), "row" (Row)."""
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What a user may ask for.
-
-    Attributes:
-        suite: one of `LENGTHS`.
-        model: Hub name or folder, or `BERT_BASE`, for whole models.
-        kernels: names of kernels, measured one after the other; none: `KERNEL`.
-        kernel_args: their arguments.
-        window: tokens of a softmax window joined to them, or None.
-        lengths: tokens; None: the suite's own.
-        heads: of a made-up attention.
-        head_dim: its size of a head.
-        batch: sequences per input.
-        layers: layers to decode through, or of `BERT_BASE`; None: 12.
-        causal: whether a query sees only keys up to its own position.
-        backward: whether gradients are taken too.
-        features: F of given features, which leaves the kernel's map out; None: with the map.
-        dtype: type of the numbers.
-        device: where to measure, or "auto".
-        repeats: turns; None: chosen from how long they take.
-        threads: of torch on the CPU; None: its own choice.
-        memory: whether peak memory is measured.
-    """
-
-    suite: str = "attention"
-    model: str | None = None
-    kernels: tuple[str, ...] = ()
-    kernel_args: Mapping[str, Any] = field(default_factory=dict)
-    window: int | None = None
-    lengths: tuple[int, ...] | None = None
-    heads: int = 12
-    head_dim: int = 64
-    batch: int = 1
-    layers: int | None = None
-    causal: bool = False
-    backward: bool = False
-    features: int | None = None
-    dtype: str = "float32"
-    device: str = "cpu"
-    repeats: int | None = None
-    threads: int | None = None
-    memory: bool = True
 
 
 @dataclass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from linearize.errors import ConfigError
+from linearize.options import check, option
 
 Mixture = tuple[tuple[str, float], ...]
 
@@ -21,75 +22,48 @@ class DataConfig:
         ConfigError: On construction, if a value is out of range or two options exclude each other.
     """
 
-    dataset: str | Mixture | None = field(
-        default=None,
-        metadata={
-            "help": "Hub name, Hub name:config, local file or folder; several as 'a.jsonl=0.7,b.txt=0.3'. "
-            "Without it: a stated Hub data set, or built-in data where the Hub is out of reach."
-        },
+    dataset: str | Mixture | None = option(
+        None,
+        "Hub data set (name or name:config), local file or folder; several with weights: a.jsonl=0.7,b.txt=0.3; "
+        "by default a stated Hub data set, or built-in data where the Hub is out of reach",
+        metavar="NAME_OR_PATH",
     )
-    split: str = field(
-        default="train",
-        metadata={"help": "Split to read from a Hub data set or a folder; a single local file is read whole."},
+    split: str = option("train", "split to read from a Hub data set or a folder; a single local file is read whole")
+    text_column: str | None = option(
+        None, "column of the text, or the two of a pair; found by itself where clear", metavar="C[,D]"
     )
-    text_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of the text, or a pair's two as A,B; found by name when not given."},
+    text_pair_column: str | None = option(None, "column of the second text, for models that read pairs")
+    image_column: str | None = option(None, "column of the image; found by its type when not given", metavar="C")
+    label_column: str | None = option(
+        None,
+        "column of the label, which batches then carry; for image folders any name makes the class folders the labels",
+        metavar="C",
     )
-    text_pair_column: str | None = field(
-        default=None, metadata={"help": "Column of the second text, for models that read pairs."}
+    extra_pairs: float = option(
+        0.0, "texts of pairs paired anew, per training pair; half of them share words", low=0, high=100
     )
-    image_column: str | None = field(
-        default=None, metadata={"help": "Column of the image; found by its type when not given."}
-    )
-    label_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column of the label, which batches then carry; "
-            "for image folders any name makes the class folders the labels."
-        },
-    )
-    extra_pairs: float = field(
-        default=0.0, metadata={"help": "Texts of pairs paired anew, per training pair; half of them share words."}
-    )
-    max_length: int = field(default=128, metadata={"help": "Tokens per row; longer texts are cut."})
-    batch_size: int = field(default=32, metadata={"help": "Examples per batch and process."})
-    seed: int = field(default=0, metadata={"help": "Seed of the held-out choice, the order and the built-in crops."})
-    holdout: int = field(
-        default=64,
-        metadata={"help": "Examples set aside first, to measure on; never trained on, nor are their doubles."},
-    )
-    packing: bool = field(
-        default=False, metadata={"help": "Join texts into rows of exactly max_length tokens (causal language models)."}
-    )
-    bucketing: bool = field(default=False, metadata={"help": "Put texts of similar length in one batch, to pad less."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read while training instead of loading first; for very large sets."}
-    )
-    limit: int | None = field(
-        default=None, metadata={"help": "Train on at most this many examples; the held-out ones come on top."}
-    )
+    max_length: int = option(128, "tokens per row; longer texts are cut", low=1)
+    batch_size: int = option(32, "rows per batch and process", low=1)
+    seed: int = option(0, "seed of the held-out choice, the order and the built-in crops", low=0)
+    holdout: int = option(64, "examples set aside first, to measure on; never trained on, nor are their doubles", low=0)
+    packing: bool = option(False, "join short texts to rows of full length (causal language models)")
+    bucketing: bool = option(False, "put texts of similar length in one batch, to pad less", name="bucket_by_length")
+    streaming: bool = option(False, "read while training instead of loading first; for very large sets")
+    limit: int | None = option(None, "train on at most this many examples; the held-out ones come on top", low=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", _as_dataset(self.dataset))
         self._part_columns()
-        for name, least in (("max_length", 1), ("batch_size", 1), ("seed", 0), ("holdout", 0)):
-            _check_int(name, getattr(self, name), least)
-        if self.limit is not None:
-            _check_int("limit", self.limit, 1)
-        for name in ("packing", "bucketing", "streaming"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"data: got {name} {getattr(self, name)!r}, expected true or false.")
-        for name in ("text_column", "text_pair_column", "image_column", "label_column"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"data: got {name} {value!r}, expected a column name; leave it out to have none.")
-        if not isinstance(self.split, str) or not self.split:
-            raise ConfigError(f"data: got split {self.split!r}, expected a name such as 'train'.")
+        check(self, "data")
+        for name in ("split", "text_column", "text_pair_column", "image_column", "label_column"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"data, {name}: got an empty text, expected a name; leave it out")
         for name in ("text_pair_column", "label_column"):
             if self.packing and getattr(self, name):
                 raise ConfigError(f"data: got packing together with {name}, expected one of them; drop packing.")
-        self._check_pairs()
+        for name in ("packing", "streaming", "label_column"):
+            if self.extra_pairs and getattr(self, name):
+                raise ConfigError(f"data: got extra_pairs together with {name}, expected one of them; drop one.")
 
     def _part_columns(self) -> None:
         """Read `A,B` as the columns of a pair."""
@@ -100,14 +74,6 @@ class DataConfig:
             raise ConfigError(f"data: got text_column {self.text_column!r}, expected one name, or two with a comma.")
         object.__setattr__(self, "text_column", columns[0])
         object.__setattr__(self, "text_pair_column", columns[1])
-
-    def _check_pairs(self) -> None:
-        extra = self.extra_pairs
-        if isinstance(extra, bool) or not isinstance(extra, int | float) or not 0 <= extra <= 100:
-            raise ConfigError(f"data: got extra_pairs {extra!r}, expected a number from 0 to 100.")
-        for name in ("packing", "streaming", "label_column"):
-            if extra and getattr(self, name):
-                raise ConfigError(f"data: got extra_pairs together with {name}, expected one of them; drop one.")
 
     @property
     def finds_pairs(self) -> bool:
@@ -178,8 +144,3 @@ def _weight(name: str, value: Any) -> float:
     if not 0 < weight < math.inf:
         raise ConfigError(f"data: got weight {value!r} for data set {name!r}, expected a number above 0.")
     return weight
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"data: got {name} {value!r}, expected a whole number of at least {least}.")

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.job import TuneJob, finetune_checkpoint
 from linearize.finetune.tasks import task
-from linearize.workflow import ConvertOptions, convert_checkpoint
+from linearize.jobs.config import ConvertJob, TuneJob
+from linearize.jobs.convert import convert_checkpoint
+from linearize.jobs.finetune import finetune_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     # Stage one: the kernels learn to imitate softmax on the same texts, without their labels.
     convert_checkpoint(
-        ConvertOptions(
+        ConvertJob.of(
             model=args.model,
             kernel="hedgehog",
             dataset=args.data,

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from linearize.workflow import ConvertOptions, convert_checkpoint
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import convert_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> str:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     args = parser.parse_args(argv)
 
     convert_checkpoint(
-        ConvertOptions(
+        ConvertJob.of(
             model=args.model,
             kernel="hedgehog",
             # Softmax among the nearest tokens, the kernel for all that is further away.

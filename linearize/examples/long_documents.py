@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from linearize.workflow import ConvertOptions, convert_checkpoint
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import convert_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
 
     # Attention is learned on short rows, which are cheap; the kernels then work at any length.
     convert_checkpoint(
-        ConvertOptions(
+        ConvertJob.of(
             model=args.model,
             kernel="hedgehog",
             max_length=args.tokens,

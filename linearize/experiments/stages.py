@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from linearize.alignment.job import alignment_record
 from linearize.alignment.loop import AlignResult, align
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.checkpoint.output import atomic_folder, claim
@@ -25,8 +24,7 @@ from linearize.experiments.feed import TaskBatches
 from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Model, Recipe, Tokens
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.job import check_length
-from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
+from linearize.finetune.load import check_length, fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import save_model, tuning_files, tuning_record
@@ -34,8 +32,8 @@ from linearize.finetune.tables import local_folder, raw_table
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune, measure_task
-from linearize.surgery.apply import apply
-from linearize.surgery.plan import plan
+from linearize.jobs.train import alignment_record, distillation_record, without_heads
+from linearize.surgery.apply import convert as put_in_kernels
 
 Listener = Callable[[str, Any], None]
 STAGE = "stage.json"
@@ -90,9 +88,9 @@ class StageRunner:
         check_length(model, job.task, job.rows.max_length)
         model = convert(model, cell.kernel, cell.seed)
         result = self._distil(model, data, job, cell)
-        record = distil_record(result)
+        record = distillation_record(result)
         lines = log_lines(STAGE_ONE, result.history)
-        stage = {"task": job.name, "seed": cell.seed, "distillation": _brief(record)}
+        stage = {"task": job.name, "seed": cell.seed, "distillation": without_heads(record)}
         if job.align.steps and cell.kernel.align:
             aligned = self._align(model, data, job, cell)
             record["alignment"] = alignment_record(aligned, config=job.align)
@@ -224,30 +222,7 @@ def distil_steps(config: Distil, batches: TaskBatches) -> int:
 
 def convert(model: Any, kernel: Kernel, seed: int) -> Any:
     """Put a row's kernel into a model."""
-    decided = plan(model, kernel.name, kernel.arguments(), keep_softmax=kernel.keep_softmax, seed=seed)
-    return apply(model, decided)
-
-
-def distil_record(result: DistillResult) -> dict[str, Any]:
-    """Return what stage one did as plain data."""
-    return {
-        "steps": result.steps,
-        "best_step": result.best_step,
-        "held_out_loss": result.held_out,
-        "stopped": result.stopped,
-        "seconds": result.seconds,
-        "before": result.before.to_dict(),
-        "after": result.after.to_dict(),
-    }
-
-
-def _brief(record: dict[str, Any]) -> dict[str, Any]:
-    """The record without the figures of every head, for the checkpoint's own config."""
-    brief = dict(record)
-    for side in ("before", "after"):
-        layers = [{k: v for k, v in layer.items() if k != "heads"} for layer in record[side]["layers"]]
-        brief[side] = {"mean": record[side]["mean"], "layers": layers}
-    return brief
+    return put_in_kernels(model, kernel.name, kernel.arguments(), keep_softmax=kernel.keep_softmax, seed=seed)
 
 
 def checkpoint(model: Model) -> str:

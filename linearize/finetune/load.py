@@ -12,6 +12,7 @@ from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
+from linearize.surgery.positions import current_length
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
@@ -181,3 +182,17 @@ def _explained(name: str, what: str) -> Iterator[None]:
             raise
         first = first_line(error)
         raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error
+
+
+def check_length(model: Any, task: Task, length: int) -> None:
+    """Refuse rows of text that are longer than the model's positions.
+
+    Raises:
+        ConfigError: if they are.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is not None and length > most:
+        raise ConfigError(
+            f"max_length: got {length}, but {type(model).__name__} takes at most {most} tokens; lower it, or "
+            "convert with --max-length"
+        )

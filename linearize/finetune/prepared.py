@@ -14,43 +14,13 @@ from torch.utils.data import Dataset
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.errors import ConfigError
+from linearize.finetune.config import DataOptions
 from linearize.finetune.task import Task
 
 IGNORED = -100
 """The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """How a task's data becomes rows."""
-
-    max_length: int = field(default=128, metadata={"help": "tokens per row; longer texts are cut"})
-    limit: int | None = field(
-        default=None, metadata={"help": "only so many training rows: the first, of images evenly"}
-    )
-    validation_limit: int | None = field(default=None, metadata={"help": "the same of the rows to measure on"})
-    stride: int | None = field(default=None, metadata={"help": "new tokens per window"})
-    mask_share: float = field(default=0.15, metadata={"help": "tokens to predict, masked language models"})
-    augment: bool = field(default=False, metadata={"help": "crop and flip training images at random"})
-    seed: int = field(default=0, metadata={"help": "of held-out rows, masks, crops and re-paired texts"})
-    extra_pairs: float = field(
-        default=0.0,
-        metadata={"help": "texts of pairs paired anew, rows without a label per training row, for a teacher to label"},
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("max_length", "limit", "validation_limit", "stride"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"data, {name}: got {value!r}, expected a whole number of at least 1")
-        if self.max_length < 2:
-            raise ConfigError(f"data, max_length: got {self.max_length}, expected at least 2")
-        if not 0 < self.mask_share < 1:
-            raise ConfigError(f"data, mask_share: got {self.mask_share}, expected a number between 0 and 1")
-        if not 0 <= self.extra_pairs <= 100:
-            raise ConfigError(f"data, extra_pairs: got {self.extra_pairs}, expected a number from 0 to 100")
 
 
 class Rows(Dataset):

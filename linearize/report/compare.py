@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.report.gather import Listener
-from linearize.report.inputs import InputOptions
-from linearize.report.lengths import LENGTHS
+from linearize.report.options import CompareOptions
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -23,17 +22,6 @@ FIGURES = {
     "speedup": "times faster than softmax",
 }
 PICTURE, NUMBERS = "comparison.png", "comparison.json"
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """What a user may say about a comparison; see `ReportOptions`."""
-
-    checkpoints: Sequence[str]
-    original: str | None = None
-    inputs: InputOptions = field(default_factory=InputOptions)
-    lengths: Sequence[int] = LENGTHS
-    device: str = "auto"
 
 
 @dataclass(frozen=True)

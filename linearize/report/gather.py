@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from linearize.report.inputs import InputOptions
-from linearize.report.lengths import LENGTHS
+from linearize.report.options import ReportOptions
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
@@ -23,25 +22,6 @@ OTHER_SOFTMAX = (
     "of the trained weights, which are no longer the original's: how far its kernels are from it says little. What "
     "counts is the whole model's output against the original's."
 )
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """What a user may say about a report.
-
-    Attributes:
-        checkpoint: folder or Hub name of a converted checkpoint.
-        original: the model that it was made from; None: what the checkpoint says, if that can be reached.
-        inputs: which inputs are looked at.
-        lengths: tokens to measure time and memory at; empty: no such measurement.
-        device: where to run.
-    """
-
-    checkpoint: str
-    original: str | None = None
-    inputs: InputOptions = field(default_factory=InputOptions)
-    lengths: Sequence[int] = LENGTHS
-    device: str = "auto"
 
 
 @dataclass

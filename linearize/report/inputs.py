@@ -10,35 +10,11 @@ from torch import Tensor
 
 from linearize.errors import ConfigError
 from linearize.loading import Loaded
+from linearize.report.options import InputOptions
 
 HOLDOUT = 64
 """What conversion holds out unless asked otherwise: the same examples are looked at here."""
 BATCH = 8
-
-
-@dataclass(frozen=True)
-class InputOptions:
-    """Which inputs are looked at.
-
-    Attributes:
-        dataset: Hub name, file or folder; None: the built-in data.
-        text_column: column of the text.
-        image_column: column of the image.
-        inputs: how many.
-        max_length: tokens per input.
-    """
-
-    dataset: str | None = None
-    text_column: str | None = None
-    image_column: str | None = None
-    inputs: int = 8
-    max_length: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("inputs", "max_length"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"report, {name}: got {value!r}, expected a whole number of at least 1")
 
 
 @dataclass(frozen=True)

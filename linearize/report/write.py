@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from linearize.options import recorded
 from linearize.report.gather import Gathered, Listener, ReportOptions, gather
 
 PAGE = "index.html"
@@ -48,7 +49,9 @@ def _write(options: ReportOptions, target: str, overwrite: bool, listen: Listene
     text = page(f"{name}: report", lead, sections, found.notes, found.left_out, foot)
     with atomic_folder(target, overwrite=overwrite) as folder:
         (folder / PAGE).write_text(text, encoding="utf-8")
-        (folder / "report.json").write_text(json.dumps(finite(found.to_dict()), indent=2) + "\n", encoding="utf-8")
+        (folder / "report.json").write_text(
+            json.dumps(finite(found.to_dict() | {"options": recorded(options)}), indent=2) + "\n", encoding="utf-8"
+        )
         (folder / "images").mkdir()
         for picture in (picture for section in sections for picture in section.pictures):
             (folder / "images" / f"{picture.name}.png").write_bytes(picture.png)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,6 +14,9 @@ from linearize.modeling.plan import Plan
 from linearize.surgery.check import check, record
 from linearize.surgery.plan import plan as make_plan
 from linearize.surgery.timm import is_timm, wrap
+
+if TYPE_CHECKING:
+    from linearize.surgery.positions import PositionReport
 
 
 def convert(
@@ -70,11 +73,37 @@ def convert(
         seed=seed,
         example_inputs=example_inputs,
     )
+    convert_model(model, decided, max_length=max_length, positions=positions, example_inputs=example_inputs)
+    return model
+
+
+def convert_model(
+    model: PreTrainedModel,
+    plan: Plan,
+    *,
+    max_length: int | None = None,
+    positions: str = "tile",
+    example_inputs: Mapping[str, Tensor] | None = None,
+) -> PositionReport | None:
+    """Carry out a plan that was made for this model, in place: longer inputs first, then kernels.
+
+    Args:
+        model: the model.
+        plan: its plan.
+        max_length: longest input it shall take, in tokens; None: as before.
+        positions: how learned positions are extended, "tile" or "interpolate".
+        example_inputs: inputs for the trial run, where they cannot be made up from the config.
+
+    Returns:
+        How positions were extended; None where that was not asked for.
+    """
+    report = None
     if max_length is not None:
         from linearize.surgery.positions import extend_positions
 
-        extend_positions(model, max_length, method=positions)
-    return apply(model, decided, example_inputs)
+        report = extend_positions(model, max_length, method=positions)
+    apply(model, plan, example_inputs)
+    return report
 
 
 def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from linearize.distillation import trainer
 from linearize.distillation.loop import StepReport
 from linearize.errors import ConfigError
 from linearize.finetune.trainer import last_checkpoint
+from linearize.jobs.events import Saved
 
 WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2
 
@@ -74,17 +75,18 @@ def test_what_stands_behind_two_dashes_is_no_option(folders, capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_example_of_the_help_is_a_line_that_parses(verb):
+def test_every_example_of_the_help_is_a_line_that_parses(verb, tmp_path, monkeypatch):
     """Examples grow stale where nobody types them: every option and value of theirs is one of the verb's."""
     import shlex
 
-    parser = build_parser(verb)
-    lines = [line for line in parser.epilog.splitlines() if line.strip().startswith("linearize ")]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("")
+    lines = [line for line in build_parser(verb).epilog.splitlines() if line.strip().startswith("linearize ")]
     assert lines
     for line in lines:
         words = shlex.split(line, comments=True)
         if words[1] == verb:
-            parser.parse_args(words[2:])
+            build_parser(verb).parse_args(words[2:])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -168,7 +170,7 @@ def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
         raise ConfigError("stopped")
 
     monkeypatch.setattr("linearize.demo.run_demo", slow)
-    monkeypatch.setattr("linearize.workflow.convert_checkpoint", slow)
+    monkeypatch.setattr("linearize.jobs.convert.convert_checkpoint", slow)
     for verb in (["demo"], ["convert", "bert", "--output", "nowhere"]):
         code, out, _ = run(capsys, *verb)
         assert code == 2 and out.count("... loading the model") >= 2
@@ -313,9 +315,9 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
     import linearize.checkpoint.push
     import linearize.demo
 
-    def demo(kernel, steps, tokens, output, listen):
-        if tokens > 100:
-            listen("saved", None)
+    def demo(job, on_event):
+        if job.tokens > 100:
+            on_event(Saved(tmp_path))
         interrupt()
 
     monkeypatch.setattr(linearize.demo, "run_demo", demo)

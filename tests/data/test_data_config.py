@@ -13,7 +13,7 @@ from linearize.errors import ConfigError
 
 def test_every_field_has_help() -> None:
     for field in dataclasses.fields(DataConfig):
-        assert field.metadata["help"].endswith(".") and len(field.metadata["help"]) > 20
+        assert not field.metadata["help"].endswith(".") and len(field.metadata["help"]) > 20
 
 
 @pytest.mark.parametrize(

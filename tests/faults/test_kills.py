@@ -25,7 +25,7 @@ from linearize.checkpoint.ownership import check_ours
 # One process that has imported everything: each run is a fork of it and begins at once.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "transformers", "linearize.cli", "linearize.workflow", "linearize.finetune.job"]
+    ["torch", "transformers", "linearize.cli", "linearize.jobs.convert", "linearize.jobs.finetune"]
 )
 KILLS = {"convert": 7, "report": 3}
 MANY = {"convert": 10, "distill": 6, "align": 6, "finetune": 10, "run": 8, "report": 5, "push": 5, "native": 4}

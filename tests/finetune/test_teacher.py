@@ -15,16 +15,17 @@ from torch.nn import functional
 import linearize
 from linearize.cli.main import main
 from linearize.errors import CheckpointError, ConfigError
-from linearize.finetune.config import LoraConfig, TuneConfig
-from linearize.finetune.job import TuneJob, finetune_checkpoint
+from linearize.finetune.config import DataOptions, LoraConfig, TuneConfig
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import IGNORED, DataOptions
+from linearize.finetune.prepared import IGNORED
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import task
 from linearize.finetune.teacher import check_processor, check_teacher, load_teacher
 from linearize.finetune.trainer import finetune, make_trainer
 from linearize.finetune.tuner import KERNEL_RATE, label_loss, output_loss
+from linearize.jobs.config import TuneJob
+from linearize.jobs.finetune import finetune_checkpoint
 
 SHORT = DataOptions(max_length=16)
 CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, epochs=2, eval_every=3, log_every=1)

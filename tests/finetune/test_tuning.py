@@ -18,13 +18,16 @@ from linearize.adapters import LoraConfig, add_lora, merge_lora, parse_lora, tar
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.job import TuneJob, evaluate_checkpoint, finetune_checkpoint, init_checkpoint
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided
 from linearize.finetune.tasks import TASKS, main_metric, recovery, task
 from linearize.finetune.trainer import finetune, last_checkpoint, measure_task
+from linearize.jobs.config import EvaluateJob, InitJob, TuneJob
+from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.init import init_checkpoint
 
 SHORT = DataOptions(max_length=16)
 FAST = TuneConfig(learning_rate=5e-3, batch_size=16, epochs=2, log_every=2)
@@ -55,7 +58,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
     record = json.loads((target / "finetuning.json").read_text())
     assert record["metrics"]["matthews"] == 1.0 and str(glue) not in json.dumps(record)
     assert not (tmp_path / "out.training").exists()
-    again = evaluate_checkpoint(str(target), task("cola"), dataset=str(glue), compare=str(target), options=SHORT)
+    again = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), compare=str(target), data=SHORT))
     assert again.score == 1.0 and again.recovered == 100.0
     model = load_for_task(str(target), data_for("cola", bert, glue))
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
@@ -146,7 +149,7 @@ def test_images(vit, tmp_path):
     chosen = task("image-classification")
     job = TuneJob(vit, chosen, str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=once)
     finetune_checkpoint(job)
-    found = evaluate_checkpoint(str(tmp_path / "out"), chosen, dataset=job.dataset, options=few)
+    found = evaluate_checkpoint(EvaluateJob(str(tmp_path / "out"), chosen, job.dataset, data=few))
     assert "6 of 24 rows" in found.data
     data = data_for("image-classification", vit, tmp_path / "photos", few)
     assert {int(data.collate([row])["labels"]) for row in data.train} == {0, 1}, "few images are of all classes"
@@ -326,7 +329,7 @@ def test_converted_models_are_tuned_saved_and_loaded(bert, glue, tmp_path):
     linearize.save(model, tmp_path / "linear", processor=load_processor(bert, "text"), extra_files=log)
     job = TuneJob(str(tmp_path / "linear"), task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, result = finetune_checkpoint(job)
-    found = evaluate_checkpoint(str(target), task("cola"), dataset=str(glue), options=SHORT)
+    found = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), data=SHORT))
     assert found.figures == pytest.approx(result.figures, abs=1e-6)
     config = json.loads((target / "config.json").read_text())
     assert config["linearize"]["provenance"]["finetuning"]["task"] == "cola"
@@ -347,7 +350,7 @@ def test_init_makes_a_linear_model(model_type, tokenizer, tmp_path):
     sizes |= {"n_embd": 16, "n_layer": 2, "n_head": 2} if model_type == "gpt2" else {}
     config = {"model_type": model_type, "vocab_size": 20, "pad_token_id": 0, **sizes}
     head = "masked-lm" if model_type == "bert" else "causal-lm"
-    plan = init_checkpoint(config, task(head), output=str(tmp_path / "new"), kernel="hedgehog", processor=tokenizer)
+    plan = init_checkpoint(InitJob(config, str(tmp_path / "new"), task=head, kernel="hedgehog"), tokenizer)
     assert len(plan.converted) == 2
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -362,7 +365,7 @@ def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
         load_for_task(str(target), data_for("stsb", bert, glue))
     assert load_for_task(str(target), data_for("stsb", bert, glue), new_head=True).config.num_labels == 1
     with pytest.raises(ConfigError, match="no trained head for task cola"):
-        evaluate_checkpoint(bert, task("cola"), dataset=str(glue), options=SHORT)
+        evaluate_checkpoint(EvaluateJob(bert, task("cola"), str(glue), data=SHORT))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""What `convert` and `distill` show while they run, and what an interrupted one has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linearize.jobs.events import Callback, Event
+
+
+def kept_states(target: str, *endings: str) -> str:
+    """Say what an interrupted stage one, or alignment, has left on disk (folders `<target>.<ending>`)."""
+    from linearize.distillation.state import StateFolder
+
+    for ending in endings or ("align", "stage1"):
+        folder = f"{target.rstrip('/')}.{ending}"
+        steps = StateFolder(folder, 1).steps()
+        if steps:
+            break
+    else:
+        return "nothing was written; --save-every N keeps a state every N steps"
+    return f"the state of step {steps[-1]} lies in {folder}; go on with the same line and --resume"
+
+
+def show(
+    work: Callable[[Callback], Any],
+    target: str,
+    *,
+    as_json: bool,
+    planned: Callable[[Console], None] | None = None,
+) -> int:
+    """Run a conversion or distillation, show what happens, and print its result.
+
+    Args:
+        work: what to run; gets a callback.
+        target: the folder that it makes.
+        as_json: whether stdout is for JSON.
+        planned: called with the console once the model is loaded and its plan is made.
+    """
+    from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, plan_table, print_json
+    from linearize.distillation.processes import is_main
+    from linearize.jobs.events import Planned, PositionsExtended
+
+    # With --json, stdout is for the program that reads it and people look at stderr.
+    out = console(to_stderr=as_json)
+    # Of several processes one speaks.
+    out.quiet = not is_main()
+    progress = StepProgress(out)
+    beat = Heartbeat(out, "loading the model")
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Planned):
+            out.print(plan_table(event.plan))
+            if planned is not None:
+                planned(out)
+        elif isinstance(event, PositionsExtended):
+            out.print(f"Inputs: {event.report.note}", markup=False)
+        else:
+            show_training(event, out, progress, beat)
+
+    try:
+        with beat, on_interrupt(lambda: kept_states(target)):
+            result = work(on_event)
+    finally:
+        progress.stop()
+    added, seconds = result.parameters_added, result.seconds
+    out.print(f"Saved {result.output} ({added:,} parameters added, {seconds:.0f} s).", markup=False)
+    out.print("Load it: import linearize; AutoModel.from_pretrained(...) or pipeline(task, ...).", markup=False)
+    if as_json and is_main():
+        print_json(result.to_dict())
+    return 0
+
+
+def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:
+    """Show what stage one and the alignment behind it tell."""
+    from linearize.cli._output import closeness_table, fidelity_table
+    from linearize.jobs import events
+
+    match event:
+        case events.DataOpened(description):
+            out.print(f"Stage one learns from: {description}", markup=False)
+            beat.what = "measuring how close the kernels are"
+        case events.StepDone(report):
+            progress(report)
+            beat.what = f"training, {progress.short(report)}"
+        case events.Noted(text):
+            out.print(text, markup=False)
+        case events.Started(what):
+            beat.what = what
+        case events.Distilled(result):
+            beat.what = "what follows stage one"
+            progress.stop()
+            out.print(said_of(result))
+            out.print(fidelity_table(result.before, result.after))
+        case events.Aligned(result):
+            progress.stop()
+            out.print(closeness_table(result))
+
+
+def said_of(result: Any) -> str:
+    """Say in one line what stage one did."""
+    if result.stopped == "nothing to learn":
+        return "Stage one skipped: no kernel of this plan has anything to learn."
+    return (
+        f"Stage one: {result.steps} steps in {result.seconds:.0f} s, ended by {result.stopped}; "
+        f"kept step {result.best_step}."
+    )

@@ -1,0 +1,62 @@
+"""What a user may ask of `bench`; importing this loads nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.options import option, parse_lengths, parse_pairs
+
+WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
+FEATURES = 128
+"""Size of given features unless asked otherwise."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What a user may ask for.
+
+    Attributes:
+        suite: one of `linearize.bench.job.LENGTHS`.
+    """
+
+    suite: str = "attention"
+    model: str | None = option(
+        None, "measure a whole model: Hub name, folder, or bert-base", positional=True, metavar="MODEL"
+    )
+    kernels: tuple[str, ...] = option(
+        (), "kernel; may be repeated (hedgehog)", name="kernel", repeat=True, metavar="NAME", parse=tuple
+    )
+    kernel_args: Mapping[str, Any] = option(
+        {},
+        "an argument of the kernel; may be repeated",
+        name="kernel_arg",
+        repeat=True,
+        metavar="K=V",
+        parse=parse_pairs,
+    )
+    window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
+    lengths: tuple[int, ...] | None = option(
+        None, "tokens, or contexts to decode behind; by default the suite's own", metavar="N,N", parse=parse_lengths
+    )
+    heads: int = option(12, "heads", group=SIZES, metavar="H")
+    head_dim: int = option(64, "size of a head", group=SIZES, metavar="D")
+    batch: int = option(1, "sequences", group=SIZES, metavar="B")
+    layers: int | None = option(None, "layers to decode through, or of bert-base (12)", group=SIZES, metavar="L")
+    causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
+    backward: bool = option(False, "forward and backward", group=WHAT)
+    features: int | None = option(
+        None,
+        "the bare op on given features of size F, without a kernel's map (128)",
+        name="features_given",
+        group=WHAT,
+        nargs="?",
+        const=FEATURES,
+        metavar="F",
+    )
+    dtype: str = option("float32", "float32, bfloat16 or float16", group=HOW, metavar="T")
+    device: str = option("cpu", "cpu, cuda, cuda:1, mps or auto", group=HOW, metavar="D")
+    repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW)
+    threads: int | None = option(None, "threads of torch on the CPU; by default its own choice", group=HOW)
+    memory: bool = option(True, "measure peak memory too; without it time only", shown="yes", group=HOW)

@@ -1,0 +1,1 @@
+"""Whole jobs, from options to a saved result: what the command line runs, and prints the events of."""

@@ -1,0 +1,349 @@
+"""What each job is told: the only definition of the options of `convert`, `distill`, `align`, `finetune` and so on.
+
+Importing this loads nothing heavy: the help of the command line is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from linearize.alignment.config import AlignConfig
+from linearize.data.config import DataConfig
+from linearize.distillation.config import DistillConfig
+from linearize.finetune.config import DataOptions, TuneConfig
+from linearize.options import check, make, option, parse_names, parse_pairs, section
+
+ALIGN_SHARE = 0.4
+"""Steps of the alignment unless asked otherwise, as a share of stage one's."""
+STAGE_ONE, ALIGNMENT, OUTPUT, DATA = "stage one", "alignment, after stage one", "output", "data"
+OF_DATA = (
+    *("dataset", "text_column", "extra_pairs", "image_column", "holdout", "packing", "bucketing", "streaming"),
+    *("batch_size", "seed"),
+)
+"""What of `DataConfig` stage one and the alignment leave to the user; labels are not read."""
+SAME = ("gradient_accumulation", "precision", "save_every", "keep", "resume", "seed")
+"""Options that the alignment inside `convert` shares with stage one."""
+DEVICES = "cpu, cuda, cuda:1, mps or auto"
+OVERWRITE = "replace the folder, if linearize wrote it and it holds nothing else"
+TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
+LENGTH = "tokens per training row; by default 256, or what the model takes"
+
+
+class Job:
+    """A job's config; `of` takes every option under its own name, as the command line and files of options do."""
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Build a job from options by name; what is not given keeps its default.
+
+        Raises:
+            ConfigError: for an unknown or missing option, or a value that is not allowed.
+        """
+        return make(cls, options)
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    from linearize.surgery.layers import parse_indices
+
+    return tuple(parse_indices(text, "--keep-softmax")) if text else ()
+
+
+def _folders(target: str) -> dict[str, str]:
+    """Return where the states of stage one ("distill") and of the alignment ("align") of an output are kept."""
+    base = target.rstrip("/")
+    return {"distill": f"{base}.stage1", "align": f"{base}.align"}
+
+
+def _states(values: Mapping[str, Any], target: str) -> dict[str, dict[str, Any]]:
+    """Return the folders of states where some are written or read."""
+    keeps = values.get("save_every") is not None or values.get("resume")
+    return {name: {"folder": folder if keeps else None} for name, folder in _folders(target).items()}
+
+
+def _kernel_args(help: str = "an argument of the kernel; may be repeated") -> Any:
+    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs)
+
+
+def _layers() -> Any:
+    return option(None, "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n", metavar="PLAN")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOneJob(Job):
+    """What the jobs with a stage one are told."""
+
+    model: str
+    seed: int = option(0, "seed of kernels, data order and sampling", metavar="S")
+    data: DataConfig = section(DataConfig, DATA, only=OF_DATA)
+    distill_length: int | None = option(None, LENGTH, group=STAGE_ONE, low=1)
+    distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
+    report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
+    output: str | None = None
+    overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
+    device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
+
+    def __post_init__(self) -> None:
+        check(self, "options")
+
+    def target(self) -> str:
+        """Return the output folder."""
+        raise NotImplementedError
+
+    @property
+    def stage(self) -> DistillConfig:
+        """The options that say how states are kept."""
+        return self.distill
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are written or read."""
+        return self.stage.save_every is not None or self.stage.resume
+
+    def state_folders(self) -> list[str]:
+        """Return where states are kept."""
+        return list(_folders(self.target()).values())
+
+    def sources(self) -> list[str | None]:
+        """Return what is read, and must not be written over."""
+        return [self.model, *(name for name, _ in self.data.sources)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertJob(StageOneJob):
+    """What `convert` is told."""
+
+    model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
+    kernel: str | None = option("hedgehog", "kernel for all layers; see `linearize kernels`", metavar="NAME")
+    kernel_args: Mapping[str, Any] = _kernel_args()
+    layers: str | None = _layers()
+    keep_softmax: tuple[int, ...] = option(
+        (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=_parse_layers
+    )
+    window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
+    task: str | None = option(
+        None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"
+    )
+    revision: str | None = option(None, "branch, tag or commit on the Hub", metavar="REV")
+    max_length: int | None = option(None, "longest input that the result shall take, in tokens")
+    positions: str = option("tile", "how learned positions are extended: tile or interpolate", metavar="HOW")
+    align: AlignConfig = section(
+        AlignConfig,
+        ALIGNMENT,
+        prefix="align",
+        shared=SAME,
+        leave_out=("folder",),
+        shown={"steps": "two fifths of those of stage one"},
+    )
+    output: str | None = option(None, "folder to make (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
+
+    def target(self) -> str:
+        """Return the output folder: as asked, or `<model-name>-<kernel>`."""
+        return self.output or f"{Path(self.model).name}-{self.kernel or 'mixed'}"
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the alignment's steps, and the folders of states."""
+        kernel = values.get("kernel", "hedgehog")
+        target = values.get("output") or f"{Path(values['model']).name}-{kernel or 'mixed'}"
+        steps = values.get("distill_steps", DistillConfig.steps)
+        found = _states(values, target)
+        # Of another type it is refused by stage one's own checks.
+        found["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillJob(StageOneJob):
+    """What `distill` is told: going on with stage one of a converted checkpoint."""
+
+    model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
+    output: str | None = option(None, "folder to make (<folder>-distilled)", group=OUTPUT, metavar="DIR")
+
+    def target(self) -> str:
+        """Return the output folder: as asked, or `<folder>-distilled`."""
+        return self.output or f"{Path(self.model).name}-distilled"
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the folder of states."""
+        target = values.get("output") or f"{Path(values['model']).name}-distilled"
+        return {"distill": _states(values, target)["distill"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignJob(Job):
+    """What `align` is told."""
+
+    model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
+    teacher: str | None = option(
+        None, "the softmax model that it was made from, or tuned; by default its own weights", metavar="ORIGINAL"
+    )
+    seed: int = option(0, "seed of the data order and of low-rank updates", metavar="S")
+    data: DataConfig = section(DataConfig, DATA, only=OF_DATA)
+    length: int | None = option(None, LENGTH, group=DATA, low=1)
+    align: AlignConfig = section(AlignConfig, "alignment", leave_out=("folder",))
+    report_to: str = option("none", TENSORBOARD, group="alignment")
+    output: str | None = option(None, "folder to make (<folder>-aligned)", group=OUTPUT, metavar="DIR")
+    overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
+    device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
+
+    def __post_init__(self) -> None:
+        check(self, "options")
+
+    def target(self) -> str:
+        """Return the output folder: as asked, or `<folder>-aligned`."""
+        return self.output or f"{Path(self.model).name}-aligned"
+
+    @property
+    def stage(self) -> AlignConfig:
+        """The options that say how states are kept."""
+        return self.align
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are written or read."""
+        return self.stage.save_every is not None or self.stage.resume
+
+    def state_folders(self) -> list[str]:
+        """Return where states are kept."""
+        return [_folders(self.target())["align"]]
+
+    def sources(self) -> list[str | None]:
+        """Return what is read, and must not be written over."""
+        return [self.model, self.teacher, *(name for name, _ in self.data.sources)]
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the folder of states."""
+        target = values.get("output") or f"{Path(values['model']).name}-aligned"
+        return {"align": _states(values, target)["align"]}
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """Which task, and which columns of its data."""
+
+    task: str = option(
+        help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, text-classification, text-regression, masked-lm, "
+        "causal-lm, image-classification, cifar10, token-classification, question-answering",
+        metavar="T",
+    )
+    columns: tuple[str, ...] = option(
+        (), "columns of the text, or of the two texts", metavar="A[,B]", parse=parse_names
+    )
+    label_column: str | None = option(None, "column of the label", metavar="C")
+    labels: tuple[str, ...] = option(
+        (), "class names in the order of their numbers", metavar="A,B,...", parse=parse_names
+    )
+    split: str | None = option(None, "split to measure on (validation, or else test, or else held-out rows)")
+
+    def resolve(self) -> Any:
+        """Return the task.
+
+        Raises:
+            UnknownNameError: if there is none of that name.
+        """
+        from linearize.finetune.tasks import task
+
+        return task(self.task, columns=self.columns, label=self.label_column, labels=self.labels, validation=self.split)
+
+
+def _dataset() -> Any:
+    return option(None, "Hub data set, file, folder, or folder with one folder per task", metavar="NAME_OR_PATH")
+
+
+def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows' length where nobody says it: what the model takes, if that is little."""
+    if "max_length" in values:
+        return {}
+    from linearize.finetune.load import usual_length
+
+    return {"data": {"max_length": usual_length(values["model"])}}
+
+
+@dataclass(frozen=True)
+class TuneJob(Job):
+    """What `finetune` is told; `task` is a `linearize.finetune.tasks.Task`."""
+
+    model: str = option(
+        help="converted checkpoint, or any of transformers; folder or Hub name", positional=True, metavar="DIR"
+    )
+    task: Any = section(TaskChoice)
+    dataset: str | None = _dataset()
+    output: str | None = option(None, "folder to make (<model>-<task>)", metavar="DIR")
+    overwrite: bool = option(False, OVERWRITE)
+    resume: bool = option(False, "go on with an interrupted run of the same output")
+    new_head: bool = option(False, "replace a trained head with another number of labels")
+    device: str = option("auto", DEVICES, metavar="D")
+    teacher: str | None = option(
+        None, "the softmax original tuned for the same task, which guides the model", metavar="DIR"
+    )
+    data: DataOptions = section(
+        DataOptions, only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "seed")
+    )
+    tune: TuneConfig = section(TuneConfig, "tuning", leave_out=("betas",))
+
+    def target(self) -> Path:
+        """Return the output folder: as asked, or `<model>-<task>`."""
+        return Path(self.output or f"{Path(self.model).name}-{self.task.name}")
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the rows' length."""
+        return _usual_length(values)
+
+
+@dataclass(frozen=True)
+class EvaluateJob(Job):
+    """What `evaluate` is told; `task` is a `linearize.finetune.tasks.Task`."""
+
+    model: str = option(
+        help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
+    )
+    task: Any = section(TaskChoice)
+    dataset: str | None = _dataset()
+    compare: str | None = option(None, "the softmax model that it was made of", metavar="ORIGINAL")
+    data: DataOptions = section(DataOptions, only=("max_length", "limit", "validation_limit", "stride"))
+    batch_size: int = option(32, "rows per batch", low=1)
+    device: str = option("auto", DEVICES, metavar="D")
+
+    def __post_init__(self) -> None:
+        check(self, "options")
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the rows' length."""
+        return _usual_length(values)
+
+
+@dataclass(frozen=True)
+class InitJob(Job):
+    """What `init` is told."""
+
+    config: str | Mapping[str, Any] = option(
+        help="config of transformers, as a file or folder", positional=True, metavar="CONFIG"
+    )
+    output: str = option(help="folder to make", metavar="DIR")
+    task: str = option("causal-lm", "which head: a task, as in `linearize finetune`", metavar="T")
+    kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
+    kernel_args: Mapping[str, Any] = _kernel_args()
+    layers: str | None = _layers()
+    tokenizer: str | None = option(
+        None, "tokenizer or image processor to save along; folder or Hub name", metavar="DIR"
+    )
+    num_labels: int | None = option(None, "outputs of a classifier's head", low=1)
+    overwrite: bool = option(False, OVERWRITE)
+    seed: int = option(0, "of all weights", metavar="S")
+
+
+@dataclass(frozen=True)
+class DemoJob(Job):
+    """What `demo` is told."""
+
+    kernel: str = option("hedgehog", "kernel", metavar="NAME")
+    steps: int = option(72, "steps of stage one; a sixth as many of alignment")
+    tokens: int = option(8192, "length of the long document")
+    output: str = option("demo-output", "folder to make; replaced if it is there", metavar="DIR")

@@ -1,0 +1,147 @@
+"""What the steps of a job with stage one or an alignment share, and those of its steps that touch the output."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.output import check_room, check_target, claim
+from linearize.checkpoint.save import save, size_of
+from linearize.distillation.batches import batches_for
+from linearize.distillation.processes import is_main, several, wait_for_all
+from linearize.distillation.state import StateFolder, keep_states
+from linearize.errors import CheckpointError, TrainingError
+from linearize.jobs.config import AlignJob, StageOneJob
+from linearize.jobs.events import Callback, DataOpened
+from linearize.loading import Loaded, quiet
+
+
+@dataclass
+class Context:
+    """Where a job stands; its steps fill it in.
+
+    Attributes:
+        job: what was asked for.
+        loaded: the model with its processor.
+        on_event: called with every event.
+        provenance: what the checkpoint says about how it was made.
+        earlier: the log of what it was made from.
+        source: the data, or None where nothing learns.
+        positions: how positions were extended, or None.
+        distillation: what stage one did, or None.
+        alignment: what the alignment did, or None.
+        failure: why the alignment had to stop, where what was learned before is saved.
+        start: when the job began.
+    """
+
+    job: StageOneJob | AlignJob
+    loaded: Loaded
+    on_event: Callback
+    provenance: dict[str, Any] = field(default_factory=dict)
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+    source: Any = None
+    positions: Any = None
+    distillation: Any = None
+    alignment: Any = None
+    failure: TrainingError | None = None
+    start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def target(self) -> str:
+        """The output folder, without a slash at its end."""
+        return str(self.job.target()).rstrip("/")
+
+    @property
+    def board(self) -> str:
+        """The folder of TensorBoard's files."""
+        return f"{self.target}.tensorboard"
+
+    @property
+    def seconds(self) -> float:
+        """How long it took so far."""
+        return time.perf_counter() - self.start
+
+
+@contextlib.contextmanager
+def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
+    """Check the output and the states beside it, and keep the output for this process; of several one writes."""
+    given: dict[str, Any] = {"overwrite": job.overwrite, "sources": job.sources()}
+    check_target(job.target(), **given)
+    with claim(job.target(), **given) if is_main() else contextlib.nullcontext():
+        if is_main():
+            for folder in _begun_anew(job):
+                folder.check_free(overwrite=job.overwrite)
+        yield
+
+
+def first_device(job: StageOneJob | AlignJob) -> str:
+    """Return where the model is loaded to: of several processes each loads it into the host's memory."""
+    return "cpu" if several() and job.device == "auto" else job.device
+
+
+def open_data(context: Context, length: int | None, skip: str) -> None:
+    """Open the data; `length` and `skip` as in `batches_for`."""
+    context.source = batches_for(context.loaded, context.job.data, length, skip)
+    context.on_event(DataOpened(context.source.description))
+
+
+def make_room(context: Context) -> None:
+    """Do what comes last before the training: all else has been checked."""
+    if is_main():
+        check_room(context.target, size_of(context.loaded.model))
+        for folder in _begun_anew(context.job):
+            folder.remove()
+
+
+def write(context: Context, provenance: Mapping[str, Any], files: Mapping[str, str | bytes]) -> None:
+    """Write the checkpoint, once, and drop the states of its run.
+
+    Args:
+        context: where the job stands.
+        provenance: what the checkpoint says about how it was made.
+        files: its log.
+
+    Raises:
+        NotSavedError: if it cannot be written; what was trained is kept as states.
+    """
+    loaded, job = context.loaded, context.job
+    loaded.model.to("cpu")
+    if is_main():
+        try:
+            with quiet():
+                save(
+                    loaded.model,
+                    context.target,
+                    processor=loaded.processor,
+                    overwrite=job.overwrite,
+                    provenance=dict(provenance),
+                    extra_files={**files, **loaded.embedder},
+                )
+        except CheckpointError as error:
+            trained = {"stage1": context.distillation, "align": context.alignment}
+            states = {name: one.state for name, one in trained.items() if one is not None}
+            raise keep_states(error, context.target, states) from error
+        if job.keeps_states:
+            for folder in _state_folders(job):
+                # What is not ours stays, and is no reason to fail now.
+                with contextlib.suppress(CheckpointError):
+                    folder.remove()
+    wait_for_all()
+
+
+def _state_folders(job: StageOneJob | AlignJob) -> list[StateFolder]:
+    return [StateFolder(folder, job.stage.keep) for folder in job.state_folders()]
+
+
+def _begun_anew(job: StageOneJob | AlignJob) -> list[StateFolder]:
+    """The folders of states that a run which is not resumed begins with empty."""
+    return _state_folders(job) if job.keeps_states and not job.stage.resume else []
+
+
+def name_of(source: str) -> str:
+    """Return a Hub name as it is, and of a folder its name: where it lies is nobody's business."""
+    return Path(source).name if Path(source).exists() else source

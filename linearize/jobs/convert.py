@@ -1,0 +1,167 @@
+"""The main job from end to end: load, plan, extend, distil, align, save."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
+from linearize.checkpoint.sentence import with_length
+from linearize.errors import TrainingError
+from linearize.jobs.config import ConvertJob, StageOneJob
+from linearize.jobs.context import Context, first_device, make_room, name_of, open_data, reserved, write
+from linearize.jobs.events import Callback, Planned, PositionsExtended, Saved, ignore
+from linearize.jobs.train import (
+    align_behind_stage_one,
+    alignment_record,
+    data_names,
+    distillation_record,
+    run_stage_one,
+    without_heads,
+)
+from linearize.loading import Loaded, load_model
+from linearize.modeling.model import kernel_parameters
+from linearize.modeling.plan import Plan
+from linearize.options import recorded
+from linearize.registry import kernel_info, make_config
+from linearize.surgery.apply import convert_model
+from linearize.surgery.plan import plan
+from linearize.surgery.positions import extend_processor
+
+
+@dataclass
+class ConvertResult:
+    """What a conversion, or a further distillation, did."""
+
+    output: Path
+    plan: Plan
+    distillation: Any
+    positions: Any
+    data: str | None
+    parameters_added: int
+    seconds: float
+    alignment: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "output": str(self.output),
+            "plan": self.plan.to_dict(),
+            "positions": None if self.positions is None else asdict(self.positions),
+            "data": self.data,
+            "parameters_added": self.parameters_added,
+            "distillation": None if self.distillation is None else distillation_record(self.distillation),
+            "alignment": None if self.alignment is None else alignment_record(self.alignment),
+            "seconds": self.seconds,
+        }
+
+
+def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertResult:
+    """Convert a checkpoint and save the result, all or nothing.
+
+    Args:
+        job: what to do.
+        on_event: called with what happens.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
+    """
+    with reserved(job):
+        check_kernel(job)
+        loaded, decided = make_plan(job)
+        context = Context(job, loaded, on_event, provenance=_made_from(job))
+        on_event(Planned(decided))
+        if job.distill.steps or job.align.steps:
+            open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
+        put_in_kernels(context, decided)
+        make_room(context)
+        run_stage_one(context, job.distill)
+        align_behind_stage_one(context, job.align)
+        return save_result(context, decided)
+
+
+def check_kernel(job: ConvertJob) -> None:
+    """Refuse an unknown kernel or argument before the first slow step.
+
+    Raises:
+        ConfigError: if there is one.
+    """
+    if job.kernel is not None:
+        make_config(kernel_info(job.kernel), job.kernel_args)
+
+
+def make_plan(job: ConvertJob) -> tuple[Loaded, Plan]:
+    """Load the model and plan its conversion; nothing is changed or written."""
+    loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
+    decided = plan(
+        loaded.model,
+        job.kernel,
+        job.kernel_args,
+        layers=job.layers,
+        keep_softmax=job.keep_softmax,
+        window=job.window,
+        max_length=job.max_length,
+        seed=job.seed,
+    )
+    return loaded, decided
+
+
+def put_in_kernels(context: Context, decided: Plan) -> None:
+    """Carry the plan out, with longer inputs where they were asked for."""
+    job, loaded = context.job, context.loaded
+    assert isinstance(job, ConvertJob)
+    report = convert_model(loaded.model, decided, max_length=job.max_length, positions=job.positions)
+    if report is not None:
+        context.positions = report
+        if loaded.processor is not None:
+            loaded.processor = extend_processor(loaded.processor, report, loaded.model)
+        context.on_event(PositionsExtended(report))
+    loaded.embedder = with_length(loaded.embedder, job.max_length)
+
+
+def _made_from(job: ConvertJob) -> dict[str, Any]:
+    # A folder's name alone must not be taken for a name on the Hub later.
+    local = Path(job.model).exists()
+    found = {"base_model": name_of(job.model), "base_is_local": local, "max_length": job.max_length}
+    return found | {"options": recorded(job)}
+
+
+def save_result(context: Context, decided: Plan) -> ConvertResult:
+    """Write the checkpoint with what was done to it.
+
+    Raises:
+        TrainingError: if the alignment had to stop; the checkpoint holds what was learned before.
+    """
+    job = context.job
+    assert isinstance(job, StageOneJob)
+    added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
+    description = None if context.source is None else context.source.description
+    done, aligned = context.distillation, context.alignment
+    result = ConvertResult(Path(context.target), decided, done, context.positions, description, added, 0.0, aligned)
+    record = context.provenance
+    if done is not None:
+        record = record | _stage_one_record(job, done)
+    if aligned is not None and isinstance(job, ConvertJob):
+        record = record | {"alignment": alignment_record(aligned, config=job.align)}
+    lines = log_lines(STAGE_ONE, [] if done is None else done.history, context.earlier)
+    write(context, record, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
+    result.seconds = context.seconds
+    context.on_event(Saved(result.output))
+    if context.failure is not None:
+        raise TrainingError(f"{context.failure}; {str(result.output)!r} holds that state") from context.failure
+    return result
+
+
+def _stage_one_record(job: StageOneJob, result: Any) -> dict[str, Any]:
+    record = without_heads(distillation_record(result))
+    if not isinstance(job, ConvertJob):
+        # A conversion's own options stand beside this.
+        record["options"] = recorded(job)
+    return {
+        "dataset": data_names(job.data),
+        "batch_size": job.data.batch_size,
+        "learning_rate": job.distill.learning_rate,
+        "seed": job.seed,
+        "distillation": record,
+    }

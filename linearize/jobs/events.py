@@ -1,0 +1,96 @@
+"""What a job tells its caller while it runs, one class per kind of event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linearize.alignment.loop import AlignResult, AlignStep
+    from linearize.distillation.loop import DistillResult, StepReport
+    from linearize.modeling.plan import Plan
+    from linearize.surgery.positions import PositionReport
+
+
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True)
+class Planned(Event):
+    """The model is loaded and its plan is made."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class DataOpened(Event):
+    """The data is open; says in one line what it is."""
+
+    description: str
+
+
+@dataclass(frozen=True)
+class PositionsExtended(Event):
+    """The model takes longer inputs now."""
+
+    report: PositionReport
+
+
+@dataclass(frozen=True)
+class StepDone(Event):
+    """A step of stage one or of the alignment is done."""
+
+    report: StepReport | AlignStep
+
+
+@dataclass(frozen=True)
+class Distilled(Event):
+    """Stage one is over."""
+
+    result: DistillResult
+
+
+@dataclass(frozen=True)
+class Aligned(Event):
+    """The alignment is over."""
+
+    result: AlignResult
+
+
+@dataclass(frozen=True)
+class Logged(Event):
+    """The trainer of stage two has written an entry of its log."""
+
+    entry: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Noted(Event):
+    """A line that the reader should see."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """Something slow begins; says in a few words what."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Saved(Event):
+    """The result is written."""
+
+    output: Path
+
+
+Callback = Callable[[Event], None]
+"""Called with every event."""
+
+
+def ignore(event: Event) -> None:
+    """Do nothing: the callback of a caller who wants none."""

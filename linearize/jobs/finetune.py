@@ -1,0 +1,90 @@
+"""Tuning a checkpoint on a task."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from linearize.checkpoint.log import read_log
+from linearize.checkpoint.output import check_room, claim
+from linearize.checkpoint.save import size_of
+from linearize.errors import CheckpointError, ConfigError, NotSavedError
+from linearize.finetune.load import check_length, fit_tokenizer, load_for_task, load_processor
+from linearize.finetune.prepare import prepare
+from linearize.finetune.report_to import check_report_to
+from linearize.finetune.save import save_model, tuning_files, tuning_record
+from linearize.finetune.selection import hold_out
+from linearize.finetune.teacher import load_teacher
+from linearize.finetune.trainer import TuneResult, check_trains, finetune, last_checkpoint
+from linearize.finetune.work import check_work, remove_work
+from linearize.jobs.config import TuneJob
+from linearize.jobs.events import Callback, DataOpened, Logged, Saved, ignore
+from linearize.loading import check_device
+
+
+def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
+    """Tune a checkpoint on a task and save the result, all or nothing.
+
+    The trainer's own checkpoints lie beside the output, in `<output>.training`, until the result is saved: an
+    interrupted run goes on from there with `resume`. The output may be the checkpoint itself, if linearize wrote it.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right.
+    """
+    target = job.target()
+    in_place = os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
+    sources = [None if in_place else job.model, job.dataset, job.teacher]
+    with claim(target, overwrite=job.overwrite, sources=sources):
+        result = _finetune(job, target, on_event)
+    on_event(Saved(target))
+    return target, result
+
+
+def _finetune(job: TuneJob, target: Path, on_event: Callback) -> TuneResult:
+    device = check_device(job.device)
+    check_report_to(job.tune.report_to)
+    if job.data.extra_pairs and job.teacher is None:
+        raise ConfigError(
+            f"extra_pairs: got {job.data.extra_pairs}, but pairs made anew have no label; name a teacher (--teacher)"
+        )
+    work = target.with_name(f"{target.name}.training")
+    check_work(work, resume=job.resume, overwrite=job.overwrite)
+    # Read first: a damaged log is told before the first slow step, and the output may be the same folder.
+    earlier = read_log(job.model)
+    processor = load_processor(job.model, job.task.modality)
+    data = prepare(job.task, processor, job.data, data=job.dataset)
+    on_event(DataOpened(data.description))
+    model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed).to(device)
+    fit_tokenizer(model, processor)
+    check_length(model, job.task, job.data.max_length)
+    teacher = None
+    if job.teacher is not None:
+        teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)
+    check_trains(data)
+    data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
+    check_room(target, size_of(model))
+    if not job.resume:
+        # Last: until here a mistyped name could still be found out.
+        remove_work(work)
+    result = finetune(
+        model,
+        data,
+        job.tune,
+        folder=work,
+        resume=job.resume,
+        on_log=lambda entry: on_event(Logged(entry)),
+        tensorboard=target.with_name(f"{target.name}.tensorboard"),
+        teacher=teacher,
+    )
+    record = tuning_record(data, job.tune, result, job.teacher)
+    files = tuning_files(record, result, earlier)
+    try:
+        save_model(model, target, processor, overwrite=job.overwrite, stage={"finetuning": record}, extra_files=files)
+    except CheckpointError as error:
+        if last_checkpoint(work) is None:
+            raise
+        raise NotSavedError(str(error), str(work)) from error
+    with contextlib.suppress(CheckpointError, OSError):
+        remove_work(work)
+    return result

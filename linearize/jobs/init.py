@@ -1,0 +1,65 @@
+"""Making an untrained model of an architecture, with linear attention or softmax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.output import claim
+from linearize.errors import ConfigError
+from linearize.finetune.load import fresh_model, load_processor
+from linearize.finetune.save import save_model
+from linearize.finetune.tasks import task
+from linearize.jobs.config import InitJob
+from linearize.modeling.plan import Plan
+from linearize.parsing import parse_json, parse_yaml
+from linearize.surgery.apply import convert
+
+
+def init_checkpoint(job: InitJob, processor: Any = None) -> Plan | None:
+    """Make an untrained model and save it.
+
+    Args:
+        job: what to make; kernel None and no layers: with softmax.
+        processor: tokenizer or image processor to save along, instead of the one that the job names.
+
+    Returns:
+        The plan of the conversion, or None for softmax.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right.
+    """
+    with claim(job.output, overwrite=job.overwrite, sources=[job.config if isinstance(job.config, str) else None]):
+        chosen = task(job.task)
+        if processor is None and job.tokenizer is not None:
+            processor = load_processor(job.tokenizer, chosen.modality)
+        values = read_config(job.config) if isinstance(job.config, str) else job.config
+        model = fresh_model(values, chosen, job.num_labels, seed=job.seed)
+        linear = job.kernel is not None or job.layers is not None
+        if linear:
+            model = convert(model, job.kernel, job.kernel_args, layers=job.layers, seed=job.seed)
+        stage = {"from_scratch": True, "seed": job.seed}
+        save_model(model, job.output, processor, overwrite=job.overwrite, stage=stage)
+        return Plan.from_dict(model.config.linearize) if linear else None
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Read a config from a file or folder.
+
+    Raises:
+        ConfigError: if it is not there or no mapping.
+    """
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"config: got {name!r}, expected a JSON or YAML file, or a folder with a config.json")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config: {name!r} cannot be read ({error}); mend the file") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config: {name!r} holds a {type(values).__name__}, expected a mapping with model_type")
+    for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+        values.pop(name, None)
+    return values

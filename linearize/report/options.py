@@ -1,0 +1,70 @@
+"""What a user may say about a report or a comparison; importing this loads nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.options import check, option, parse_lengths, section
+from linearize.report.lengths import LENGTHS
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """Which inputs are looked at."""
+
+    dataset: str | None = option(
+        None,
+        "Hub data set, local file or folder to take the inputs from; by default the built-in data",
+        metavar="NAME_OR_PATH",
+    )
+    text_column: str | None = option(None, "column of the text; found by itself where it is clear", metavar="C")
+    image_column: str | None = option(None, "column of the image", metavar="C")
+    inputs: int = option(8, "how many inputs to measure on", low=1)
+    max_length: int = option(128, "tokens per input", low=1)
+
+    def __post_init__(self) -> None:
+        check(self, "report")
+
+
+def _original() -> Any:
+    return option(
+        None,
+        "the model it was made from, to compare whole outputs with; by default what the checkpoint says",
+        metavar="MODEL",
+    )
+
+
+def _lengths() -> Any:
+    return option(
+        LENGTHS,
+        "tokens to time at; none: no timing",
+        shown=",".join(map(str, LENGTHS)),
+        metavar="N,N",
+        parse=parse_lengths,
+    )
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a user may say about a report."""
+
+    checkpoint: str = option(help="folder or Hub name of a converted checkpoint", positional=True, metavar="DIR")
+    original: str | None = _original()
+    inputs: InputOptions = section(InputOptions)
+    lengths: Sequence[int] = _lengths()
+    device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What a user may say about a comparison."""
+
+    checkpoints: Sequence[str] = option(
+        help="folders of converted checkpoints, two or more", positional=True, nargs="+", metavar="DIR"
+    )
+    original: str | None = _original()
+    inputs: InputOptions = section(InputOptions)
+    lengths: Sequence[int] = _lengths()
+    device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
