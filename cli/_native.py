@@ -46,7 +46,7 @@ def _on_cpu(device: str) -> bool:
 
 
 def _build(out: Any) -> None:
-    from linearize.bench.agreement import agreement, check_agreement
+    from linearize.attention.backends.self_test import agreement, check_agreement
     from linearize.errors import ConfigError
     from linearize.native.build import build, note_failure
 

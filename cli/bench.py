@@ -203,13 +203,13 @@ SHOWN = {
 def _table(table: Any, what: str, rows: list[Any]) -> Any:
     """One line per length: seconds (and their spread) of each side, the ratio, memory of each side."""
     first = rows[0]
-    remembered = [name for name in first.sides if any(row.memory(name) is not None for row in rows)]
+    remembered = [name for name in first.variants if any(row.memory(name) is not None for row in rows)]
     derived = [key for key in SHOWN if any(row.figures.get(key) is not None for row in rows)]
-    columns = ["tokens", *(f"{name}, s" for name in first.sides), "faster", *(SHOWN[key][0] for key in derived)]
+    columns = ["tokens", *(f"{name}, s" for name in first.variants), "faster", *(SHOWN[key][0] for key in derived)]
     columns += [f"{name}, MiB" for name in remembered]
     cells = []
     for row in rows:
-        line = [f"{row.tokens:,}", *(_seconds(side) for side in row.sides.values())]
+        line = [f"{row.tokens:,}", *(_seconds(one) for one in row.variants.values())]
         line.append("-" if row.speedup is None else f"{row.speedup:.2f} x")
         for key in derived:
             value = row.figures.get(key)

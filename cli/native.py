@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build, remove or say what is there."""
-    from linearize.bench.agreement import agreement, check_agreement
+    from linearize.attention.backends.self_test import agreement, check_agreement
     from linearize.cli._output import console, print_json, table
     from linearize.errors import ConfigError
     from linearize.native import SWITCH, engine

@@ -24,9 +24,9 @@ class AlignmentSuite(OfModel):
     """One step."""
 
     name: ClassVar[str] = "alignment"
-    sides: ClassVar[tuple[str, ...]] = ("softmax", "passes", "step", "blockwise")
+    variants: ClassVar[tuple[str, ...]] = ("softmax", "passes", "step", "blockwise")
     pair: ClassVar[tuple[str, str]] = ("passes", "step")
-    remembered: ClassVar[tuple[str, ...]] = ("softmax", "passes", "step", "blockwise")
+    memory_variants: ClassVar[tuple[str, ...]] = ("softmax", "passes", "step", "blockwise")
 
     @property
     def what(self) -> str:
@@ -37,13 +37,13 @@ class AlignmentSuite(OfModel):
         """See `Suite`."""
         _ = self.model.linear
 
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
-        if side == "softmax":
+        if variant == "softmax":
             return self.model.observed_forward(tokens, lambda *_: None)
-        if side == "passes":
+        if variant == "passes":
             return self._passes(tokens)
-        trainer = self._trainer(side, tokens)
+        trainer = self._trainer(variant, tokens)
         batches = itertools.repeat(self.model.inputs(tokens))
         return lambda: trainer.step(batches, 1)
 
@@ -63,14 +63,14 @@ class AlignmentSuite(OfModel):
 
         return call
 
-    def _trainer(self, side: str, tokens: int) -> Any:
+    def _trainer(self, variant: str, tokens: int) -> Any:
         from linearize.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
         from linearize.alignment.objective import Objective
         from linearize.alignment.pair import make_pair
         from linearize.alignment.trainer import AlignTrainer
         from linearize.distillation.loop import make_accelerator
 
-        train, phase = ("kernels", BLOCKWISE) if side == "blockwise" else ("blocks", END_TO_END)
+        train, phase = ("kernels", BLOCKWISE) if variant == "blockwise" else ("blocks", END_TO_END)
         config = AlignConfig(train=train)
         pair = make_pair(self.model.linear, None, shared=train == "kernels")
         objective = Objective(pair, config)

@@ -145,10 +145,10 @@ class AttentionSuite(SizedSuite):
         elif not 1 <= self.features <= 65536:
             raise ConfigError(f"features: got {self.features}, expected a whole number from 1 to 65536")
 
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
         q, k, v = self.sizes.inputs(tokens)
-        if side == "softmax":
+        if variant == "softmax":
             return self._call(partial(F.scaled_dot_product_attention, is_causal=self.causal), [q, k, v], [])
         if self.features is not None:
             phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
@@ -173,7 +173,7 @@ class AttentionSuite(SizedSuite):
 
         return both
 
-    def products(self, side: str, tokens: int) -> float | None:
+    def products(self, variant: str, tokens: int) -> float | None:
         """Count floating-point operations of the matrix products; None for mixers without features.
 
         Softmax's two products, halved where causal. The linear form's two with one column more for the denominator,
@@ -182,7 +182,7 @@ class AttentionSuite(SizedSuite):
         """
         size, passes = self.sizes.head_dim, 3.0 if self.backward else 1.0
         rows = 2.0 * self.sizes.batch * self.sizes.heads * tokens * passes
-        if side == "softmax":
+        if variant == "softmax":
             return rows * 2 * size * tokens * (0.5 if self.causal else 1.0)
         features, projected = self.features, 0
         if features is None:
@@ -197,13 +197,13 @@ class AttentionSuite(SizedSuite):
         return rows * (2 * features * (size + 1) + projected * size)
 
     def figures(self, row: Row, rate: float) -> dict[str, float | None]:
-        """See `Suite`: share of the machine's matrix products per second that each side reaches."""
+        """See `Suite`: share of the machine's matrix products per second that each variant reaches."""
         found: dict[str, float | None] = {}
-        for side in self.sides:
-            products = self.products(side, row.tokens)
+        for variant in self.variants:
+            products = self.products(variant, row.tokens)
             least = None if products is None or not rate else products / rate
-            found[f"{side}_operations"] = products
-            found[f"{side}_share_of_bound"] = ratio(least, row.seconds(side))
+            found[f"{variant}_operations"] = products
+            found[f"{variant}_share_of_bound"] = ratio(least, row.seconds(variant))
         return found
 
 

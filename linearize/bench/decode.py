@@ -38,7 +38,7 @@ class DecodeSuite(SizedSuite):
 
     name: ClassVar[str] = "decode"
     calls: ClassVar[int] = 8
-    holds: ClassVar[bool] = True
+    counts_prepared: ClassVar[bool] = True
 
     layers: int = 12
 
@@ -57,11 +57,11 @@ class DecodeSuite(SizedSuite):
 
     def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
         """See `Suite`: how many times as fast the first token of a turn is, right behind softmax's turn."""
-        return {"first_speedup": ratio(row.sides["softmax"].first, row.sides["linear"].first)}
+        return {"first_speedup": ratio(row.variants["softmax"].first, row.variants["linear"].first)}
 
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`; `tokens` is the context."""
-        return self._softmax(tokens) if side == "softmax" else self._linear(tokens)
+        return self._softmax(tokens) if variant == "softmax" else self._linear(tokens)
 
     def _softmax(self, context: int) -> Call:
         sizes = self.sizes

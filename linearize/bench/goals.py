@@ -178,13 +178,13 @@ def run_goals(options: BenchOptions, tell: Tell | None = None, table: list[Goal]
     check_dtype("bfloat16", options.device)
     table = goals(options.device) if table is None else table
     tasks: list[tuple[Suite, int]] = []
-    remembered: list[tuple[Suite, int]] = []
+    measured: list[tuple[Suite, int]] = []
     for goal in table:
         tasks += [task for task in goal.tasks if task not in tasks]
-        remembered += goal.tasks if goal.memory else ()
+        measured += goal.tasks if goal.memory else ()
     with threads(options.threads):
         machine, noise, rows = run_tasks(
-            tasks, options, tell or (lambda name, data: None), remember=lambda task: task in remembered
+            tasks, options, tell or (lambda name, data: None), remember=lambda task: task in measured
         )
     return GoalsResult(machine, noise, rows, [_judge(goal, tasks, rows) for goal in table])
 
@@ -196,7 +196,9 @@ def _judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdi
     mine = [rows[tasks.index(task)] for task in goal.tasks]
     figure = goal.figure(mine)
     if figure is None:
-        problems = [f"{name} {side.problem}" for row in mine for name, side in row.sides.items() if side.problem]
+        problems = [
+            f"{name} {variant.problem}" for row in mine for name, variant in row.variants.items() if variant.problem
+        ]
         return Verdict(goal.what, wanted, None, goal.unit, problems[0] if problems else "not measured")
     reached = figure <= goal.goal if goal.most else figure >= goal.goal
     return Verdict(goal.what, wanted, figure, goal.unit, "pass" if reached else "missed")

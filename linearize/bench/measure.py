@@ -1,4 +1,4 @@
-"""Measure a suite at one length: memory of each side in a process of its own first, then all sides in turns."""
+"""Measure a suite at one length: memory of each variant in a process of its own first, then all of them in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from linearize.bench.memory import (
     peak,
     start_peak,
 )
-from linearize.bench.rows import Row, Side
+from linearize.bench.rows import Row, Variant
 from linearize.bench.suite import Suite
 from linearize.bench.timing import Call, Timing, in_turns, seconds_of
 
@@ -28,7 +28,7 @@ WARM_UP = 8
 
 
 def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = None, memory: bool = True) -> Row:
-    """Measure all sides of a suite at one length.
+    """Measure all variants of a suite at one length.
 
     Args:
         suite: what to measure.
@@ -38,61 +38,61 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
         memory: whether peak memory is measured too.
 
     Raises:
-        LinearizeError: if a side fails, other than by memory that runs out: that is a result.
+        LinearizeError: if a variant fails, other than by memory that runs out: that is a result.
     """
-    tried = suite.remembered if memory else suite.risky
+    tried = suite.memory_variants if memory else suite.may_run_out_of_memory
     taken = {name: _memory(suite, name, tokens) for name in tried}
     calls: dict[str, Call] = {}
-    sides: dict[str, Side] = {}
+    variants: dict[str, Variant] = {}
     warm_up = 0.0
-    for name in suite.sides:
-        sides[name] = taken.get(name, Side())
-        if sides[name].problem is None:
+    for name in suite.variants:
+        variants[name] = taken.get(name, Variant())
+        if variants[name].problem is None:
             try:
                 calls[name] = suite.prepare(name, tokens)
                 warm_up += seconds_of(calls[name])
             except (RuntimeError, MemoryError) as error:
-                sides[name] = _no_room(error)
+                variants[name] = _no_room(error)
                 calls.pop(name, None)
     times = in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls)
     for name, values in times.items():
-        sides[name] = Side(Timing.of(values, suite.calls), sides[name].bytes)
+        variants[name] = Variant(Timing.of(values, suite.calls), variants[name].bytes)
     calls.clear()
     gc.collect()
-    row = Row(suite.name, suite.what, tokens, suite.pair, sides)
-    return Row(suite.name, suite.what, tokens, suite.pair, sides, suite.figures(row, rate))
+    row = Row(suite.name, suite.what, tokens, suite.pair, variants)
+    return Row(suite.name, suite.what, tokens, suite.pair, variants, suite.figures(row, rate))
 
 
-def _no_room(error: RuntimeError | MemoryError | NoRoomError) -> Side:
-    """Return a side that ran out of memory, and give back what it had; another error goes on."""
+def _no_room(error: RuntimeError | MemoryError | NoRoomError) -> Variant:
+    """Return a variant that ran out of memory, and give back what it had; another error goes on."""
     if not (isinstance(error, NoRoomError) or is_out_of_memory(error)):
         raise error
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return Side(problem=OUT_OF_MEMORY)
+    return Variant(problem=OUT_OF_MEMORY)
 
 
-def _memory(suite: Suite, side: str, tokens: int) -> Side:
-    """Measure the peak memory of one side: here on a GPU, in a fresh process on the CPU."""
+def _memory(suite: Suite, variant: str, tokens: int) -> Variant:
+    """Measure the peak memory of one variant: here on a GPU, in a fresh process on the CPU."""
     try:
         if suite.device == "cpu":
-            return Side(bytes=peak_memory(suite, side, (tokens,))[tokens])
+            return Variant(bytes=peak_memory(suite, variant, (tokens,))[tokens])
         if suite.device.startswith("cuda"):
-            return Side(bytes=_on_gpu(suite, side, tokens))
+            return Variant(bytes=_on_gpu(suite, variant, tokens))
     except (RuntimeError, MemoryError, NoRoomError) as error:
         return _no_room(error)
-    return Side()
+    return Variant()
 
 
-def peak_memory(suite: Suite, side: str, lengths: Sequence[int]) -> dict[int, int]:
-    """Return the bytes that a call of one side adds to a fresh process's peak, by length.
+def peak_memory(suite: Suite, variant: str, lengths: Sequence[int]) -> dict[int, int]:
+    """Return the bytes that a call of one variant adds to a fresh process's peak, by length.
 
     Raises:
         NoRoomError: if memory runs out there.
         LinearizeError: if the process fails in another way.
     """
-    request = {"suite": suite.name, "fields": asdict(suite), "side": side, "lengths": list(lengths)}
+    request = {"suite": suite.name, "fields": asdict(suite), "variant": variant, "lengths": list(lengths)}
     found = in_fresh_process(measure_memory, request | {"threads": torch.get_num_threads()})
     return {int(tokens): taken for tokens, taken in found.items()}
 
@@ -114,14 +114,14 @@ def measure_memory(request: dict[str, Any]) -> dict[int, int]:
     """Body of the fresh process: a short call, then one per length; the bytes that each added to the peak."""
     torch.set_num_threads(request["threads"])
     suite = suite_kinds()[request["suite"]](**request["fields"])
-    suite.prepare(request["side"], WARM_UP)()
+    suite.prepare(request["variant"], WARM_UP)()
     limit_memory()
     taken = {}
     for tokens in request["lengths"]:
         gc.collect()
         before = start_peak()
-        call = suite.prepare(request["side"], tokens)
-        if not suite.holds:
+        call = suite.prepare(request["variant"], tokens)
+        if not suite.counts_prepared:
             before = start_peak()
         call()
         taken[tokens] = max(0, peak() - before)
@@ -129,14 +129,14 @@ def measure_memory(request: dict[str, Any]) -> dict[int, int]:
     return taken
 
 
-def _on_gpu(suite: Suite, side: str, tokens: int) -> int:
+def _on_gpu(suite: Suite, variant: str, tokens: int) -> int:
     device = suite.device
-    suite.prepare(side, WARM_UP)()
+    suite.prepare(variant, WARM_UP)()
     gc.collect()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    call = suite.prepare(side, tokens)
-    if not suite.holds:
+    call = suite.prepare(variant, tokens)
+    if not suite.counts_prepared:
         before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()

@@ -38,13 +38,13 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
     """Draw seconds and peak memory against length: the reference of each kind once, and every one of ours.
 
     Args:
-        rows: of one suite; a side that did not run has no point.
+        rows: of one suite; a variant that did not run has no point.
     """
     figure = new_figure(8.0, 3.4)
     panels = figure.subplots(1, 2)
     for axes, label, value in (
-        (panels[0], "seconds", lambda row, side: row.seconds(side)),
-        (panels[1], "peak memory, MiB", lambda row, side: _mebibytes(row.memory(side))),
+        (panels[0], "seconds", lambda row, variant: row.seconds(variant)),
+        (panels[1], "peak memory, MiB", lambda row, variant: _mebibytes(row.memory(variant))),
     ):
         _panel(axes, rows, value)
         axes.set_xscale("log", base=2)
@@ -78,19 +78,19 @@ def _panel(axes: Any, rows: Sequence[Row], value: Any) -> None:
     for number, kind in enumerate(kinds):
         mine = sorted((row for row in rows if row.what == kind), key=lambda row: row.tokens)
         reference, ours = mine[0].pair
-        for side in mine[0].sides:
-            points = [(row.tokens, value(row, side)) for row in mine]
+        for variant in mine[0].variants:
+            points = [(row.tokens, value(row, variant)) for row in mine]
             points = [(tokens, y) for tokens, y in points if y]
-            if not points or side in drawn:
+            if not points or variant in drawn:
                 continue
-            if side == ours:
+            if variant == ours:
                 colour, marker, dashes = OURS[number % len(OURS)]
                 name = names[number] or ours
             else:
-                # The other sides are the same for every kernel.
-                drawn.add(side)
-                colour, marker, dashes = (SOFTMAX, "o", "-") if side == reference else (THIRD, ".", "-")
-                name = side
+                # The other variants are the same for every kernel.
+                drawn.add(variant)
+                colour, marker, dashes = (SOFTMAX, "o", "-") if variant == reference else (THIRD, ".", "-")
+                name = variant
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dashes, label=name)
 
 

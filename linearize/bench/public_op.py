@@ -38,9 +38,9 @@ class PublicOpSuite(SizedSuite):
     """
 
     name: ClassVar[str] = "public-op"
-    sides: ClassVar[tuple[str, ...]] = ("fast-transformers", "linear")
+    variants: ClassVar[tuple[str, ...]] = ("fast-transformers", "linear")
     pair: ClassVar[tuple[str, str]] = ("fast-transformers", "linear")
-    remembered: ClassVar[tuple[str, ...]] = ("fast-transformers", "linear")
+    memory_variants: ClassVar[tuple[str, ...]] = ("fast-transformers", "linear")
 
     features: int = 128
 
@@ -56,12 +56,12 @@ class PublicOpSuite(SizedSuite):
             raise ConfigError(f"bench: got no package {PACKAGE}; pip install pytorch-fast-transformers")
 
     @torch.no_grad()
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
         v = self.sizes.inputs(tokens)[2]
         phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-        attend: Any = attend_causally if side == "linear" else public_attention
-        if side != "linear":
+        attend: Any = attend_causally if variant == "linear" else public_attention
+        if variant != "linear":
             # The public op copies what does not lie in one piece; that is not what is compared.
             v = v.contiguous()
         return torch.no_grad()(lambda: attend(phi_q, phi_k, v))

@@ -1,4 +1,4 @@
-"""What is measured: one row per length, one side per way of doing it; and where one way overtakes the other."""
+"""What is measured: one row per length, one variant per way of doing it; and where one way overtakes the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linearize.bench.timing import Timing
 
 
 @dataclass(frozen=True)
-class Side:
+class Variant:
     """One way of doing it.
 
     Attributes:
@@ -55,8 +55,8 @@ class Row:
         suite: what kind of measurement.
         what: the same with kernel, direction and type, for people.
         tokens: length of the input; of the context, where one token is decoded.
-        pair: names of the two sides that are compared: the reference, and ours.
-        sides: all that were measured, by name.
+        pair: names of the two variants that are compared: the reference, and ours.
+        variants: all that were measured, by name.
         figures: what follows from them, by name.
     """
 
@@ -64,7 +64,7 @@ class Row:
     what: str
     tokens: int
     pair: tuple[str, str]
-    sides: Mapping[str, Side]
+    variants: Mapping[str, Variant]
     figures: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
@@ -72,17 +72,17 @@ class Row:
         """The reference's time over ours; None where one of them did not run."""
         return self.times(self.pair[0])
 
-    def times(self, side: str, over: str | None = None) -> float | None:
-        """Return a side's time over another's (ours, unless named)."""
-        return ratio(self.seconds(side), self.seconds(over or self.pair[1]))
+    def times(self, variant: str, over: str | None = None) -> float | None:
+        """Return a variant's time over another's (ours, unless named)."""
+        return ratio(self.seconds(variant), self.seconds(over or self.pair[1]))
 
-    def seconds(self, side: str) -> float | None:
-        """Return a side's median time, or None."""
-        return self.sides[side].seconds if side in self.sides else None
+    def seconds(self, variant: str) -> float | None:
+        """Return a variant's median time, or None."""
+        return self.variants[variant].seconds if variant in self.variants else None
 
-    def memory(self, side: str) -> int | None:
-        """Return a side's peak memory in bytes, or None."""
-        return self.sides[side].bytes if side in self.sides else None
+    def memory(self, variant: str) -> int | None:
+        """Return a variant's peak memory in bytes, or None."""
+        return self.variants[variant].bytes if variant in self.variants else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -95,7 +95,7 @@ class Row:
             "ours": ours,
             "speedup": self.speedup,
             "memory_ratio": ratio(self.memory(reference), self.memory(ours)),
-            "sides": {name: side.to_dict() for name, side in self.sides.items()},
+            "sides": {name: variant.to_dict() for name, variant in self.variants.items()},
             "figures": dict(self.figures),
         }
 
@@ -128,7 +128,7 @@ def crossover(what: str, reference: str, speedups: Mapping[int, float | None]) -
     Args:
         what: of which measurement.
         reference: what the speedups are over.
-        speedups: by length; None where a side did not run.
+        speedups: by length; None where a variant did not run.
     """
     points = sorted((tokens, ratio) for tokens, ratio in speedups.items() if ratio is not None and ratio > 0)
     if not points:

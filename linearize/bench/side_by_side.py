@@ -1,6 +1,6 @@
-"""A converted checkpoint beside its own frozen softmax (SDPA): time in turns, memory in a process of its own per side.
+"""A converted checkpoint beside its own frozen softmax (SDPA): time in turns, memory in processes of their own.
 
-Both sides are the same weights and the same forward: the softmax side is what the layers compute while observed.
+Both variants are the same weights and the same forward: the softmax variant is what the layers compute while observed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from linearize.bench.measure import peak_memory
 from linearize.bench.models import BenchModel
-from linearize.bench.rows import Row, Side
+from linearize.bench.rows import Row, Variant
 from linearize.bench.timing import Timing, in_turns
 from linearize.bench.whole_model import ModelSuite
 from linearize.errors import LinearizeError
 
-SIDES = ("softmax", "linear")
+VARIANTS = ("softmax", "linear")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Comparison:
         linear_seconds: median forward with the kernels.
         softmax_bytes: peak memory of that forward above the loaded model, or None.
         linear_bytes: the same with the kernels.
-        repeats: forwards per side.
+        repeats: forwards per variant.
     """
 
     tokens: int
@@ -42,10 +42,10 @@ class Comparison:
 
     @classmethod
     def of(cls, row: Row) -> Comparison:
-        """Take it from a row whose sides both ran."""
-        timings = [row.sides[side].timing for side in SIDES]
+        """Take it from a row whose variants both ran."""
+        timings = [row.variants[variant].timing for variant in VARIANTS]
         softmax, linear = (timing for timing in timings if timing is not None)
-        memory = [row.memory(side) for side in SIDES]
+        memory = [row.memory(variant) for variant in VARIANTS]
         return cls(row.tokens, softmax.seconds, linear.seconds, memory[0], memory[1], linear.repeats)
 
     @property
@@ -59,26 +59,28 @@ def measure_speed(model: Any, folder: str | None, lengths: Sequence[int], repeat
 
     Args:
         model: a converted text model.
-        folder: where it is saved, for the memory of each side in a fresh process; None: no memory.
+        folder: where it is saved, for the memory of each variant in a fresh process; None: no memory.
         lengths: tokens, ascending.
-        repeats: forwards per side; medians are returned.
+        repeats: forwards per variant; medians are returned.
     """
     if not lengths:
         return []
     path = None if folder is None else str(Path(folder).absolute())
     suite = ModelSuite(BenchModel.of(model, path, longest=max(lengths)))
-    memory = {side: {} if path is None else _memory(suite, side, lengths) for side in SIDES}
+    memory = {variant: {} if path is None else _memory(suite, variant, lengths) for variant in VARIANTS}
     rows = []
     for tokens in lengths:
-        times = in_turns({side: suite.prepare(side, tokens) for side in SIDES}, repeats)
-        sides = {side: Side(Timing.of(values), memory[side].get(tokens)) for side, values in times.items()}
-        rows.append(Row(suite.name, suite.what, tokens, suite.pair, sides))
+        times = in_turns({variant: suite.prepare(variant, tokens) for variant in VARIANTS}, repeats)
+        variants = {
+            variant: Variant(Timing.of(values), memory[variant].get(tokens)) for variant, values in times.items()
+        }
+        rows.append(Row(suite.name, suite.what, tokens, suite.pair, variants))
     return rows
 
 
-def _memory(suite: ModelSuite, side: str, lengths: Sequence[int]) -> dict[int, int]:
+def _memory(suite: ModelSuite, variant: str, lengths: Sequence[int]) -> dict[int, int]:
     """Return peak bytes per length; empty where the process failed, for a report is no place to fail over that."""
     try:
-        return peak_memory(suite, side, lengths)
+        return peak_memory(suite, variant, lengths)
     except LinearizeError:
         return {}

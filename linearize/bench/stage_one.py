@@ -37,10 +37,10 @@ class StageOneSuite(OfModel):
     """One step."""
 
     name: ClassVar[str] = "stage-one"
-    sides: ClassVar[tuple[str, ...]] = ("softmax", "naive", "least", "step")
+    variants: ClassVar[tuple[str, ...]] = ("softmax", "naive", "least", "step")
     pair: ClassVar[tuple[str, str]] = ("naive", "step")
-    remembered: ClassVar[tuple[str, ...]] = ("softmax", "naive", "step")
-    risky: ClassVar[tuple[str, ...]] = ("naive",)
+    memory_variants: ClassVar[tuple[str, ...]] = ("softmax", "naive", "step")
+    may_run_out_of_memory: ClassVar[tuple[str, ...]] = ("naive",)
 
     @property
     def what(self) -> str:
@@ -59,13 +59,13 @@ class StageOneSuite(OfModel):
                     f"{'' if self.model.window is None else ' with a window'}; choose another kernel"
                 )
 
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
-        if side == "softmax":
+        if variant == "softmax":
             return self.model.observed_forward(tokens, lambda *_: None)
-        if side == "least":
+        if variant == "least":
             return self.model.observed_forward(tokens, roofline(tokens))
-        if side == "naive":
+        if variant == "naive":
             return self._naive(tokens)
         batches = itertools.repeat(self.model.inputs(tokens))
         trainer = self._trainer
@@ -105,7 +105,7 @@ class StageOneSuite(OfModel):
         """See `Suite`: the step against the least work, and its memory against the plain forward's.
 
         Memory is allowed the forward's, the kernels' parameters and the optimizer's two moments; `memory_ratio` counts
-        the model's weights on both sides, `memory_ratio_above_weights` on neither.
+        the model's weights in both variants, `memory_ratio_above_weights` in neither.
         """
         layers = linear_attentions(self.model.linear).values()
         kernels = sum(p.nbytes for layer in layers for p in layer.parameters())

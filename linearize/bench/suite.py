@@ -18,21 +18,21 @@ class Suite(abc.ABC):
 
     Attributes:
         name: of the kind.
-        sides: the ways.
+        variants: the ways.
         pair: the two of them that are compared: the reference, and ours.
-        remembered: the ways whose memory is measured.
-        risky: the ways that may need more memory than there is: tried in a process of their own in any case.
-        calls: of one side in a row, before it is the next one's turn.
-        holds: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
+        memory_variants: the ways whose memory is measured.
+        may_run_out_of_memory: the ways that are tried in a process of their own in any case.
+        calls: of one variant in a row, before it is the next one's turn.
+        counts_prepared: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
     """
 
     name: ClassVar[str]
-    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
     pair: ClassVar[tuple[str, str]] = ("softmax", "linear")
-    remembered: ClassVar[tuple[str, ...]] = ("softmax", "linear")
-    risky: ClassVar[tuple[str, ...]] = ()
+    memory_variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    may_run_out_of_memory: ClassVar[tuple[str, ...]] = ()
     calls: ClassVar[int] = 1
-    holds: ClassVar[bool] = False
+    counts_prepared: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -50,7 +50,7 @@ class Suite(abc.ABC):
         """Type of the numbers."""
 
     @abc.abstractmethod
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """Make the inputs and return the call."""
 
     @abc.abstractmethod

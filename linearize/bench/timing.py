@@ -24,7 +24,7 @@ class Timing:
         seconds: median over the turns; of a turn of several calls, their mean.
         spread: distance of the quartiles over the median.
         repeats: turns.
-        first: median of the first calls of the turns, which find in the caches what the other side left there.
+        first: median of the first calls of the turns, which find in the caches what the other variant left there.
     """
 
     seconds: float
@@ -65,22 +65,22 @@ def wait() -> None:
 
 
 def in_turns(
-    sides: Mapping[str, Call], repeats: int | None, *, warm_up: float | None = None, calls: int = 1
+    variants: Mapping[str, Call], repeats: int | None, *, warm_up: float | None = None, calls: int = 1
 ) -> dict[str, list[float]]:
     """Time functions in turn; seconds of every call.
 
     Args:
-        sides: what to time, by name.
+        variants: what to time, by name.
         repeats: turns; None: as many as take some ten seconds, 3 to 200.
         warm_up: seconds that one call of each took, where it has been made already; None: it is made first.
         calls: of one function in a row, before it is the next one's turn.
     """
     if warm_up is None:
-        warm_up = sum(seconds_of(call) for call in sides.values())
+        warm_up = sum(seconds_of(call) for call in variants.values())
     if repeats is None:
         repeats = max(LEAST, min(MOST, int(AIM / max(calls * warm_up, 1e-9))))
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
-        for name, call in sides.items():
+        for name, call in variants.items():
             times[name] += [seconds_of(call) for _ in range(calls)]
     return times

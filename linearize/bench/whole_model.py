@@ -41,7 +41,7 @@ class ModelSuite(OfModel):
     """One forward of a text model."""
 
     name: ClassVar[str] = "model"
-    sides: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
+    variants: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
 
     @property
     def what(self) -> str:
@@ -52,11 +52,11 @@ class ModelSuite(OfModel):
         """See `Suite`."""
         _ = self.model.linear
 
-    def prepare(self, side: str, tokens: int) -> Call:
+    def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
-        if side == "softmax":
+        if variant == "softmax":
             return self.model.softmax_forward(tokens)
-        if side == "linear":
+        if variant == "linear":
             return self.model.linear_forward(tokens)
         return self.model.observed_forward(tokens, values_only)
 

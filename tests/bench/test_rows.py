@@ -4,16 +4,18 @@ import math
 
 import pytest
 
-from linearize.bench.rows import Row, Side, crossover, crossovers, ratio
+from linearize.bench.rows import Row, Variant, crossover, crossovers, ratio
 from linearize.bench.timing import Timing, in_turns, spread
 
 
 def row(tokens, softmax, linear, what="x"):
-    sides = {
-        name: Side(problem="out of memory") if seconds is None else Side(Timing(seconds, 0.0, 3, seconds), 10 * tokens)
+    variants = {
+        name: Variant(problem="out of memory")
+        if seconds is None
+        else Variant(Timing(seconds, 0.0, 3, seconds), 10 * tokens)
         for name, seconds in (("softmax", softmax), ("linear", linear))
     }
-    return Row("attention", what, tokens, ("softmax", "linear"), sides)
+    return Row("attention", what, tokens, ("softmax", "linear"), variants)
 
 
 def test_crossover_is_interpolated_on_logarithms():

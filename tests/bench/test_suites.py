@@ -62,7 +62,7 @@ def test_public_op(monkeypatch):
     suite.check()
     wanted = PublicOpSuite(AttentionSizes("flexformer_n"))
     assert [g.tasks for g in goals() if "public" in g.what] == [((wanted, 4096),)]
-    ours, theirs = (suite.prepare(side, 20)() for side in ("linear", "fast-transformers"))
+    ours, theirs = (suite.prepare(variant, 20)() for variant in ("linear", "fast-transformers"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
     assert row.speedup == row.seconds("fast-transformers") / row.seconds("linear")
@@ -70,8 +70,8 @@ def test_public_op(monkeypatch):
 
 def consistent(row):
     reference, ours = row.pair
-    ran = [side for side in row.sides.values() if side.timing is not None]
-    assert ran and all(side.seconds > 0 and side.timing.spread >= 0 for side in ran)
+    ran = [variant for variant in row.variants.values() if variant.timing is not None]
+    assert ran and all(variant.seconds > 0 and variant.timing.spread >= 0 for variant in ran)
     assert row.speedup == pytest.approx(row.seconds(reference) / row.seconds(ours))
     assert row.to_dict()["speedup"] == row.speedup
 
@@ -84,10 +84,10 @@ def test_attention(causal, backward, features):
     suite.check()
     row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
     consistent(row)
-    assert row.tokens == 20 and all(row.sides[side].timing.repeats == 2 for side in suite.sides)
-    for side in suite.sides:
-        operations = row.figures[f"{side}_operations"]
-        assert row.figures[f"{side}_share_of_bound"] == pytest.approx(operations / RATE / row.seconds(side))
+    assert row.tokens == 20 and all(row.variants[variant].timing.repeats == 2 for variant in suite.variants)
+    for variant in suite.variants:
+        operations = row.figures[f"{variant}_operations"]
+        assert row.figures[f"{variant}_share_of_bound"] == pytest.approx(operations / RATE / row.seconds(variant))
 
 
 def test_operations_are_counted():
@@ -115,10 +115,10 @@ def test_decode():
     suite.check()
     row = measure(suite, 40, rate=RATE, repeats=2, memory=False)
     consistent(row)
-    sides = row.to_dict()["sides"]
-    first = [sides[name]["first_seconds"] for name in ("softmax", "linear")]
+    variants = row.to_dict()["sides"]
+    first = [variants[name]["first_seconds"] for name in ("softmax", "linear")]
     assert row.figures["first_speedup"] == pytest.approx(first[0] / first[1])
-    assert suite.calls == 8 and sides["linear"]["repeats"] == 2
+    assert suite.calls == 8 and variants["linear"]["repeats"] == 2
     positional = DecodeSuite(AttentionSizes("cosformer", {"max_positions": 64}, heads=2, head_dim=8), layers=1)
     consistent(measure(positional, 40, rate=RATE, repeats=2, memory=False))
 
@@ -156,7 +156,7 @@ def test_stage_one(folders, kernel, monkeypatch):
     row = measure(suite, 40, rate=RATE, repeats=2)
     consistent(row)
     assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
-    # Both sides were said to take as much, so nothing is left between them.
+    # Both variants were said to take as much, so nothing is left between them.
     assert row.figures["memory_ratio"] == row.figures["memory_ratio_above_weights"] == 1.0
 
 
@@ -210,25 +210,25 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
 
     monkeypatch.setattr(measuring, "in_fresh_process", none)
     row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1)
-    assert {side.problem for side in row.sides.values()} == {"out of memory"} and row.speedup is None
+    assert {variant.problem for variant in row.variants.values()} == {"out of memory"} and row.speedup is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
 def test_memory_counts_what_takes_the_place_of_something_freed():
     """At 1,024 tokens the output alone is 3 MiB; it used to hide, now and then, in what drawing the inputs had left."""
     suite = AttentionSuite(AttentionSizes())
-    request = {"suite": suite.name, "fields": asdict(suite), "side": "softmax", "lengths": [1024], "threads": 1}
+    request = {"suite": suite.name, "fields": asdict(suite), "variant": "softmax", "lengths": [1024], "threads": 1}
     found = [in_fresh_process(measuring.measure_memory, request)["1024"] / 2**20 for _ in range(2)]
     assert min(found) >= 3.0 and max(found) - min(found) < 0.5, found
 
 
 def test_memory_that_runs_out_while_timing(monkeypatch):
-    def prepare(self, side, tokens):
-        return (lambda: torch.empty(1 << 50)) if side == "softmax" else (lambda: None)
+    def prepare(self, variant, tokens):
+        return (lambda: torch.empty(1 << 50)) if variant == "softmax" else (lambda: None)
 
     monkeypatch.setattr(AttentionSuite, "prepare", prepare)
     row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1, memory=False)
-    assert row.sides["softmax"].problem == "out of memory" and row.seconds("linear") > 0
+    assert row.variants["softmax"].problem == "out of memory" and row.seconds("linear") > 0
 
 
 def test_the_job(tmp_path):

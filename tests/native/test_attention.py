@@ -8,8 +8,8 @@ import torch
 from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
 
 from linearize.attention.backends.native import NativeOp
+from linearize.attention.backends.self_test import agreement, check_agreement, native_kernels
 from linearize.attention.call import AttentionCall
-from linearize.bench.agreement import agreement, check_agreement, native_kernels
 from linearize.native import engine
 from linearize.ops import State, causal_attention, naive_attention
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linearize import native
-from linearize.bench.agreement import native_kernels
+from linearize.attention.backends.self_test import native_kernels
 from linearize.cli.main import main
 from linearize.errors import ConfigError
 from linearize.native import build as building

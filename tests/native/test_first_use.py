@@ -105,9 +105,9 @@ def test_what_failed_is_not_tried_again(cache, monkeypatch, capsys, tmp_path):
 
 
 def test_one_that_disagrees_is_not_used(fresh, monkeypatch, capsys):
-    from linearize.bench import agreement
+    from linearize.attention.backends import self_test
 
-    monkeypatch.setattr(agreement, "MOST", 0.0)
+    monkeypatch.setattr(self_test, "MOST", 0.0)
     assert main(BENCH) == 0
     assert "differs by" in lines_about(capsys)[0] and native.engine() is None
     assert main(BENCH) == 0

@@ -92,7 +92,7 @@ def test_other_machines_have_a_baseline():
 
 LOAD = """
 from linearize.native import engine
-from linearize.bench.agreement import agreement, check_agreement
+from linearize.attention.backends.self_test import agreement, check_agreement
 import linearize
 rows = agreement()
 check_agreement(rows)
