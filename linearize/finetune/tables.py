@@ -190,15 +190,19 @@ def raw_table(name: str, split: str) -> Any:
 
 
 def _validation_split(task: Task, given: Given) -> str | None:
-    """Find the split to measure on; None where the data set has no splits at all or none of those."""
+    """Find the split to measure on; None where the data set has no splits at all or none of those.
+
+    Raises:
+        DataError: if the user named the split and it is missing, listing those that are there.
+    """
     if not isinstance(given, str):
-        return next((name for name in task.validation if name in given), None)
+        found = next((name for name in task.validation if name in given), None)
+        if found is None and task.exact_validation:
+            raise DataError(f"tables: got split {task.validation[0]!r}, expected one of: {', '.join(sorted(given))}")
+        return found
     path = Path(given).expanduser()
     if exists(path) or looks_local(given):
-        if not _has_splits(path, task):
-            return None
-        candidates = [name for name in task.validation if _opens(path, name, task)]
-        return candidates[0] if candidates else None
+        return _local_split(task, path, given)
     error: DataError | None = None
     for name in task.validation:
         try:
@@ -206,8 +210,25 @@ def _validation_split(task: Task, given: Given) -> str | None:
             return name
         except DataError as problem:
             error = problem
+    if error is not None and task.exact_validation:
+        raise error
     # The training split was opened before, so the Hub answers: there is no such split.
     return None if error is not None else task.validation[0]
+
+
+def _local_split(task: Task, path: Path, given: str) -> str | None:
+    if not _has_splits(path, task):
+        if task.exact_validation:
+            raise DataError(
+                f"{given!r}: got split {task.validation[0]!r}, but the data has no splits, expected none to be named; "
+                "leave it out, to measure on held-out rows"
+            )
+        return None
+    found = next((name for name in task.validation if _opens(path, name, task)), None)
+    if found is None and task.exact_validation:
+        # Opened for its message, which lists the splits that are there.
+        open_local(path, task.validation[0], task.modality, False)  # type: ignore[arg-type]
+    return found
 
 
 def _has_splits(path: Path, task: Task) -> bool:

@@ -56,6 +56,7 @@ class Task:
         percent: whether papers multiply the score by 100.
         train: name of the split to train on.
         validation: names of the split to measure on, the first that is there.
+        exact_validation: whether the user named that split, so that no other rows may take its place.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Task:
     percent: bool = True
     train: str = "train"
     validation: tuple[str, ...] = ("validation", "test")
+    exact_validation: bool = False
 
     @property
     def kind(self) -> str:

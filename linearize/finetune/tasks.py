@@ -208,7 +208,7 @@ def task(
         columns: text (or image) columns.
         label: label column.
         labels: class names in the order of their numbers.
-        validation: split to measure on.
+        validation: split to measure on; where it is missing, that is an error of the data.
         score: metrics whose mean is the score.
 
     Raises:
@@ -233,7 +233,7 @@ def task(
             )
         changes["label"] = label
     if validation is not None:
-        changes["validation"] = (validation,)
+        changes |= {"validation": (validation,), "exact_validation": True}
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
 
 

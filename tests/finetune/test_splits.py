@@ -1,0 +1,59 @@
+"""Which rows a task is measured on, and what is said of a split that is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from linearize.errors import DataError
+from linearize.finetune.tables import open_splits
+from linearize.finetune.tasks import task
+
+ROWS = [{"sentence": f"sentence number {i}", "label": i % 2} for i in range(40)]
+
+
+def write(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, count in (("train", 40), ("validation", 12), ("test", 8)):
+        write(tmp_path / f"{name}.jsonl", ROWS[:count])
+    return tmp_path
+
+
+def splits(given, **changes):
+    return open_splits(task("cola", **changes), given, limit=None, seed=0)
+
+
+@pytest.mark.parametrize(("name", "count"), [(None, 12), ("validation", 12), ("test", 8), ("train", 40)])
+def test_the_named_split_is_measured(folder, name, count):
+    found = splits(str(folder), validation=name)
+    assert len(found.validation) == count
+    assert f"{count} rows of split {name or 'validation'}" in found.description
+
+
+def test_a_split_that_is_not_there_is_an_error_that_lists_the_others(folder):
+    with pytest.raises(DataError, match=r"got split 'dev', expected one of: test, train, validation"):
+        splits(str(folder), validation="dev")
+
+
+def test_a_file_has_no_splits_to_name(tmp_path):
+    write(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"got split 'test', but the data has no splits"):
+        splits(str(tmp_path / "rows.jsonl"), validation="test")
+    found = splits(str(tmp_path / "rows.jsonl"))
+    assert len(found.validation) == 4 and len(found.train) == 36
+    assert "4 held-out rows, as it has no validation split" in found.description
+
+
+def test_tables_list_their_splits():
+    tables = {"train": Dataset.from_list(ROWS), "dev": Dataset.from_list(ROWS[:6])}
+    with pytest.raises(DataError, match=r"tables: got split 'test', expected one of: dev, train"):
+        splits(tables, validation="test")
+    assert len(splits(tables, validation="dev").validation) == 6
+    # Without a name a tenth of the training rows is held out, and called that.
+    assert "held-out rows" in splits({"train": tables["train"]}).description
