@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from linearize.errors import CheckpointError, ConfigError, first_line
 from linearize.finetune.prepared import TaskData, copy_tokenizer
@@ -60,6 +64,9 @@ def usual_length(name: str, most: int = 128) -> int:
 def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> Any:
     """Load a checkpoint with the head of a task; a head that it does not have is drawn from the seed.
 
+    The names that a trained head has for its outputs decide what they mean: where they are the task's in another order,
+    its outputs are put into the task's; where the data has numbers only, the head's names stay.
+
     Args:
         name: Hub name or folder, softmax or converted.
         data: the task's data, which says how many labels there are.
@@ -72,15 +79,78 @@ def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: in
     """
     import transformers
 
-    task = data.task
+    task, own = data.task, None
     options: dict[str, Any] = {}
     if data.num_labels is not None:
         _check_labels(name, task, data.num_labels, new_head)
-        options = label_options(task, data.num_labels) | {"ignore_mismatched_sizes": new_head}
+        own = None if new_head or task.type.labels == "number" else trained_labels(name, task)
+        named = task
+        if own is not None and task.labels is not None and not is_named(task.labels):
+            named = dataclasses.replace(task, labels=own)
+        options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
     transformers.set_seed(seed)
     with _explained(name, f"as {task.head.auto_class}"):
         model = getattr(transformers, task.head.auto_class).from_pretrained(name, **options)
+    if own is not None and (order := label_order(own, task.labels or ())):
+        reorder_outputs(model, order)
     return ready(model)
+
+
+def is_named(labels: Sequence[str]) -> bool:
+    """Tell whether labels have names, rather than numbers or transformers' `LABEL_0`."""
+    return not all(label.removeprefix("LABEL_").isdigit() for label in labels)
+
+
+def trained_labels(name: str, task: Task) -> tuple[str, ...] | None:
+    """Return the names that a checkpoint's trained head has for its outputs, in order; None where it has none.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    values = read_config_dict(name)
+    names = values.get("id2label")
+    if not task.head.is_of((values.get("architectures") or [""])[0]) or not isinstance(names, dict):
+        return None
+    labels = tuple(str(names[key]) for key in sorted(names, key=int))
+    return labels if is_named(labels) else None
+
+
+def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
+    """Return which output of a head belongs to each wanted label; None where nothing is to be done.
+
+    Names are compared without regard to case. Where they are others, the head's outputs are taken as they stand.
+    """
+    places = {label.casefold(): number for number, label in enumerate(own)}
+    names = [label.casefold() for label in wanted]
+    order = [places.get(name, -1) for name in names]
+    return None if sorted(order) != list(range(len(own))) or order == sorted(order) else order
+
+
+@torch.no_grad()
+def reorder_outputs(model: Any, order: Sequence[int]) -> None:
+    """Put the outputs of a classifier into another order, in place.
+
+    Args:
+        model: a model with a head.
+        order: for each output, which one it was.
+
+    Raises:
+        ConfigError: if the layer that makes the outputs cannot be told.
+    """
+    body = {id(module) for module in model.base_model.modules()} if model.base_model is not model else set()
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.out_features == len(order) and id(module) not in body
+    ]
+    if len(layers) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has labels in another order than the task, and {len(layers)} layers that could "
+            "make them; name the labels in its own order (--labels A,B), or replace the head (--new-head)"
+        )
+    for tensor in (layers[0].weight, layers[0].bias):
+        if tensor is not None:
+            tensor.copy_(tensor[list(order)])
 
 
 def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *, seed: int = 0) -> Any:

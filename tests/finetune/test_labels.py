@@ -1,0 +1,95 @@
+"""What an output of a classifier means: the names that the checkpoint has for it decide, and they survive tuning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny import original
+from transformers import AutoModelForSequenceClassification
+
+import linearize
+from linearize.errors import ConfigError
+from linearize.finetune.load import label_order, load_for_task
+from linearize.finetune.prepared import TaskData
+from linearize.finetune.tasks import task
+
+IDS = torch.arange(1, 9)[None]
+
+
+def rows(name, **changes):
+    return TaskData(task(name, **changes), [], [], len, len, "no rows")
+
+
+def save(folder, labels, *, converted=False):
+    model = original(
+        "bert",
+        "AutoModelForSequenceClassification",
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+    )
+    model.config.architectures = [type(model).__name__]
+    if converted:
+        linearize.save(linearize.convert(model), folder)
+    else:
+        model.save_pretrained(folder)
+    return AutoModelForSequenceClassification.from_pretrained(folder).eval()(input_ids=IDS).logits
+
+
+def logits(model):
+    return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_outputs_in_another_order_are_put_into_the_tasks(tmp_path, converted):
+    """A checkpoint whose first output is "acceptable" was measured as if that were "unacceptable"."""
+    before = save(tmp_path, ["Acceptable", "unacceptable"], converted=converted)
+    model = load_for_task(str(tmp_path), rows("cola"))
+    torch.testing.assert_close(logits(model), before[:, [1, 0]], rtol=0, atol=1e-6)
+    assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
+    three = save(tmp_path / "three", ["contradiction", "neutral", "entailment"])
+    model = load_for_task(str(tmp_path / "three"), rows("mnli"))
+    torch.testing.assert_close(logits(model), three[:, [2, 1, 0]], rtol=0, atol=1e-6)
+
+
+def test_names_stay_where_the_data_has_numbers_only(tmp_path):
+    before = save(tmp_path, ["bad", "good"])
+    model = load_for_task(str(tmp_path), rows("text-classification", labels=("0", "1")))
+    assert model.config.id2label == {0: "bad", 1: "good"} and model.config.label2id == {"bad": 0, "good": 1}
+    assert torch.equal(logits(model), before)
+
+
+def test_outputs_stay_where_the_head_has_no_names_or_others(tmp_path):
+    for number, labels in enumerate((["LABEL_0", "LABEL_1"], ["unacceptable", "acceptable"], ["no", "yes"])):
+        before = save(tmp_path / str(number), labels)
+        model = load_for_task(str(tmp_path / str(number)), rows("cola"))
+        assert torch.equal(logits(model), before)
+        assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
+
+
+def test_a_new_head_is_named_as_the_task(tmp_path):
+    save(tmp_path, ["acceptable", "unacceptable"])
+    model = load_for_task(str(tmp_path), rows("cola"), new_head=True)
+    assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "order"),
+    [
+        (("b", "A"), ("a", "b"), [1, 0]),
+        (("a", "b"), ("a", "b"), None),
+        (("a", "b"), ("a", "c"), None),
+        (("x", "y", "z"), ("z", "x", "y"), [2, 0, 1]),
+        (("a", "b"), (), None),
+    ],
+)
+def test_order(own, wanted, order):
+    assert label_order(own, wanted) == order
+
+
+def test_a_head_that_cannot_be_told_is_refused(tmp_path, monkeypatch):
+    save(tmp_path, ["acceptable", "unacceptable"])
+    made = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    made.classifier = torch.nn.Identity()
+    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", lambda *_, **__: made)
+    with pytest.raises(ConfigError, match="labels in another order than the task, and 0 layers"):
+        load_for_task(str(tmp_path), rows("cola"))
