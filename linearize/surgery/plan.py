@@ -88,7 +88,7 @@ def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
         if id(call.module) in seen or call.module not in names:
             continue
         seen.add(id(call.module))
-        reason = _why_kept(call)
+        reason = _why_kept(call, names[call.module])
         shape = HeadShape(
             call.query[1], call.key[1], call.query[3], call.value[3], call.mask == "causal" or call.is_causal
         )
@@ -118,19 +118,27 @@ def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, .
     return (CALLED if call.told == shape.causal else MASKED, *facts)
 
 
-def _why_kept(call: Call) -> str:
-    """Say why an attention cannot be converted; empty if it can."""
+def _why_kept(call: Call, name: str) -> str:
+    """Say why an attention, which the model holds under a name, cannot be converted; empty if it can."""
     if call.altered:
         return f"scores carry {call.altered}, which a kernel cannot honour"
     if call.mask == "bias":
         return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
-    if call.query[2] != call.key[2]:
+    if call.query[2] != call.key[2] or _attends_across(call, name):
         return "cross-attention"
     if call.mask == "local":
         return "local attention (sliding window or chunks), linear already"
     if call.query[1] % call.key[1]:
         return f"{call.query[1]} query heads over {call.key[1]} key heads"
     return ""
+
+
+def _attends_across(call: Call, name: str) -> bool:
+    """Tell cross-attention between sequences that happen to be of one length, by what hosts call it."""
+    own = name.split(".")[-2:]
+    return bool(getattr(call.module, "is_cross_attention", False)) or any(
+        "cross" in part or part.startswith("encoder_attn") for part in own
+    )
 
 
 def _complete(

@@ -263,3 +263,11 @@ def test_max_length_takes_longer_inputs(tmp_path):
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
     tokens = torch.randint(3, 90, (1, 300))
     assert outputs(loaded, {"input_ids": tokens})[0].shape == (1, 300, 32)
+
+
+def test_cross_attention_of_equal_lengths_stays():
+    model = original("bart", "AutoModelForSeq2SeqLM")
+    ids = torch.arange(3, 9)[None]
+    found = linearize.plan(model, example_inputs={"input_ids": ids, "decoder_input_ids": ids})
+    kept = {layer.module: layer.reason for layer in found.layers if not layer.converted}
+    assert kept == {f"decoder.layers.{i}.encoder_attn": "cross-attention" for i in range(2)}
