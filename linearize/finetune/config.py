@@ -79,6 +79,11 @@ class TuneConfig:
         if rate is not None and self.freeze_kernels:
             raise ConfigError(f"stage two, kernel_learning_rate: got {rate} and freeze_kernels; drop one of them")
 
+    @property
+    def final_labels_weight(self) -> float:
+        """Weight of the labels beside a teacher when the training ends; 0 where they never join."""
+        return self.labels_weight if self.labels_from < 1 else 0.0
+
 
 @dataclass(frozen=True)
 class DataOptions:

@@ -125,7 +125,7 @@ def finetune(
     best = int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2])
     stopped = "early stopping" if state.global_step < state.max_steps else "steps"
     seconds = time.perf_counter() - start
-    chosen = selection_record(data, teacher is not None, state.best_metric)
+    chosen = selection_record(data, config, teacher is not None, state.best_metric)
     score = main_metric(data.task, figures)
     return TuneResult(figures, score, state.global_step, best, stopped, history, seconds, chosen)
 
@@ -168,7 +168,7 @@ def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision:
         return _measured(make_trainer(measured, data, config, folder, None))
 
 
-def selection_record(data: TaskData, taught: bool, value: float | None) -> dict[str, Any]:
+def selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, Any]:
     """Say what the kept state was chosen by, as plain data."""
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
@@ -176,6 +176,7 @@ def selection_record(data: TaskData, taught: bool, value: float | None) -> dict[
         by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
         if taught:
             by = "squared error to the teacher" if data.task.kind == "regression" else "divergence from the teacher"
+            by += " and loss on the labels" if config.final_labels_weight else ""
     return {"by": by, "on": on, "rows": rows, "value": value}
 
 

@@ -132,7 +132,11 @@ class Tuner(Trainer):
 
     @torch.no_grad()
     def measure_selection(self) -> float:
-        """Return the mean over the held-out rows: the divergence from the teacher, or the model's own loss."""
+        """Return the mean over the held-out rows of what the end of the training lowers.
+
+        Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels where
+        they join. By the divergence alone a state from before the labels would win, whatever they brought.
+        """
         model = self.model
         model.eval()  # type: ignore[union-attr]
         total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
@@ -143,12 +147,22 @@ class Tuner(Trainer):
                 if self.teacher is None:
                     value: Any = super().compute_loss(model, inputs)  # type: ignore[arg-type]
                 else:
-                    fields = {name: value for name, value in inputs.items() if name not in LABELS}
-                    mine, theirs = model(**fields), self._taught(fields)  # type: ignore[misc]
-                    value = output_loss(self.kind, mine, theirs, inputs)
+                    value = self._selection_loss(model, inputs)
             total += torch.stack([value.float() * rows, torch.tensor(float(rows), device=total.device)])
         total = self.accelerator.reduce(total, "sum")  # type: ignore[assignment]
         return float(total[0] / total[1])
+
+    def _selection_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Return the divergence from the teacher on a batch, and the loss on its labels where they join."""
+        fields = {name: value for name, value in inputs.items() if name not in LABELS}
+        weight = self.tune.final_labels_weight
+        alone = self.kind in ("classification", "regression")
+        mine = model(**(fields if alone or not weight else inputs))
+        value = output_loss(self.kind, mine, self._taught(fields), inputs)
+        if not weight:
+            return value
+        labels = label_loss(self.kind, mine.logits, inputs["labels"]) if alone else mine.loss
+        return self.tune.teacher_logits_weight * value + weight * labels
 
     def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
         """Run the teacher on a batch in the student's precision."""

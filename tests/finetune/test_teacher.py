@@ -172,6 +172,24 @@ def test_resume_with_a_teacher_is_exact(bert, glue, tmp_path, lora):
     assert any("loss_task" in entry for entry in result.history)
 
 
+@pytest.mark.parametrize("name", ["mrpc", "stsb"])
+def test_what_is_kept_is_chosen_by_what_the_training_ends_with(bert, glue, tmp_path, name):
+    data = data_for(name, bert, glue)
+    teacher, student = pair_of(bert, data)
+    found = {}
+    for labels in ({}, {"labels_from": 1.0}, {"labels_weight": 0.0}):
+        config = replace(CONFIG, teacher_logits_weight=0.5, labels_weight=3.0, eval_batch_size=64)
+        trainer, held = trainer_for(student, data, teacher, tmp_path, replace(config, **labels))
+        found[str(labels)] = trainer.measure_selection()
+    batch = held.collate([held.selection[place] for place in range(len(held.selection))])
+    _, logits = by_hand(student.eval(), teacher, batch, name == "stsb")
+    with torch.no_grad():
+        own = student(**batch).loss.item()
+    together, *apart = found.values()
+    assert together == pytest.approx(0.5 * logits + 3.0 * own, rel=1e-4)
+    assert apart == pytest.approx([logits, logits], rel=1e-4)
+
+
 def test_a_student_learns_from_its_teacher_without_labels(bert, glue, tmp_path):
     data = data_for("cola", bert, glue)
     teacher, student = load_for_task(bert, data), linearize.convert(load_for_task(bert, data), "hedgehog")
@@ -272,7 +290,8 @@ def test_a_job_with_a_teacher(bert, glue, tmp_path):
     assert main([*words, "--device", "cpu", "--kernel-learning-rate", "1e-4"]) == 0
     record = json.loads((tmp_path / "out" / "finetuning.json").read_text())
     assert record["teacher"] == "teacher" and record["options"]["kernel_learning_rate"] == 1e-4
-    assert record["selection"]["by"] == "divergence from the teacher" and record["selection"]["rows"] == 12
+    assert record["selection"]["by"] == "divergence from the teacher and loss on the labels"
+    assert record["selection"]["rows"] == 12
     assert "64 pairs made anew" in record["data"]
 
 
