@@ -134,8 +134,8 @@ class Tuner(Trainer):
     def measure_selection(self) -> float:
         """Return the mean over the held-out rows of what the end of the training lowers.
 
-        Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels where
-        they join. By the divergence alone a state from before the labels would win, whatever they brought.
+        Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels
+        where they join. By the divergence alone a state from before the labels would win, whatever they brought.
         """
         model = self.model
         model.eval()  # type: ignore[union-attr]
