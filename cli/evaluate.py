@@ -38,12 +38,23 @@ def run(args: argparse.Namespace) -> int:
     rows = [[name, number(value, 4), number(original.get(name), 4)] for name, value in found.figures.items()]
     compared = "-" if found.original_score is None else percent(found.original_score, task)
     rows.append([f"score ({', '.join(task.score)})", percent(found.score, task), compared])
-    facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
+    rows.append(["95 % interval", between(found.interval, task), between(found.original_interval, task)])
+    if found.chance is not None:
+        rows.append(["chance", percent(found.chance, task), ""])
+    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.facts.items())
     title = f"{job.model} on {task.name}{f' ({facts})' if facts else ''}"
     out.print(table(title, ["metric", "this model", "original"], rows, right=(1, 2)))
     if found.recovered is not None:
-        out.print(f"{found.recovered:.1f} % of the original's score is recovered.", markup=False)
+        above = "" if found.chance is None else " above chance"
+        out.print(f"{found.recovered:.1f} % of the original's score{above} is recovered.", markup=False)
+    elif found.original_score is not None:
+        out.print("The original is not above chance, so no share of it is recovered.", markup=False)
     return 0
+
+
+def between(interval: tuple[float, float] | None, task: Any) -> str:
+    """Write an interval."""
+    return "-" if interval is None else " to ".join(percent(end, task) for end in interval)
 
 
 def percent(score: float, task: Any) -> str:

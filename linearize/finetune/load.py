@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,30 @@ def read_config_dict(name: str) -> dict[str, Any]:
 
 
 def usual_length(name: str, most: int = 128) -> int:
-    """Return how many tokens a row has where nobody says: `most`, or what a shorter model takes.
+    """Return how many tokens a row has where nobody says: as many as the checkpoint was tuned with, else `most`, or
+    what a shorter model takes.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
+    tuned = tuned_length(name)
+    if tuned is not None:
+        return tuned
     values = read_config_dict(name)
     longest = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
     # RoBERTa and its kin count positions from behind the padding token's number.
     reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
     return min(most, longest - reserved) if isinstance(longest, int) else most
+
+
+def tuned_length(name: str) -> int | None:
+    """Return the tokens per row that a folder was tuned with, as its record says; None where it does not."""
+    try:
+        length = json.loads((Path(name).expanduser() / RECORD).read_text(encoding="utf-8")).get("max_length")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return length if type(length) is int and length > 1 else None
 
 
 def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> Any:

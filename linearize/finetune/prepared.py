@@ -127,17 +127,37 @@ def stable_seed(seed: int, *parts: Any) -> int:
     return value
 
 
-def tokenise(tokenizer: Any, first: Sequence[str], second: Sequence[str | None], max_length: int) -> list[Row]:
-    """Tokenise texts or pairs into rows of at most `max_length` tokens."""
+def text_facts(
+    tokenizer: Any, first: Sequence[str], second: Sequence[str | None], rows: Sequence[Row], max_length: int
+) -> dict[str, Any]:
+    """Return what a reader of the metrics must know of rows of texts: how many, how long, and how many were cut.
+
+    Args:
+        tokenizer: what the rows were made with.
+        first: their texts.
+        second: the second texts of pairs; None: no pairs.
+        rows: the rows.
+        max_length: tokens that they were cut at.
+    """
+    # Only those that fill their row can have been cut, and are tokenised again, whole.
+    full = [place for place, row in enumerate(rows) if len(row["input_ids"]) >= max_length]
+    whole = tokenise(tokenizer, [first[place] for place in full], [second[place] for place in full], None)
+    cut = sum(len(row["input_ids"]) > max_length for row in whole)
+    return {"rows": len(rows), "max_length": max_length, "cut_share": round(cut / max(1, len(rows)), 4)}
+
+
+def tokenise(tokenizer: Any, first: Sequence[str], second: Sequence[str | None], max_length: int | None) -> list[Row]:
+    """Tokenise texts or pairs into rows of at most `max_length` tokens; None: whole."""
     rows: list[Row] = []
     for begin in range(0, len(first), 1_000):
         pairs = second[begin : begin + 1_000]
         fields = tokenizer(
             list(first[begin : begin + 1_000]),
             list(pairs) if pairs[0] is not None else None,
-            truncation=True,
+            truncation=max_length is not None,
             max_length=max_length,
             return_attention_mask=True,
+            verbose=False,
         )
         names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in fields]
         rows += [

@@ -70,6 +70,7 @@ def tuning_record(
         "task": data.task.name,
         "data": _without_folders(data.description),
         "facts": data.facts,
+        "max_length": None if data.options is None else data.options.max_length,
         "metrics": result.figures,
         "score": result.score,
         "steps": result.steps,

@@ -251,10 +251,31 @@ def main_metric(chosen: Task, metrics: dict[str, float]) -> float:
     return sum(metrics[name] for name in chosen.score) / len(chosen.score)
 
 
-def recovery(chosen: Task, score: float, original: float) -> float | None:
-    """Return the share of the original's score that is recovered, in percent; None where the original scores 0.
+def recovery(
+    chosen: Task,
+    score: float,
+    original: float,
+    *,
+    chance: float | None = None,
+    interval: tuple[float, float] | None = None,
+) -> float | None:
+    """Return the share of the original's score above chance that is recovered, in percent.
 
-    For perplexities it is the original's over ours, so that more is better there too.
+    Args:
+        chosen: the task.
+        score: ours.
+        original: the original's.
+        chance: the score of guessing; None: 0, as papers have it.
+        interval: the original's interval; None: its score alone.
+
+    Returns:
+        `(score - chance) / (original - chance)`; None where the original is not above chance. For perplexities the
+        original's over ours, so that more is better there too.
     """
-    above, below = (original, score) if chosen.lower_is_better else (score, original)
-    return None if below == 0 else 100.0 * (above / below)
+    if chosen.lower_is_better:
+        return None if score == 0 else 100.0 * (original / score)
+    floor = chance or 0.0
+    lowest = original if interval is None else interval[0]
+    if original == floor or (chance is not None and lowest <= floor):
+        return None
+    return 100.0 * (score - floor) / (original - floor)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from linearize.finetune.interval import Measured, measure_with_interval
 from linearize.finetune.load import check_length, check_trained, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
-from linearize.finetune.tasks import main_metric, recovery
-from linearize.finetune.trainer import measure_task
+from linearize.finetune.tasks import recovery
 from linearize.jobs.config import EvaluateJob
 from linearize.loading import check_device
 
@@ -22,11 +22,14 @@ class Evaluation:
         task: name of the task.
         data: one line about the data.
         figures: the model's metrics.
-        score: the task's one figure.
-        facts: what a reader must know, such as the stride of a perplexity.
+        score: the task's main metric.
+        facts: what a reader must know: rows, their length, the share that was cut, the stride of a perplexity.
         original: the same metrics of the original, if one was given.
-        original_score: its one figure.
-        recovered: share of the original's score, percent.
+        original_score: its main metric.
+        recovered: share of the original's score above chance, percent; None where the original is not above chance.
+        interval: 95 % bootstrap interval of the score over rows.
+        original_interval: the same of the original's.
+        chance: the score of the best answer that looks at no input.
     """
 
     task: str
@@ -37,6 +40,9 @@ class Evaluation:
     original: dict[str, float] | None = None
     original_score: float | None = None
     recovered: float | None = None
+    interval: tuple[float, float] | None = None
+    original_interval: tuple[float, float] | None = None
+    chance: float | None = None
 
 
 def evaluate_checkpoint(job: EvaluateJob) -> Evaluation:
@@ -46,17 +52,24 @@ def evaluate_checkpoint(job: EvaluateJob) -> Evaluation:
         LinearizeError: one of its children, for everything the user can put right.
     """
     device = check_device(job.device)
-    data, figures = _measured(job, job.model, device)
-    score = main_metric(data.task, figures)
+    data, ours = _measured(job, job.model, device)
+    facts = {"rows": ours.rows, **data.facts}
+    found = Evaluation(
+        data.task.name, data.description, ours.metrics, ours.score, facts, interval=ours.interval, chance=ours.chance
+    )
     if job.compare is None:
-        return Evaluation(data.task.name, data.description, figures, score, data.facts)
+        return found
     _, original = _measured(job, job.compare, device)
-    original_score = main_metric(data.task, original)
-    share = recovery(data.task, score, original_score)
-    return Evaluation(data.task.name, data.description, figures, score, data.facts, original, original_score, share)
+    return replace(
+        found,
+        original=original.metrics,
+        original_score=original.score,
+        original_interval=original.interval,
+        recovered=recovery(data.task, ours.score, original.score, chance=ours.chance, interval=original.interval),
+    )
 
 
-def _measured(job: EvaluateJob, name: str, device: str) -> tuple[TaskData, dict[str, float]]:
+def _measured(job: EvaluateJob, name: str, device: str) -> tuple[TaskData, Measured]:
     """Measure one checkpoint; the rows are made with its own processor."""
     processor = load_processor(name, job.task.modality)
     data = prepare(job.task, processor, job.data, data=job.dataset)
@@ -64,4 +77,4 @@ def _measured(job: EvaluateJob, name: str, device: str) -> tuple[TaskData, dict[
     model = load_for_task(name, data).to(device).eval()
     fit_tokenizer(model, processor)
     check_length(model, job.task, job.data.max_length)
-    return data, measure_task(model, data, batch_size=job.batch_size)
+    return data, measure_with_interval(model, data, batch_size=job.batch_size)

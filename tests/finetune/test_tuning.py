@@ -18,7 +18,7 @@ from linearize.adapters import LoraConfig, add_lora, merge_lora, parse_lora, tar
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import load_for_task, load_processor
+from linearize.finetune.load import load_for_task, load_processor, usual_length
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided
@@ -60,6 +60,9 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
     assert not (tmp_path / "out.training").exists()
     again = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), compare=str(target), data=SHORT))
     assert again.score == 1.0 and again.recovered == 100.0
+    assert again.chance == 0.0 and again.interval == again.original_interval == (1.0, 1.0)
+    assert again.facts == {"rows": len(data_for("cola", bert, glue).validation), "max_length": 16, "cut_share": 0.0}
+    assert record["max_length"] == 16 == usual_length(str(target)) and usual_length(bert) == 32
     model = load_for_task(str(target), data_for("cola", bert, glue))
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
 

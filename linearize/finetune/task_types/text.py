@@ -15,7 +15,17 @@ from linearize.data.pairs import paired_anew
 from linearize.data.records import Example
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
-from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, tokenise
+from linearize.finetune.prepared import (
+    IGNORED,
+    DataOptions,
+    Row,
+    Rows,
+    TaskData,
+    copy_tokenizer,
+    pad,
+    text_facts,
+    tokenise,
+)
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
 
@@ -39,14 +49,19 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         return {**pad(tokenizer, rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=kind)}
 
     examples = splits.train.fetch(range(len(splits.train)))
+    held = splits.validation.fetch(range(len(splits.validation)))
+    validation = _rows(task, held, tokenizer, options)
     extra = _extra(task, examples, tokenizer, options)
     return TaskData(
         task,
         _rows(task, examples, tokenizer, options),
-        _rows(task, splits.validation.fetch(range(len(splits.validation))), tokenizer, options),
+        validation,
         collate,
         metrics_of(task),
         splits.description + ("" if extra is None else f", {len(extra):,} pairs made anew"),
+        facts=text_facts(
+            tokenizer, [e.value for e in held], [e.pair for e in held], validation.rows, options.max_length
+        ),
         extra=extra,
     )
 

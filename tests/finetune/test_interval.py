@@ -1,0 +1,99 @@
+"""A score with its interval and chance level: against values worked out by hand, and by the normal approximation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.tasks import word_tokenizer
+
+from linearize.finetune.interval import chance_level, score_interval
+from linearize.finetune.prepared import IGNORED, TaskData, text_facts, tokenise
+from linearize.finetune.task_types.text import metrics_of
+from linearize.finetune.tasks import TASKS, recovery, task
+
+
+def rows(name, **changes):
+    chosen = task(name, **changes)
+    return TaskData(chosen, [], [], len, metrics_of(chosen), "no rows")
+
+
+def logits(guesses, classes=2):
+    return np.eye(classes)[guesses]
+
+
+def test_the_interval_of_an_accuracy_is_that_of_the_binomial():
+    chance = np.random.default_rng(0)
+    labels = chance.integers(2, size=400)
+    guesses = np.where(chance.random(400) < 0.8, labels, 1 - labels)
+    share = float(np.mean(guesses == labels))
+    low, high = score_interval(rows("sst2"), logits(guesses), labels)
+    half = 1.96 * math.sqrt(share * (1 - share) / 400)
+    assert low == pytest.approx(share - half, abs=0.01) and high == pytest.approx(share + half, abs=0.01)
+    assert (low, high) == score_interval(rows("sst2"), logits(guesses), labels)
+
+
+def test_no_interval_where_nothing_varies():
+    labels = np.array([0, 1] * 10)
+    assert score_interval(rows("sst2"), logits(labels), labels, resamples=20) == (1.0, 1.0)
+
+
+def test_windows_are_drawn_with_their_counts():
+    """A perplexity is over tokens: a window counts as much as it has of them."""
+
+    def perplexity(sums, labels):
+        return {"perplexity": math.exp(sums[:, 0].sum() / sums[:, 1].sum())}
+
+    data = TaskData(TASKS["causal-lm"], [], [], len, perplexity, "no rows")
+    sums = np.array([[10.0, 5.0], [6.0, 3.0], [2.0, 1.0]])
+    low, high = score_interval(data, sums, np.zeros((3, 4)), resamples=50)
+    assert low == pytest.approx(math.exp(2)) and high == pytest.approx(math.exp(2))
+    assert chance_level(data, np.zeros((3, 4))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("sst2", [0, 1, 1, 1], 0.75),
+        ("sst2", [0, 1] * 5, 0.5),
+        ("cola", [0, 1, 1, 1], 0.0),
+        # All positive: accuracy 3/4, F1 6/7.
+        ("mrpc", [0, 1, 1, 1], (0.75 + 6 / 7) / 2),
+        ("stsb", [0.5, 3.0, 2.0], 0.0),
+    ],
+)
+def test_chance(name, labels, expected):
+    assert chance_level(rows(name), np.array(labels)) == pytest.approx(expected)
+
+
+def test_chance_of_tags_is_the_most_frequent_one():
+    data = TaskData(
+        task("token-classification", labels=("O", "B-A"), score=("accuracy",)), [], [], len,
+        lambda guess, true: {"accuracy": float(np.mean(guess[true != IGNORED] == true[true != IGNORED]))}, "",
+    )  # fmt: skip
+    assert chance_level(data, np.array([[0, 0, 1, IGNORED], [0, IGNORED, IGNORED, IGNORED]])) == pytest.approx(0.75)
+
+
+def test_a_coin_flip_recovers_nothing():
+    """50 % on balanced rows was reported as 96.8 % of an original with 51.7 %."""
+    assert recovery(TASKS["sst2"], 0.5, 0.517) == pytest.approx(96.7, abs=0.1)
+    assert recovery(TASKS["sst2"], 0.5, 0.517, chance=0.5, interval=(0.47, 0.56)) is None
+    assert recovery(TASKS["sst2"], 0.5, 0.9, chance=0.5, interval=(0.88, 0.92)) == 0.0
+    assert recovery(TASKS["sst2"], 0.88, 0.9, chance=0.5, interval=(0.88, 0.92)) == pytest.approx(95.0)
+    assert recovery(TASKS["cola"], 0.45, 0.5, chance=0.0, interval=(0.4, 0.6)) == pytest.approx(90.0)
+    assert recovery(TASKS["causal-lm"], 20.0, 18.0, chance=None, interval=(17.0, 19.0)) == pytest.approx(90.0)
+
+
+def test_the_share_of_rows_that_were_cut():
+    tokenizer = word_tokenizer()
+    texts = ["a", "a a a a a a", "a a a a", "a a a a a a a a a"]
+    longest = [len(tokenizer(text)["input_ids"]) for text in texts]
+    length = longest[1]
+    made = tokenise(tokenizer, texts, [None] * 4, length)
+    assert text_facts(tokenizer, texts, [None] * 4, made, length) == {
+        "rows": 4, "max_length": length, "cut_share": 0.25
+    }  # fmt: skip
+    assert text_facts(tokenizer, texts, [None] * 4, made, length - 1)["cut_share"] == 0.5
+    pairs = tokenise(tokenizer, texts, texts, 100)
+    assert text_facts(tokenizer, texts, texts, pairs, 100)["cut_share"] == 0.0
