@@ -1,4 +1,4 @@
-"""Rules of the house that a machine can check: imports point one way, importing is quick and does nothing."""
+"""Rules of the code that a machine can check: imports point one way, importing is quick and does nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import linearize
 PACKAGE = Path(linearize.__file__).parent
 CHECKOUT = PACKAGE.parent
 
-# From the ground up: a room may import those before it, and itself.
-ROOMS = [
+# From the ground up: a package or module may import those before it, and itself.
+ORDER = [
     "errors",
     "parsing",
     "options",
@@ -171,30 +171,30 @@ def test_a_module_can_be_the_first_to_be_imported():
 
 def test_imports_point_down():
     bad, used = [], set()
-    for path, room in sources():
+    for path, part in sources():
         for name in imports_of(path):
             if not name.startswith("linearize."):
                 continue
             target = name.split(".")[1]
-            if (room, target) in ALLOWED:
-                used.add((room, target))
-            elif room == "" or target == room:
+            if (part, target) in ALLOWED:
+                used.add((part, target))
+            elif part == "" or target == part:
                 continue
-            elif target not in ROOMS or room not in ROOMS or ROOMS.index(target) > ROOMS.index(room):
-                bad.append(f"{path.relative_to(CHECKOUT)}: {room} imports {name}")
+            elif target not in ORDER or part not in ORDER or ORDER.index(target) > ORDER.index(part):
+                bad.append(f"{path.relative_to(CHECKOUT)}: {part} imports {name}")
     assert bad == []
     assert used == ALLOWED, "an exception that nothing needs"
 
 
-def test_every_room_is_in_the_order():
-    found = {room for _, room in sources()} - {""}
-    assert found <= set(ROOMS)
+def test_every_package_is_in_the_order():
+    found = {part for _, part in sources()} - {""}
+    assert found <= set(ORDER)
 
 
 def test_runtime_needs_torch_and_transformers_only():
     bad = []
-    for path, room in sources():
-        if room not in RUNTIME:
+    for path, part in sources():
+        if part not in RUNTIME:
             continue
         for name in imports_of(path):
             top = name.split(".")[0]

@@ -84,9 +84,9 @@ def limit_memory() -> None:
         return
     import resource
 
-    room = _entry(_STATUS, "VmSize") + int(SHARE * _entry(_FREE, "MemAvailable"))
+    limit = _entry(_STATUS, "VmSize") + int(SHARE * _entry(_FREE, "MemAvailable"))
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def start_peak() -> int:

@@ -62,8 +62,8 @@ def _code(value: Any) -> str:
     """Put a text between backticks, more of them than it has in a row; a table's cell ends at no bar in it."""
     line = " ".join(printable(str(value)).split()).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
-    room = " " if line[:1] == "`" or line[-1:] == "`" or not line else ""
-    return f"{fence}{room}{line}{room}{fence}"
+    space = " " if line[:1] == "`" or line[-1:] == "`" or not line else ""
+    return f"{fence}{space}{line}{space}{fence}"
 
 
 def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None) -> str:

@@ -50,8 +50,8 @@ def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None =
     if most is None:
         return shares.tolist()
     shares = np.minimum(shares, most)
-    for part, room in enumerate(most):
-        shares[part] += min(room - shares[part], total - int(shares.sum()))
+    for part, bound in enumerate(most):
+        shares[part] += min(bound - shares[part], total - int(shares.sum()))
     return shares.tolist()
 
 

@@ -89,8 +89,8 @@ def luna_channels(maps: Sequence[LayerMaps], head: int = 0) -> Figure:
         mine = head % kernel.heads
         inputs = _luna_inputs(layer, kernel, mine, head)
         low, high = np.quantile(inputs, [0.005, 0.995])
-        room = 0.3 * (high - low) + 1e-3
-        u = torch.linspace(low - room, high + room, 200)
+        margin = 0.3 * (high - low) + 1e-3
+        u = torch.linspace(low - margin, high + margin, 200)
         behind = axes.twinx()
         behind.hist(inputs, bins=40, range=(float(u[0]), float(u[-1])), color=THIRD, alpha=0.35)
         behind.set_yticks([])
