@@ -89,7 +89,9 @@ class TuneConfig:
 class DataOptions:
     """How a task's data becomes rows."""
 
-    max_length: int = option(128, "tokens per row; longer texts are cut", shown="128, or what the model takes", low=2)
+    max_length: int = option(
+        128, "tokens per row; longer texts are cut", shown="as it was tuned with, else 128 or what it takes", low=2
+    )
     limit: int | None = option(None, "only the first N training rows; of images evenly", low=1)
     validation_limit: int | None = option(None, "the same of the rows to measure on", low=1)
     stride: int | None = option(
