@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def describe(info: Any) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
-    from linearize.attention.mixer import HeadShape, count_parameters
+    from linearize.attention.factory import count_parameters
+    from linearize.attention.shape import HeadShape
 
     config, size = info.config(), BERT_BASE["head_dim"]
     shape = HeadShape(BERT_BASE["heads"], BERT_BASE["heads"], size, size, False)

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from linearize.cli._output import console, print_json, table
     from linearize.errors import ConfigError
     from linearize.native import SWITCH, engine
-    from linearize.native.build import build, cache_folder, compiled, compiler, remove, shipped
+    from linearize.native.build import build, compiler, remove
+    from linearize.native.locate import cache_folder, compiled, shipped
 
     out = console(to_stderr=args.json)
     removed = remove() if args.remove else []

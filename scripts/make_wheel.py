@@ -18,7 +18,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from linearize.native.build import compile_library, compiler, processor, sources_hash
+from linearize.native.build import compile_library, compiler
+from linearize.native.locate import processor, sources_hash
 from linearize.native.trust import record
 from linearize.native.variants import FOLDER, INDEX, variants
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.mixer import HeadShape, Mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.shape import HeadShape
 from linearize.ops import Blocks, BlockState, block_attention, block_weights
 from linearize.registry import KernelInfo
 

@@ -44,7 +44,7 @@ class AttentionCall:
         """Whether this is a decoding step that may write into the state's memory."""
         return (
             self.state is not None
-            and self.k.shape[2] == 1
+            and self.k.size(2) == 1
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
         )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from linearize.attention.backends.choose import choose, map_keys, map_queries
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.mixer import HeadShape, Mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.shape import HeadShape
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS, without_padding

@@ -20,7 +20,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.errors import CheckpointError, UnsupportedModelError
 
-ALTERING = {
+UNSUPPORTED_SCORE_MODS = {
     "softcap": "a soft cap on the scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias on the scores",
@@ -61,7 +61,7 @@ def attention_forward(
     layer = getattr(module, "linear_attention", None)
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    for name, what in ALTERING.items():
+    for name, what in UNSUPPORTED_SCORE_MODS.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
     _check_call(module, layer, query, key, value, kwargs.get("is_causal"))
@@ -81,7 +81,7 @@ def attention_forward(
 def _check_call(
     module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, causal: bool | None
 ) -> None:
-    """Hold a call against the plan: q [B, H, T, D], k [B, K, S, D], v [B, K, S, V], and the direction if it is told."""
+    """Hold a call against the plan: q [B, H, T, D], k [B, K, S, D], v [B, K, S, V], and the direction."""
     shape = layer.shape
     got = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     if got != (shape.heads, shape.key_heads, shape.head_dim, shape.value_dim):
@@ -89,7 +89,7 @@ def _check_call(
             f"{type(module).__name__}: got heads, key heads, head size and value size {got}, expected those of the "
             f"plan, {shape}; config.json was edited: convert the model again"
         )
-    if layer.told and causal is not None and bool(causal) != shape.causal:
+    if layer.declares_direction and causal is not None and bool(causal) != shape.causal:
         raise CheckpointError(
             f"{type(module).__name__}: got a call with is_causal {causal}, expected {shape.causal} as the plan says; "
             "config.json was edited: convert the model again"

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from linearize.attention.cache import LinearStateLayer
 from linearize.attention.call import AttentionCall
-from linearize.attention.mixer import HeadShape, Mixer, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.shape import HeadShape
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
@@ -33,7 +35,7 @@ class LinearAttention(nn.Module):
         shape: sizes and direction of the attention.
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
-        told: whether the host says at every call whether it is causal.
+        declares_direction: whether the host says at every call whether it is causal.
     """
 
     def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> None:
@@ -42,7 +44,7 @@ class LinearAttention(nn.Module):
         self.mixer: Mixer = build_mixer(kernel, arguments, shape, window)
         self.observer: Observer | None = None
         self._handed: dict[int, LinearStateLayer] = {}
-        self.told = False
+        self.declares_direction = False
 
     def reset_parameters(self, seed: int) -> None:
         """Initialise the kernel from a seed, always with the same numbers."""
@@ -72,16 +74,29 @@ class LinearAttention(nn.Module):
             if seen and bool(key_padding_mask.all()):
                 key_padding_mask = None
         # Sums and features are fp32 by design; autocast would lower them silently.
-        with torch.autocast(device_type=q.device.type, enabled=False):
-            if cache is not None:
-                call = AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True)
-                out, after = self.mixer(call)
-                cache.store(after)
-                return out
-            missing = k.shape[2] - q.shape[2]
-            padded = F.pad(q, (0, 0, missing, 0)) if missing else q
-            out, _ = self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))
-            return out[:, :, missing:]
+        if torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(device_type=q.device.type, enabled=False):
+                return self._mix(q, k, v, key_padding_mask, scaling, cache)
+        return self._mix(q, k, v, key_padding_mask, scaling, cache)
+
+    def _mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        scaling: float,
+        cache: LinearStateLayer | None,
+    ) -> Tensor:
+        """Mix the tokens; with a cache they follow what it has seen, and the state after them is stored."""
+        if cache is not None:
+            out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True))
+            cache.store(after)
+            return out
+        missing = k.shape[2] - q.shape[2]
+        padded = F.pad(q, (0, 0, missing, 0)) if missing else q
+        out, _ = self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))
+        return out[:, :, missing:]
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from linearize.attention.backends.choose import attend_causally
 from linearize.attention.call import AttentionCall
-from linearize.attention.mixer import HeadShape, Mixer, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.shape import HeadShape
 from linearize.bench.machine import DTYPES
 from linearize.bench.rows import Row, ratio
 from linearize.bench.suite import Suite

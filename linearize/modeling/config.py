@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from linearize.attention.mixer import IMPLEMENTATION, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import IMPLEMENTATION
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.plan import ABSENT, Plan
 from linearize.modeling.portable import ENTRY, code_files, why_not

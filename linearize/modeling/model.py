@@ -216,7 +216,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             reference = next(host.parameters(), None)
             if reference is not None and not reference.is_meta:
                 attention.to(reference.device)
-        attention.told = CALLED in layer.host
+        attention.declares_direction = CALLED in layer.host
         host.linear_attention = attention
         attention.train(host.training)
         if plan.base_model_type in REDIRECTED:

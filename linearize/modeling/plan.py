@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from linearize.attention.mixer import HeadShape
+from linearize.attention.shape import HeadShape
 from linearize.errors import CheckpointError, ConfigError
 from linearize.registry import kernel_info
 

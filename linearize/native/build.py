@@ -1,18 +1,14 @@
-"""Compile the native op, once per machine, into the user's cache folder; find what was compiled.
+"""Compile the native op, once per machine, into the user's cache folder: see `linearize.native.locate`.
 
-The folder holds for each code and processor a record, `native-<fingerprint>.json`, and the library that it names. Both
-are written beside and renamed, the record last, so that two processes may build at once and a kill leaves nothing half.
+Library and record are written beside and renamed, the record last, so that two processes may build at once and a kill
+leaves nothing half.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import importlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -20,97 +16,16 @@ import time
 from pathlib import Path
 
 from linearize.errors import ConfigError
-from linearize.native.trust import objection, read_record, record, sync_folder, verified, write_durably
-from linearize.native.variants import packaged
+from linearize.native import SWITCH, engine, forget, locate
+from linearize.native.calls import Engine
+from linearize.native.locate import FAILED, FLAGS, SOURCES, cache_folder, record_file
+from linearize.native.trust import objection, read_record, record, sync_folder, write_durably
 
-SOURCES = (
-    *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
-    *("few.h", "features.h", "gradient.h", "call.h", "maps.h", "tile.h"),
-)
-FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-HERE = ("-march=native",)
-"""For the processor that compiles."""
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300
 """After so long a compiler is not waited for."""
 WORKSHOP = ".build-"
 """How folders begin in which a compiler works."""
-FAILED = "failed"
-"""Key of a record that says why compiling failed, instead of naming a library."""
-
-
-def cache_folder() -> Path | None:
-    """Return where libraries are kept: in the user's cache folder; None for a user without a home."""
-    # A relative path is not valid there, and would be another one in every folder.
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "linearize" if cache.is_absolute() else None
-
-
-def record_file() -> Path | None:
-    """Return where the record of this code and processor lies or would lie."""
-    folder = cache_folder()
-    return None if folder is None else folder / f"native-{_fingerprint()}.json"
-
-
-def sources_hash() -> str:
-    """Return the hash of what a library is made of."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for name in SOURCES:
-        digest.update((Path(__file__).parent / name).read_bytes())
-    return digest.hexdigest()
-
-
-@functools.lru_cache(maxsize=1)
-def _fingerprint() -> str:
-    # A home folder may be shared by machines whose processors differ.
-    text = f"{sources_hash()} {' '.join(HERE)} {platform.machine()} {processor()}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def compiled() -> Path | None:
-    """Return the library that was compiled here for this code and processor; None where there is none.
-
-    Raises:
-        OSError: if what lies there must not be loaded: others can write it, or it is not what was built.
-    """
-    path = record_file()
-    if path is None or not path.is_file():
-        return None
-    _refuse_others(path.parent)
-    _refuse_others(path)
-    entry = read_record(path)
-    if FAILED in entry:
-        return None
-    library = verified(path.parent, entry)
-    _refuse_others(library)
-    return library
-
-
-def _refuse_others(path: Path) -> None:
-    if why := objection(path):
-        raise OSError(why)
-
-
-def shipped() -> Path | None:
-    """Return the library that came with the package for such a processor; None where it came without.
-
-    Raises:
-        OSError: if it is damaged.
-    """
-    return packaged(sources_hash(), processor().split())
-
-
-def processor() -> str:
-    """Return what the processor can do, as far as the system says."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def compiler() -> str | None:
@@ -137,8 +52,6 @@ def build() -> Path:
         )
     path = _writable_record()
     library = _made(program, path)
-    from linearize.native import forget
-
     forget()
     return library
 
@@ -170,7 +83,7 @@ def _made(program: str, path: Path) -> Path:
         _sweep(path.parent, older=4 * SECONDS)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=WORKSHOP) as folder:
             made = Path(folder) / f"{path.stem}.so"
-            if said := compile_library(program, made, HERE):
+            if said := compile_library(program, made, locate.HERE):
                 raise ConfigError(f"native op: {program} failed; everything works without it. It said: {said[-500:]}")
             entry = record(made)
             # Named by its content: two builds at once never mix one's library with the other's record.
@@ -225,7 +138,7 @@ def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> st
             if done.returncode:
                 raise OSError(done.stderr.strip())
         if load:
-            importlib.import_module("linearize.native.calls").Engine(made)
+            Engine(made)
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
         made.unlink(missing_ok=True)
         return str(error) or f"{program} ended without a word"
@@ -237,8 +150,6 @@ def worth_building() -> bool:
 
     Not where the environment variable LINEARIZE_NATIVE is set: 0 wants no native op, 1 the one that is there.
     """
-    from linearize.native import SWITCH, engine
-
     path = record_file()
     if os.environ.get(SWITCH) or path is None or compiler() is None or engine() is not None:
         return False
@@ -258,8 +169,6 @@ def _tried(path: Path) -> bool:
 
 def note_failure(error: Exception) -> None:
     """Write down that compiling failed, or made something of no use, so that it is not tried again unasked."""
-    from linearize.native import forget
-
     path = record_file()
     if path is not None:
         # Where that cannot be written it is tried again, and fails again.
@@ -276,7 +185,5 @@ def remove() -> list[Path]:
         file.unlink(missing_ok=True)
     if folder is not None:
         _sweep(folder, older=0.0)
-    from linearize.native import forget
-
     forget()
     return found

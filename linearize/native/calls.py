@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
-from linearize.native.build import compiled, shipped
+from linearize.native.locate import compiled, shipped
 from linearize.native.structures import CALL_SIZE, TYPES, Back, Maps, call, given, packed
 
 FUNCTIONS = (
@@ -220,9 +220,11 @@ class Engine:
 
         Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
         """
-        out = v.new_empty(q.shape[0], q.shape[1], 1, v.shape[3])
-        more = self._more(k, mask)
-        if self.library.linearize_step(call(maps, q, k, v, out, eps=eps, exact=False, state=state, **more)):
+        out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
+        threads = torch.get_num_threads() if self.parallel else 1
+        mask = None if mask is None else mask.to(torch.bool).contiguous()
+        data = call(maps, q, k, v, out, eps=eps, threads=threads, exact=False, mask=mask, state=state)
+        if self.library.linearize_step(data):
             raise MemoryError("native op: no memory for a step")
         return out
 

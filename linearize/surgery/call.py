@@ -19,7 +19,7 @@ class Call:
         mask: "causal", "bidirectional", "none", "local" (windows, chunks) or "bias" (something added to the scores).
         altered: what else changes the scores, in words.
         is_causal: what holds for the host: what it says at the call, or else its module's own flag.
-        told: what it says at the call; None: nothing.
+        declared: what it says at the call; None: nothing.
     """
 
     module: nn.Module
@@ -29,4 +29,4 @@ class Call:
     mask: str
     altered: str
     is_causal: bool
-    told: bool | None = None
+    declared: bool | None = None

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.attention.mixer import HeadShape, build_mixer, check_window
+from linearize.attention.factory import build_mixer, check_window
+from linearize.attention.shape import HeadShape
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
@@ -115,7 +116,7 @@ def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, .
     facts = host_facts(call.module, shape, cache_index)
     if "is_causal" in facts:
         return facts
-    return (CALLED if call.told == shape.causal else MASKED, *facts)
+    return (CALLED if call.declared == shape.causal else MASKED, *facts)
 
 
 def _why_kept(call: Call, name: str) -> str:

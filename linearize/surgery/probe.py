@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from linearize.attention.interface import ALTERING
+from linearize.attention.interface import UNSUPPORTED_SCORE_MODS
 from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError, first_line
 from linearize.surgery import timm
@@ -61,13 +61,13 @@ class _Recorder:
         """Write the call down and attend with softmax."""
         mask = attention_mask
         kind = "none" if mask is None else self.masks.get(id(mask), ("bias", mask))[0]
-        altered = ", ".join(what for name, what in ALTERING.items() if kwargs.get(name) is not None)
+        altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
         q, k, v = (tuple(t.shape) for t in (query, key, value))
-        told = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
-        self.calls.append(Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, told=told))
+        declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
+        self.calls.append(Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared))
         # What alters the scores is left out here: only the shapes of what follows matter.
-        kept = {name: value for name, value in kwargs.items() if name not in ALTERING}
+        kept = {name: value for name, value in kwargs.items() if name not in UNSUPPORTED_SCORE_MODS}
         if mask is not None and mask.shape[-1] != key.shape[2]:
             mask = None
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kept)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.kernel_cases import CASES, DIM, directions, make_inputs, make_mixer, naive, run, stepwise
 
-from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
 from linearize.registry import kernel_infos
 

@@ -14,7 +14,7 @@ from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoModel
 
 import linearize
-from linearize.attention.mixer import HeadShape
+from linearize.attention.shape import HeadShape
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.config import check_seal, check_section, checksum
 from linearize.modeling.model import check_checkpoint

@@ -13,8 +13,9 @@ from support.tiny import converted, inputs_of, outputs
 
 import linearize
 import linearize.registry as registry
+from linearize.attention.factory import count_parameters
 from linearize.attention.interface import linear_attentions
-from linearize.attention.mixer import Mixer, count_parameters
+from linearize.attention.mixer import Mixer
 from linearize.errors import ConfigError, UnknownNameError
 from linearize.kernels.base import FeatureMap, Features, NoArguments, draw_normal, project
 from linearize.registry import KernelInfo, kernel_info, make_config, option
@@ -138,7 +139,8 @@ def test_wrong_arguments_name_the_mend(arguments, message):
 
 
 def test_directions_and_head_sizes_are_held(sharp, monkeypatch):
-    from linearize.attention.mixer import HeadShape, build_mixer
+    from linearize.attention.factory import build_mixer
+    from linearize.attention.shape import HeadShape
 
     shape = HeadShape(4, 2, 8, 8, causal=True)
     for change, where, message in [

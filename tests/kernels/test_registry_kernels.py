@@ -29,8 +29,9 @@ from support.kernel_cases import (
 )
 
 import linearize.kernels
+from linearize.attention.factory import build_mixer, count_parameters
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.attention.mixer import HeadShape, build_mixer, count_parameters
+from linearize.attention.shape import HeadShape
 from linearize.registry import kernel_info, kernel_infos, make_config
 
 TOKENS = 21

@@ -7,8 +7,8 @@ import torch
 import transformers
 from support.tiny import converted, inputs_of, outputs
 
+from linearize.attention.factory import count_parameters
 from linearize.attention.interface import linear_attentions
-from linearize.attention.mixer import count_parameters
 from linearize.registry import kernel_infos
 
 INFOS = kernel_infos()

@@ -26,7 +26,8 @@ SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 
 def compiled() -> Path:
     """Compile as `linearize native --build` does, at a lower level of optimisation and with the sanitizers."""
-    from linearize.native.build import FLAGS, HERE, SOURCES, compiler
+    from linearize.native.build import compiler
+    from linearize.native.locate import FLAGS, HERE, SOURCES
 
     program = compiler()
     if program is None:

@@ -12,6 +12,7 @@ from linearize.attention.backends.self_test import native_kernels
 from linearize.cli.main import main
 from linearize.errors import ConfigError
 from linearize.native import build as building
+from linearize.native import locate
 
 
 def test_nothing_is_built_unasked(tmp_path, monkeypatch):
@@ -35,11 +36,11 @@ def test_without_a_compiler(monkeypatch, tmp_path, capsys):
 
 
 def test_the_name_depends_on_code_and_processor(monkeypatch):
-    name = building.record_file().name
-    building._fingerprint.cache_clear()
-    monkeypatch.setattr(building, "processor", lambda: "flags : fma other")
-    assert building.record_file().name != name
-    building._fingerprint.cache_clear()
+    name = locate.record_file().name
+    locate._fingerprint.cache_clear()
+    monkeypatch.setattr(locate, "processor", lambda: "flags : fma other")
+    assert locate.record_file().name != name
+    locate._fingerprint.cache_clear()
 
 
 def test_verb(switch, tmp_path, monkeypatch, capsys):

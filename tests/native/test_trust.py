@@ -12,6 +12,7 @@ import pytest
 from linearize import native
 from linearize.cli.main import main
 from linearize.native import build as building
+from linearize.native import locate
 from linearize.native.trust import objection
 from linearize.native.trust import record as describe
 
@@ -168,10 +169,12 @@ os.environ["LINEARIZE_NATIVE"] = "1"
 import pwd
 with mock.patch.object(pwd, "getpwuid", side_effect=KeyError("no such user")):
     from linearize.native import engine
-    from linearize.native.build import record_file, remove, worth_building
+    from linearize.native.build import remove, worth_building
+    from linearize.native.locate import record_file
     print(engine(), record_file(), worth_building(), remove())
     from linearize.attention.call import AttentionCall
-    from linearize.attention.mixer import HeadShape, build_mixer
+    from linearize.attention.factory import build_mixer
+    from linearize.attention.shape import HeadShape
     mixer = build_mixer("hedgehog", {}, HeadShape(2, 2, 8, 8, False))
     mixer.reset_parameters(torch.Generator().manual_seed(0))
     x = torch.randn(1, 2, 5, 8)
@@ -190,7 +193,7 @@ def test_a_relative_cache_folder_is_ignored(value, monkeypatch, tmp_path):
     """It would be another one in every working folder, as one that somebody else unpacked."""
     monkeypatch.setenv("XDG_CACHE_HOME", value)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert building.cache_folder() == tmp_path / ".cache" / "linearize"
+    assert locate.cache_folder() == tmp_path / ".cache" / "linearize"
 
 
 BUILD = "from linearize.native.build import build; from linearize.native import engine; build(); print(engine().path)"

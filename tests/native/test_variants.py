@@ -12,7 +12,7 @@ import pytest
 
 from linearize import native
 from linearize.native import build as building
-from linearize.native import calls
+from linearize.native import calls, locate
 from linearize.native.trust import record
 from linearize.native.variants import INDEX, X86, packaged, variants
 
@@ -75,11 +75,11 @@ def test_other_sources_and_damage_are_refused(shipped):
 
 def test_what_was_compiled_here_comes_first(switch, monkeypatch, tmp_path):
     """-march=native beats a kind of processor; without it the package's library is used, and nothing is compiled."""
-    own = building.compiled()
+    own = locate.compiled()
     monkeypatch.setattr(calls, "shipped", lambda: own)
     assert calls.load().path == own
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert building.compiled() is None and calls.load().path == own
+    assert locate.compiled() is None and calls.load().path == own
     monkeypatch.delenv(native.SWITCH)
     native.forget()
     assert not building.worth_building()
@@ -114,7 +114,7 @@ def test_a_wheel_brings_every_library(tmp_path, cache):
     assert [entry["file"] for entry in entries] == [f"{variant.name}.so" for variant in variants()]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "XDG_CACHE_HOME": str(tmp_path / "none")}
     environment |= {native.SWITCH: "1"}
-    able = set(building.processor().split())
+    able = set(locate.processor().split())
     for number, entry in enumerate(entries):
         if not able.issuperset(entry["needs"]):
             continue

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 
 from linearize.attention.call import AttentionCall
-from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.shape import HeadShape
 from linearize.registry import kernel_infos
 
 KERNELS = [info for info in kernel_infos() if info.preset is None]

@@ -2,7 +2,8 @@
 
 import torch
 
-from linearize.attention.mixer import HeadShape, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.shape import HeadShape
 
 PAPER = {"form": "paper", "floor": 0.0}
 PLAIN = {"magnitude": False}

@@ -9,11 +9,11 @@ import os
 import pytest
 
 from linearize import native
-from linearize.native import build as building
+from linearize.native import locate
 from linearize.native.build import build, compiler
 
 if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
-    building.HERE = tuple(flags.split())
+    locate.HERE = tuple(flags.split())
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.mixer import HeadShape
+from linearize.attention.shape import HeadShape
 from linearize.kernels.base import FeatureMap, Features, Inputs, Output
 from linearize.ops import LinearOptions, State
 from linearize.registry import KernelInfo

@@ -117,7 +117,7 @@ def _packed_maps(mixer: MappingMixer, native: Any, scaling: float) -> Any:
     weights = list(mixer.keys._parameters.values())
     if mixer.queries is not None:
         weights += mixer.queries._parameters.values()
-    key = [scaling, *[(w.data_ptr(), w.dtype, w.stride()) for w in weights if w is not None]]
+    key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
     kept: _Packed | None = mixer.memory.get("native.packed")
     if kept is not None and kept.key == key:
         return kept.maps

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall
-from linearize.attention.mixer import HeadShape, Mixer, build_mixer
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
 from linearize.kernels.base import FeatureMap
 from linearize.native import SWITCH
