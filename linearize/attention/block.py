@@ -38,7 +38,7 @@ class BlockMixer(Mixer):
             key_padding_mask=call.key_padding_mask,
             initial_state=None if call.state is None else BlockState(**call.state),
         )
-        return self.finish(mixed).to(call.v.dtype), after._asdict() if call.needs_state else None
+        return self.apply_output(mixed).to(call.v.dtype), after._asdict() if call.needs_state else None
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """See `Mixer.weights`."""

@@ -136,9 +136,9 @@ class FeatureMapMixer(Mixer):
         positions = (_count(k, mask, None) - 1).clamp(min=0) if self.info.positional else None
         return self.features(AttentionCall(q, k, k, scaling, mask, positions))
 
-    def apply_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Do what follows the sums [B, H, T, V] in fp32, and go back to the host's dtype."""
-        out = self.finish(mixed)
+    def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Do what follows the sums [B, H, T, V] in fp32, and cast the output to the host's dtype."""
+        out = self.apply_output(mixed)
         if not self.positive and dtype == torch.float16:
             # Signed weights can be large, and fp16 ends at 65504.
             limit = torch.finfo(dtype).max

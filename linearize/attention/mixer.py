@@ -52,12 +52,12 @@ class Mixer(nn.Module, abc.ABC):
         """Write out the weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`.
 
         Rows sum to one where the registry says `normalized`; otherwise they are what multiplies the values before
-        `finish`, with its sign and scale.
+        `apply_output`, with its sign and scale.
         """
 
-    def finish(self, mixed: Tensor) -> Tensor:
+    def apply_output(self, mixed: Tensor) -> Tensor:
         """Do what follows the weighted sum of the values [B, H, T, V] in fp32: nothing, unless the kernel says so.
 
-        For every mixer, `forward` is `finish(weights @ v)`.
+        For every mixer, `forward` is `apply_output(weights @ v)`.
         """
         return mixed if self.output is None else self.output(mixed)

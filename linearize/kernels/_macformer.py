@@ -54,7 +54,7 @@ class Macformer(FeatureMap):
         # A feature of degree N takes part in N products, so stage j holds the features of degree j and more.
         self.stages = [sum(self.counts[j:]) for j in range(1, len(self.counts))]
         self.signs: Tensor
-        self.frozen("signs", sum(self.stages), head_dim)
+        self.add_buffer("signs", sum(self.stages), head_dim)
 
     @staticmethod
     def series(n: int) -> float:

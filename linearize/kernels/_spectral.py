@@ -62,8 +62,8 @@ class SpectralMap(FeatureMap):
     def __init__(self, config: SpectralConfig, heads: int, head_dim: int, *, norm: bool = True) -> None:
         super().__init__(config, heads, head_dim)
         self.n = config.count(head_dim)
-        self.tau = self.learned() if norm else None
-        self.m = self.learned(head_dim) if config.has_magnitude else None
+        self.tau = self.add_parameter() if norm else None
+        self.m = self.add_parameter(head_dim) if config.has_magnitude else None
 
     @abc.abstractmethod
     def frequencies(self, scaling: float) -> dict[str, Tensor]:

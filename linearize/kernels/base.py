@@ -127,11 +127,11 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         super().__init__()
         self.config, self.heads, self.head_dim = config, heads, head_dim
 
-    def learned(self, *shape: int) -> nn.Parameter:
+    def add_parameter(self, *shape: int) -> nn.Parameter:
         """Make an uninitialised learnable tensor [H, *shape] in fp32."""
         return nn.Parameter(torch.empty(self.heads, *shape, dtype=torch.float32))
 
-    def frozen(self, name: str, *shape: int) -> None:
+    def add_buffer(self, name: str, *shape: int) -> None:
         """Add a buffer [H, *shape] in fp32 for random numbers: drawn in `reset_parameters` only, and saved."""
         self.register_buffer(name, torch.empty(self.heads, *shape, dtype=torch.float32))
 

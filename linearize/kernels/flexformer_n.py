@@ -81,8 +81,8 @@ class FlexformerN(SpectralMap):
         super().__init__(config, heads, head_dim, norm=config.form == "paper")
         self.scale_inputs = not config.positive
         self.floor = 0.0 if config.positive else config.floor
-        self.a = self.learned(self.n, head_dim)
-        self.b = self.learned(self.n, head_dim)
+        self.a = self.add_parameter(self.n, head_dim)
+        self.b = self.add_parameter(self.n, head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw `a` from a narrow Gaussian density, and start `b` close to zero or at the identity."""

@@ -87,8 +87,8 @@ class FlexformerS(SpectralMap):
         super().__init__(config, heads, head_dim, norm=config.form != "positive")
         self.scale_inputs = config.form != "positive"
         self.floor = config.floor if config.form == "paper" else 0.0
-        self.weight = self.learned(self.n, head_dim)
-        self.stretch = self.learned(self.n) if config.form == "positive" else None
+        self.weight = self.add_parameter(self.n, head_dim)
+        self.stretch = self.add_parameter(self.n) if config.form == "positive" else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the frequencies from the scaled-down Gaussian density, or orthonormal directions."""

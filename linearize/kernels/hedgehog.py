@@ -38,8 +38,8 @@ class Hedgehog(FeatureMap):
 
     def __init__(self, config: HedgehogConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
-        self.weight = self.learned(head_dim, head_dim)
-        self.bias = self.learned(head_dim) if config.bias else None
+        self.weight = self.add_parameter(head_dim, head_dim)
+        self.bias = self.add_parameter(head_dim) if config.bias else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at the identity: the untrained map is the activation of [x ; -x]."""

@@ -62,11 +62,14 @@ class Luna(FeatureMap):
     def __init__(self, config: LunaConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, 1 if config.shared_heads else heads, head_dim)
         banks = 1 if config.shared_mlp else config.channels
-        self.weight, self.bias = self.learned(config.projections, head_dim), self.learned(config.projections)
-        self.slope, self.offset = self.learned(banks, config.hidden), self.learned(banks, config.hidden)
-        self.out_weight, self.out_bias = self.learned(config.channels, config.hidden), self.learned(config.channels)
-        self.gate = self.learned(config.channels, head_dim) if config.envelope else None
-        self.gate_bias = self.learned(config.channels) if config.envelope else None
+        self.weight = self.add_parameter(config.projections, head_dim)
+        self.bias = self.add_parameter(config.projections)
+        self.slope = self.add_parameter(banks, config.hidden)
+        self.offset = self.add_parameter(banks, config.hidden)
+        self.out_weight = self.add_parameter(config.channels, config.hidden)
+        self.out_bias = self.add_parameter(config.channels)
+        self.gate = self.add_parameter(config.channels, head_dim) if config.envelope else None
+        self.gate_bias = self.add_parameter(config.channels) if config.envelope else None
         self._folded: tuple[tuple[Tensor, ...], Segments] | None = None
 
     def reset_parameters(self, generator: torch.Generator) -> None:

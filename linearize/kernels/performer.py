@@ -43,7 +43,7 @@ class Performer(FeatureMap):
         super().__init__(config, heads, head_dim)
         self.m = config.count(head_dim)
         self.weight: Tensor
-        self.frozen("weight", self.m, head_dim)
+        self.add_buffer("weight", self.m, head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the directions."""

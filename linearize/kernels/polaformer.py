@@ -41,9 +41,9 @@ class Polaformer(FeatureMap):
 
     def __init__(self, config: PolaformerConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
-        self.power = self.learned(head_dim)
-        self.same = self.learned(head_dim)
-        self.opposite = self.learned(head_dim)
+        self.power = self.add_parameter(head_dim)
+        self.same = self.add_parameter(head_dim)
+        self.opposite = self.add_parameter(head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at the middle power and at mostly same-sign weights; nothing is drawn."""

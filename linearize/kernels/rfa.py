@@ -44,7 +44,7 @@ class Rfa(FeatureMap):
         self.n = config.count(head_dim)
         self.floor = config.floor
         self.weight: Tensor
-        self.frozen("weight", self.n, head_dim)
+        self.add_buffer("weight", self.n, head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the frequencies."""

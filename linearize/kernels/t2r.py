@@ -41,8 +41,8 @@ class T2r(FeatureMap):
     def __init__(self, config: T2rConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         features = config.count(head_dim)
-        self.weight = self.learned(features, head_dim)
-        self.bias = self.learned(features)
+        self.weight = self.add_parameter(features, head_dim)
+        self.bias = self.add_parameter(features)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw W, clear b."""

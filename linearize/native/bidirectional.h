@@ -8,23 +8,23 @@
 /* Gather a head's keys from token `first` to `last`; returns their largest log-scale. */
 static float gather(const call_t *c, long b, long h, long first, long last, scratch_t *s) {
     float top = c->keys.scaled ? FLOOR : 0.0f;
-    fetch(c, 0, 0, 1.0f, s);
+    load_state(c, 0, 0, 1.0f, s);
     for (long t = first; t < last; t += TILE) {
         long count = least(TILE, last - t);
         key_features(c, b, h, t, count, s);
         if (c->keys.scaled) {
             float before = top;
             for (long j = 0; j < count; j++) top = highest(s->scale[j], top);
-            if (top > before) fade(c, s->width, s->kv, s->z, expf(before - top));
+            if (top > before) decay_state(c, s->width, s->kv, s->z, expf(before - top));
             scale_weights(s, count, top);
         }
         weighted_values(c, b, h, t, count, s);
-        take_up_keys(c, s, count);
+        accumulate_keys(c, s, count);
     }
     return top;
 }
 
-/* Join the states of `pieces` stretches of a head's tokens. */
+/* Join the states of `pieces` parts of a head's tokens. */
 static void join(const call_t *c, long n, long pieces, long heads, const float *kv, const float *top) {
     long size = c->features * (c->value_size + 1);
     float largest = top[n];
@@ -37,12 +37,12 @@ static void join(const call_t *c, long n, long pieces, long heads, const float *
     }
 }
 
-static long stretches(const call_t *c, long heads) {
+static long split_partition(const call_t *c, long heads) {
     long tiles = (c->tokens + TILE - 1) / TILE, wanted = heads % c->threads ? (4 * c->threads + heads - 1) / heads : 1;
     return least(tiles, wanted);
 }
 
-INLINE long border(const call_t *c, long piece, long pieces) {
+INLINE long partition_start(const call_t *c, long piece, long pieces) {
     long tiles = (c->tokens + TILE - 1) / TILE;
     return least(c->tokens, piece * tiles / pieces * TILE);
 }
@@ -51,12 +51,12 @@ INLINE long border(const call_t *c, long piece, long pieces) {
 int linearize_bidirectional(const call_t *c) {
     long keys = c->batch * c->key_heads, rows = c->batch * c->heads;
     int failed = 0;
-    long pieces = stretches(c, keys), reads = stretches(c, rows);
+    long pieces = split_partition(c, keys), reads = split_partition(c, rows);
     long size = c->features * (c->value_size + 1);
     float *parts = malloc((pieces > 1 ? pieces * keys * size : 1) * sizeof(float));
     float *tops = malloc(pieces * keys * sizeof(float));
     if (!parts || !tops) failed = 1;
-    ease(c);
+    advise_huge_pages(c);
 #pragma omp parallel num_threads(c->threads)
     {
         scratch_t s;
@@ -65,9 +65,9 @@ int linearize_bidirectional(const call_t *c) {
 #pragma omp for schedule(dynamic)
             for (long i = 0; i < pieces * keys; i++) {
                 long piece = i / keys, n = i % keys;
-                tops[i] = gather(c, n / c->key_heads, n % c->key_heads, border(c, piece, pieces),
-                                 border(c, piece + 1, pieces), &s);
-                keep(c, &s, i, 1.0f, pieces > 1 ? parts : c->kv);
+                tops[i] = gather(c, n / c->key_heads, n % c->key_heads, partition_start(c, piece, pieces),
+                                 partition_start(c, piece + 1, pieces), &s);
+                store_state(c, &s, i, 1.0f, pieces > 1 ? parts : c->kv);
             }
 #pragma omp for
             for (long n = 0; n < keys; n++) {
@@ -77,10 +77,10 @@ int linearize_bidirectional(const call_t *c) {
 #pragma omp for schedule(dynamic)
             for (long i = 0; i < reads * rows; i++) {
                 long piece = i / rows, b = i % rows / c->heads, h = i % rows % c->heads;
-                fetch(c, c->kv, b * c->key_heads + h / (c->heads / c->key_heads), 1.0f, &s);
-                for (long t = border(c, piece, reads); t < border(c, piece + 1, reads); t += TILE) {
-                    long count = least(TILE, border(c, piece + 1, reads) - t);
-                    open_rows(c, b, h, t, count);
+                load_state(c, c->kv, b * c->key_heads + h / (c->heads / c->key_heads), 1.0f, &s);
+                for (long t = partition_start(c, piece, reads); t < partition_start(c, piece + 1, reads); t += TILE) {
+                    long count = least(TILE, partition_start(c, piece + 1, reads) - t);
+                    prefetch_out(c, b, h, t, count);
                     query_features(c, b, h, t, count, &s);
                     read_out(c, &s, count);
                     for (long j = 0; j < count; j++)

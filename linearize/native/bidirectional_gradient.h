@@ -18,7 +18,7 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long h, wo
         /* Where the sum's magnitude was held at its least, it is a constant. */
         for (long j = 0; j < count; j++)
             if (fabsf(s->sums[j]) <= c->eps) w->slope[j] = 0.0f;
-        through_state(c, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
+        through_state(c, s->kv, s->z, w->rows_transposed, w->slope, w->dphi, s->width, wide);
         into_state(c, w, s->phi_q, count);
         query_back(c, g, b, h, t, count, w);
     }
@@ -34,13 +34,13 @@ static void key_gradients(const call_t *c, const back_t *g, long b, long h, floa
         weighted_values(c, b, h, t, count, s);
         keys_through_state(c, w, w->dphi, count);
         value_gradients(c, g, b, h, t, count, w);
-        key_back(c, g, b, h, t, count, w->dphi, c->keys.scaled ? w->lifts : 0, w);
+        key_back(c, g, b, h, t, count, w->dphi, c->keys.scaled ? w->dscale : 0, w);
     }
 }
 
 static void head_gradients(const call_t *c, const back_t *g, long n, work_t *w) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads;
-    fetch(c, g->kv, n, 1.0f, &w->s);
+    load_state(c, g->kv, n, 1.0f, &w->s);
     for (long q = h * group; q < (h + 1) * group; q++) query_gradients(c, g, b, q, w);
     key_gradients(c, g, b, h, g->log_scale[n], w);
 }

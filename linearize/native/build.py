@@ -24,7 +24,7 @@ from linearize.native.trust import objection, read_record, record, sync_folder, 
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300
 """After so long a compiler is not waited for."""
-WORKSHOP = ".build-"
+BUILD_PREFIX = ".build-"
 """How folders begin in which a compiler works."""
 
 
@@ -73,7 +73,7 @@ def _writable_record() -> Path:
     except OSError as error:
         raise ConfigError(f"native op: {path.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
     if why := objection(path.parent):
-        raise ConfigError(f"native op: {why}, so nothing in it would be loaded; mend that, or set XDG_CACHE_HOME")
+        raise ConfigError(f"native op: {why}, so nothing in it would be loaded; correct that, or set XDG_CACHE_HOME")
     return path
 
 
@@ -81,9 +81,9 @@ def _made(program: str, path: Path) -> Path:
     """Compile, and put the library and then its record in place."""
     try:
         _sweep(path.parent, older=4 * SECONDS)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=WORKSHOP) as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
             made = Path(folder) / f"{path.stem}.so"
-            if said := compile_library(program, made, locate.HERE):
+            if said := compile_library(program, made, locate.NATIVE_FLAGS):
                 raise ConfigError(f"native op: {program} failed; everything works without it. It said: {said[-500:]}")
             entry = record(made)
             # Named by its content: two builds at once never mix one's library with the other's record.
@@ -101,7 +101,7 @@ def _made(program: str, path: Path) -> Path:
 
 def _sweep(folder: Path, older: float) -> None:
     """Delete what builds left that were killed more than so many seconds ago."""
-    for left in folder.glob(f"{WORKSHOP}*"):
+    for left in folder.glob(f"{BUILD_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > older:
                 shutil.rmtree(left)

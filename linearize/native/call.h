@@ -16,12 +16,12 @@
 
 typedef struct {
     int64_t batch, heads, key_heads, tokens, features, value_size;
-    int64_t q_step[3], k_step[3], v_step[3], out_step[3]; /* numbers to the next batch entry, head and token */
+    int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3]; /* numbers to the next batch entry, head and token */
     const void *q, *k, *v;
     void *out;
     int32_t type, value_type; /* of q and k; of v and out */
     const uint8_t *mask;      /* [B, T] or null */
-    const float *given;       /* log-scale [B, K, T] of given features, or null */
+    const float *given_scale;       /* log-scale [B, K, T] of given features, or null */
     map_t keys, queries;
     const float *start, *start_scale; /* the state before, or null */
     float *kv, *log_scale;            /* the state after; when decoding, before and after */
@@ -34,7 +34,7 @@ typedef struct {
     float *memory, *x, *phi_k, *phi_q, *other, *scale, *weight, *values, *scores, *mixed, *sums, *kv, *z;
     float *rounded[2];    /* one head's projections of keys, and of queries, in bf16 */
     long rounded_head[2]; /* which head's */
-    float *keep; /* [3 n, TILE] where a gradient is taken: see maps.h */
+    float *saved; /* [3 n, TILE] where a gradient is taken: see maps.h */
     long width;  /* of a row of values, a whole number of vectors */
 } scratch_t;
 
@@ -47,8 +47,8 @@ typedef struct {
     long size;
 } part_t;
 
-/* Make room for arrays one behind the other, zeroed and aligned; null where memory ran out. */
-static float *carve(const part_t *parts, long count) {
+/* Allocate a thread's arrays one behind the other, zeroed and aligned; null where memory ran out. */
+static float *arena_alloc(const part_t *parts, long count) {
     long all = 0;
     for (long i = 0; i < count; i++) all += padded(parts[i].size) + W;
     float *memory = aligned_alloc(64, (all * sizeof(float) + 63) / 64 * 64), *next = memory;
@@ -81,8 +81,8 @@ static int prepare(const call_t *c, scratch_t *s) {
     };
     s->rounded_head[0] = s->rounded_head[1] = -1;
     s->width = width;
-    s->keep = 0;
-    s->memory = carve(parts, sizeof parts / sizeof *parts);
+    s->saved = 0;
+    s->memory = arena_alloc(parts, sizeof parts / sizeof *parts);
     return s->memory != 0;
 }
 
@@ -114,7 +114,7 @@ static int each_head(const call_t *c, void (*one)(const call_t *, long, scratch_
 
 /* Ask for large pages behind a large output, where the system gives them to those who ask: tens of MiB of new memory
    otherwise come in pages of 4 KiB, which takes a tenth of the op's time. */
-static void ease(const call_t *c) {
+static void advise_huge_pages(const call_t *c) {
 #if defined(__linux__)
     uintptr_t start = (uintptr_t)c->out, size = c->batch * c->heads * c->tokens * c->value_size;
     uintptr_t end = start + size * (c->value_type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
@@ -128,8 +128,8 @@ INLINE const void *at(const void *p, int type, long i) {
     return (const char *)p + i * (type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
 }
 
-INLINE const void *token_at(const void *x, int type, const int64_t *step, long b, long h, long t) {
-    return at(x, type, b * step[0] + h * step[1] + t * step[2]);
+INLINE const void *token_at(const void *x, int type, const int64_t *stride, long b, long h, long t) {
+    return at(x, type, b * stride[0] + h * stride[1] + t * stride[2]);
 }
 
 /* Read a row of `size` numbers, times a factor, and fill it with zeros to whole vectors. */
@@ -151,15 +151,15 @@ INLINE void clear_padding(const call_t *c, long b, long first, long count, float
 
 /* Make a tile of features [F, wide] of one head's tokens from `first` on. Padding is mapped as zeros are; features that
    are given are cleared there, but of queries: who gives them need not mean the same tokens. */
-static void features(const call_t *c, const map_t *map, const void *x, const int64_t *step, long b, long h, long index,
-                     long first, long count, scratch_t *s, float *phi) {
+static void features(const call_t *c, const map_t *map, const void *x, const int64_t *stride, long b, long h,
+                     long index, long first, long count, scratch_t *s, float *phi) {
     long wide = padded(count), next = least(TILE, c->tokens - first - count);
-    const void *from = token_at(x, c->type, step, b, h, first);
+    const void *from = token_at(x, c->type, stride, b, h, first);
     if (next > 0)
-        ahead(at(from, c->type, count * step[2]), c->type, step[2], next,
+        prefetch_rows(at(from, c->type, count * stride[2]), c->type, stride[2], next,
               map->kind == GIVEN ? c->features : map->size);
     if (map->kind == GIVEN) {
-        turned(from, c->type, step[2], count, c->features, 1.0f, phi, wide);
+        pack_transposed(from, c->type, stride[2], count, c->features, 1.0f, phi, wide);
         if (map == &c->keys) clear_padding(c, b, first, count, phi, c->features, wide);
         return;
     }
@@ -169,24 +169,24 @@ static void features(const call_t *c, const map_t *map, const void *x, const int
         rounded = (const uint16_t *)s->rounded[which];
         if (s->rounded_head[which] != index) round_weights(map, index, (uint16_t *)s->rounded[which]);
         s->rounded_head[which] = index;
-        turned(from, PAIRED, step[2], count, map->size / 2, 1.0f, s->x, wide);
-    } else turned(from, c->type, step[2], count, map->size, map->scale, s->x, wide);
+        pack_transposed(from, PAIRED, stride[2], count, map->size / 2, 1.0f, s->x, wide);
+    } else pack_transposed(from, c->type, stride[2], count, map->size, map->scale, s->x, wide);
     clear_padding(c, b, first, count, s->x, rounded ? map->size / 2 : map->size, wide);
-    map_tile(map, rounded, index, s->x, phi, s->other, s->scale, wide, s->keep);
+    map_tile(map, rounded, index, s->x, phi, s->other, s->scale, wide, s->saved);
 }
 
 INLINE void query_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
     long index = c->queries.heads == c->heads ? h : h / (c->heads / c->key_heads);
-    features(c, &c->queries, c->q, c->q_step, b, h, index, first, count, s, s->phi_q);
+    features(c, &c->queries, c->q, c->q_stride, b, h, index, first, count, s, s->phi_q);
 }
 
 /* The keys of a tile: features, log-scales (FLOOR where padded) and weights (0 there). */
 INLINE void key_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
-    features(c, &c->keys, c->k, c->k_step, b, h, h, first, count, s, s->phi_k);
+    features(c, &c->keys, c->k, c->k_stride, b, h, h, first, count, s, s->phi_k);
     for (long j = 0; j < padded(count); j++) {
         int real = j < count && !is_padding(c, b, first + j);
         s->weight[j] = real;
-        if (c->given && j < count) s->scale[j] = c->given[(b * c->key_heads + h) * c->tokens + first + j];
+        if (c->given_scale && j < count) s->scale[j] = c->given_scale[(b * c->key_heads + h) * c->tokens + first + j];
         if (!real || !c->keys.scaled) s->scale[j] = c->keys.scaled ? FLOOR : 0.0f;
     }
 }
@@ -194,13 +194,14 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
 /* Values of a tile, times their keys' weights, in rows of whole vectors; zeros for padding. */
 INLINE void weighted_values(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
     long next = least(TILE, c->tokens - first - count);
-    const void *from = token_at(c->v, c->value_type, c->v_step, b, h, first);
+    const void *from = token_at(c->v, c->value_type, c->v_stride, b, h, first);
     if (next > 0)
-        ahead(at(from, c->value_type, count * c->v_step[2]), c->value_type, c->v_step[2], next, c->value_size);
+        prefetch_rows(at(from, c->value_type, count * c->v_stride[2]), c->value_type, c->v_stride[2], next,
+                      c->value_size);
     for (long t = 0; t < padded(count); t++) {
         float *row = s->values + t * s->width;
         if (t >= count || is_padding(c, b, first + t)) memset(row, 0, s->width * sizeof(float));
-        else read_row(at(from, c->value_type, t * c->v_step[2]), c->value_type, c->value_size, s->weight[t], row);
+        else read_row(at(from, c->value_type, t * c->v_stride[2]), c->value_type, c->value_size, s->weight[t], row);
     }
 }
 
@@ -211,7 +212,7 @@ INLINE vf weighed(const float *row, const float *weight, long count) {
 }
 
 /* A state's sums z [F] += features [F, wide] x weights. */
-PART void take_up_sums(const call_t *c, const float *phi, long wide, const float *weight, long count, float *z) {
+PART void accumulate_z(const call_t *c, const float *phi, long wide, const float *weight, long count, float *z) {
     long i = 0;
     for (; i + W <= c->features; i += W) {
         vf row[W];
@@ -222,14 +223,14 @@ PART void take_up_sums(const call_t *c, const float *phi, long wide, const float
 }
 
 /* A state kv [F, width], z [F] += features [F, wide] x rows [count, width], and x the rows' weights. */
-PART void take_up(const call_t *c, const float *phi, const float *rows, const float *weight, long width, long count,
-                  float *kv, float *z) {
+PART void accumulate_kv(const call_t *c, const float *phi, const float *rows, const float *weight, long width,
+                        long count, float *kv, float *z) {
     product(1, c->features, width, count, phi, padded(count), 1, rows, width, kv, width);
-    take_up_sums(c, phi, padded(count), weight, count, z);
+    accumulate_z(c, phi, padded(count), weight, count, z);
 }
 
-INLINE void take_up_keys(const call_t *c, scratch_t *s, long count) {
-    take_up(c, s->phi_k, s->values, s->weight, s->width, count, s->kv, s->z);
+INLINE void accumulate_keys(const call_t *c, scratch_t *s, long count) {
+    accumulate_kv(c, s->phi_k, s->values, s->weight, s->width, count, s->kv, s->z);
 }
 
 /* One of a thread's arrays times a factor. */
@@ -237,7 +238,7 @@ INLINE void multiply(float *row, long size, float factor) {
     for (long j = 0; j < size; j += W) store(row + j, load(row + j) * factor);
 }
 
-INLINE void fade(const call_t *c, long width, float *kv, float *z, float factor) {
+INLINE void decay_state(const call_t *c, long width, float *kv, float *z, float factor) {
     multiply(kv, c->features * width, factor);
     multiply(z, c->features, factor);
 }
@@ -270,11 +271,12 @@ INLINE void read_out(const call_t *c, scratch_t *s, long count) {
 }
 
 /* Ask for the places of a tile's output before they are written. */
-INLINE void open_rows(const call_t *c, long b, long h, long first, long count) {
+INLINE void prefetch_out(const call_t *c, long b, long h, long first, long count) {
     long bytes = c->value_type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
-    char *to = (char *)c->out + (b * c->out_step[0] + h * c->out_step[1] + first * c->out_step[2]) * bytes;
+    char *to = (char *)c->out + (b * c->out_stride[0] + h * c->out_stride[1] + first * c->out_stride[2]) * bytes;
     for (long t = 0; t < count; t++)
-        for (long i = 0; i < c->value_size * bytes; i += 64) __builtin_prefetch(to + t * c->out_step[2] * bytes + i, 1);
+        for (long i = 0; i < c->value_size * bytes; i += 64)
+            __builtin_prefetch(to + t * c->out_stride[2] * bytes + i, 1);
 }
 
 /* A row's sum with its magnitude held at `smallest` or more. */
@@ -286,7 +288,7 @@ INLINE void write_row(const call_t *c, const float *row, float sum, float smalle
     float factor = 1.0f / guarded(sum, smallest);
     /* The reciprocal of a tiny sum may be infinite where the quotient is not. */
     int divide = !(fabsf(factor) < 1e30f);
-    long i = b * c->out_step[0] + h * c->out_step[1] + token * c->out_step[2], j = 0;
+    long i = b * c->out_stride[0] + h * c->out_stride[1] + token * c->out_stride[2], j = 0;
     for (; j + W <= c->value_size; j += W) {
         vf x = load(row + j);
         write_numbers(c->out, c->value_type, i + j, divide ? x / guarded(sum, smallest) : x * factor);
@@ -295,8 +297,8 @@ INLINE void write_row(const call_t *c, const float *row, float sum, float smalle
         write_number(c->out, c->value_type, i + j, divide ? row[j] / guarded(sum, smallest) : row[j] * factor);
 }
 
-/* Fetch the state of head `n` [F, V + 1] into rows of whole vectors; zeros where there is none. */
-static void fetch(const call_t *c, const float *kv, long n, float factor, scratch_t *s) {
+/* Read the state of head `n` [F, V + 1] into rows of whole vectors; zeros where there is none. */
+static void load_state(const call_t *c, const float *kv, long n, float factor, scratch_t *s) {
     long size = c->value_size;
     memset(s->kv, 0, c->features * s->width * sizeof(float));
     memset(s->z, 0, c->features * sizeof(float));
@@ -308,7 +310,7 @@ static void fetch(const call_t *c, const float *kv, long n, float factor, scratc
     }
 }
 
-static void keep(const call_t *c, const scratch_t *s, long n, float factor, float *kv) {
+static void store_state(const call_t *c, const scratch_t *s, long n, float factor, float *kv) {
     long size = c->value_size;
     kv += n * c->features * (size + 1);
     for (long i = 0; i < c->features; i++, kv += size + 1) {

@@ -33,9 +33,9 @@ class Gradients(NamedTuple):
     """What `Engine.gradients` returns.
 
     Attributes:
-        q: as q; so k and v.
-        k: as k.
-        v: as v.
+        q: the gradient of q.
+        k: the gradient of k.
+        v: the gradient of v.
         weights: of the `MAP_WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
         log_scale: of given log-scales [B, K, T], or None.
     """
@@ -72,7 +72,7 @@ class Engine:
             gradient = [ctypes.POINTER(Back)] if name.endswith("gradient") else []
             function.argtypes, function.restype = [ctypes.c_char_p, *gradient], ctypes.c_int
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Tell whether it reads such tensors: plain ones on the CPU, of a type it knows, last axis in one piece."""
         return (
             type(q) is Tensor
@@ -87,10 +87,10 @@ class Engine:
         """Describe maps for `step`, inputs to be multiplied by `scale`: see `linearize.native.structures.packed`."""
         return packed(maps, scale)
 
-    def steps(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
+    def supports_step(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
         """Tell whether it reads such tensors and can write into such a state."""
         plain = kv.is_contiguous() and log_scale.is_contiguous() and kv.dtype == log_scale.dtype == torch.float32
-        return plain and self.takes(q, k, v)
+        return plain and self.supports(q, k, v)
 
     def attend(
         self,
@@ -136,7 +136,7 @@ class Engine:
         # Tokens first in memory: that is how the host goes on with it.
         out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
         state = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.empty(batch, k.shape[1])
-        more = self._more(k, mask, log_scale)
+        more = self._call_options(k, mask, log_scale)
         if start is not None:
             more["start"] = [x.contiguous() for x in start]
         function = self.library.linearize_causal if causal else self.library.linearize_bidirectional
@@ -170,11 +170,11 @@ class Engine:
             out: what `attend` returned [B, H, T, V].
             grad: the gradient to that.
             state: kv and log-scale that `attend` returned.
-            causal: as of `attend`; so the rest.
-            scale: see there.
-            eps: see there.
-            mask: see there.
-            log_scale: see there.
+            causal: as given to `attend`.
+            scale: as given to `attend`.
+            eps: as given to `attend`.
+            mask: as given to `attend`.
+            log_scale: as given to `attend`.
 
         Returns:
             None where log-scales climb by more than 40 powers of two within 48 causal tokens: PyTorch's ops do that.
@@ -183,24 +183,26 @@ class Engine:
             MemoryError: if there is no memory for a thread's tiles.
         """
         ready = packed(maps, scale) if maps else given(q.shape[3], scaled=log_scale is not None)
-        more = self._more(k, mask, log_scale)
+        more = self._call_options(k, mask, log_scale)
         grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
         back = Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
-        back.grad_step = grad.stride()[:3]
+        back.grad_stride = grad.stride()[:3]
         found = [torch.empty_like(x) for x in (q, k, v)]
         for name, x in zip("qkv", found, strict=True):
             setattr(back, f"d{name}", x.data_ptr())
-            setattr(back, f"d{name}_step", x.stride()[:3])
+            setattr(back, f"d{name}_stride", x.stride()[:3])
         scales = None if log_scale is None else torch.empty(k.shape[:3])
-        back.given = None if scales is None else scales.data_ptr()
-        rooms = [_rooms(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)]
+        back.dlog_scale = None if scales is None else scales.data_ptr()
+        all_buffers = [
+            _gradient_buffers(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)
+        ]
         function = self.library.linearize_causal_gradient if causal else self.library.linearize_bidirectional_gradient
         result = function(call(ready, q, k, v, out, eps=eps, **more), back)
         if result == NO_MEMORY:
             raise MemoryError("native op: no memory for a tile's gradients")
         if result == STEEP:
             return None
-        weights = [_gathered(map, room) for map, room in zip(maps, rooms, strict=True)]
+        weights = [_summed(map, buffers) for map, buffers in zip(maps, all_buffers, strict=True)]
         return Gradients(found[0], found[1], found[2], tuple(itertools.chain(*weights)), scales)
 
     def step(
@@ -237,7 +239,9 @@ class Engine:
         ready = packed([map], scale)
         phi = torch.empty(*x.shape[:3], ready.features)
         top = torch.empty(x.shape[:3]) if map.scaled else None
-        if self.library.linearize_features(call(ready, x, x, x, phi, eps=0.0, state=(None, top), **self._more(x))):
+        if self.library.linearize_features(
+            call(ready, x, x, x, phi, eps=0.0, state=(None, top), **self._call_options(x))
+        ):
             raise MemoryError("native op: no memory for a tile")
         return phi, top
 
@@ -252,16 +256,16 @@ class Engine:
         ready = packed([map], scale)
         grad, found = grad.float().contiguous(), torch.empty_like(x)
         back = Back(grad=grad.data_ptr(), dk=found.data_ptr())
-        back.grad_step, back.dk_step = grad.stride()[:3], found.stride()[:3]
+        back.grad_stride, back.dk_stride = grad.stride()[:3], found.stride()[:3]
         if grad_scale is not None:
             grad_scale = grad_scale.float().contiguous()
-            back.given = grad_scale.data_ptr()
-        rooms = _rooms(map, x, back)
-        if self.library.linearize_features_gradient(call(ready, x, x, x, x, eps=0.0, **self._more(x)), back):
+            back.dlog_scale = grad_scale.data_ptr()
+        buffers = _gradient_buffers(map, x, back)
+        if self.library.linearize_features_gradient(call(ready, x, x, x, x, eps=0.0, **self._call_options(x)), back):
             raise MemoryError("native op: no memory for a tile's gradients")
-        return found, _gathered(map, rooms)
+        return found, _summed(map, buffers)
 
-    def _more(self, k: Tensor, mask: Tensor | None = None, log_scale: Tensor | None = None) -> dict[str, Any]:
+    def _call_options(self, k: Tensor, mask: Tensor | None = None, log_scale: Tensor | None = None) -> dict[str, Any]:
         """Return further arguments of `call`, as the op reads them."""
         return {
             "threads": torch.get_num_threads() if self.parallel else 1,
@@ -270,21 +274,21 @@ class Engine:
         }
 
 
-def _rooms(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:
-    """Make room for the gradients of the map's weights, one for each batch entry and head of x [B, H, T, D]."""
-    rooms: list[Tensor | None] = []
+def _gradient_buffers(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:
+    """Allocate the gradients of the map's weights, one for each batch entry and head of x [B, H, T, D]."""
+    buffers: list[Tensor | None] = []
     for name in MAP_WEIGHTS:
         weight = getattr(map, name)
-        room = None if weight is None else torch.empty(*x.shape[:2], *weight.shape[1:])
-        setattr(back, prefix + name, None if room is None else room.data_ptr())
-        rooms.append(room)
-    return rooms
+        buffer = None if weight is None else torch.empty(*x.shape[:2], *weight.shape[1:])
+        setattr(back, prefix + name, None if buffer is None else buffer.data_ptr())
+        buffers.append(buffer)
+    return buffers
 
 
-def _gathered(map: MapSpec, rooms: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Add up what the op left in its rooms: over the batch, and over heads that share weights."""
+def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Add up what the op left in the buffers: over the batch, and over heads that share weights."""
     shared = map.first.shape[0] == 1
-    found = [None if room is None else room.sum(dim=0) for room in rooms]
+    found = [None if buffer is None else buffer.sum(dim=0) for buffer in buffers]
     return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in found)
 
 

@@ -43,12 +43,12 @@ INLINE float row_least(const call_t *c, const powers_t *p, long j) {
 }
 
 /* Bring the keys' weights to the tile's power. */
-INLINE void lift(scratch_t *s, long count, const powers_t *p) {
+INLINE void rescale_keys(scratch_t *s, long count, const powers_t *p) {
     for (long j = 0; j < count; j++) s->weight[j] *= power(p->own[j] - p->end);
 }
 
 /* Bring rows from `first` to `last` that were read out of a state of power `from` to powers of their own. */
-INLINE void reach(scratch_t *s, long first, long last, float from, const powers_t *p) {
+INLINE void rescale_rows(scratch_t *s, long first, long last, float from, const powers_t *p) {
     for (long i = first; i < last; i++) multiply(s->mixed + i * s->width, s->width, power(from - p->top[i]));
 }
 
@@ -74,7 +74,7 @@ INLINE void score_rows(const call_t *c, scratch_t *s, long first, long i, long r
 
 /* Scores of queries from `first` to `last` with the keys from `first` on, and all sums of their rows; z has the power
    `from`. */
-PART void strip_scores(const call_t *c, scratch_t *s, long first, long last, long wide, float from,
+PART void tile_scores(const call_t *c, scratch_t *s, long first, long last, long wide, float from,
                        const powers_t *p) {
     row_sums(c, s->phi_q + first, s->z, last - first, wide, s->sums + first);
     if (p->steep)
@@ -82,13 +82,13 @@ PART void strip_scores(const call_t *c, scratch_t *s, long first, long last, lon
     for (long i = first; i < last; i += MR) score_rows(c, s, first, i, least(MR, last - i), wide, p);
 }
 
-/* Scores and sums of a tile strip by strip, z taking the strips' keys up in between. */
-static void alone_scores(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
+/* Scores and sums of a tile, UNIT rows at a time, z adding up their keys in between. */
+static void mha_scores(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     float at = p->before;
     for (long i = 0; i < count; i += UNIT) {
         float weight[UNIT] = {0}, end;
         long last = least(count, i + UNIT);
-        strip_scores(c, s, i, last, wide, at, p);
+        tile_scores(c, s, i, last, wide, at, p);
         memcpy(weight, s->weight + i, (last - i) * sizeof(float));
         if (p->steep) {
             end = p->top[last - 1];
@@ -96,18 +96,18 @@ static void alone_scores(const call_t *c, scratch_t *s, long count, long wide, c
             multiply(s->z, c->features, power(at - end));
             at = end;
         }
-        take_up_sums(c, s->phi_k + i, wide, weight, last - i, s->z);
+        accumulate_z(c, s->phi_k + i, wide, weight, last - i, s->z);
     }
 }
 
 /* Add to MR rows from the i-th on what the keys from `first` on have for them. */
-INLINE void own_rows(scratch_t *s, long first, long i, long wide) {
+INLINE void intra_rows(scratch_t *s, long first, long i, long wide) {
     long width = s->width;
     product(1, MR, width, i + MR - first, s->scores + i * wide + first, wide, 1, s->values + first * width, width,
             s->mixed + i * width, width);
 }
 
-/* Read MR rows, `columns` vectors of them, out of a state [F, width], and take the same tokens' keys up. */
+/* Read MR rows, `columns` vectors of them, out of a state [F, width], and add the same tokens' keys to it. */
 INLINE void walk_state(int columns, const call_t *c, const float *q, const float *k, long wide,
                        const float *values, float *kv, float *mixed, long width) {
     vf sum[MR][NV];
@@ -149,46 +149,46 @@ static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long w
     long width = s->width, rows = least(MR, last - i);
     float end = p->top[i + rows - 1], *values = s->values + i * width;
     read_rows(c, s, i, MR, wide);
-    reach(s, i, i + rows, at, p);
-    own_rows(s, i, i, wide);
+    rescale_rows(s, i, i + rows, at, p);
+    intra_rows(s, i, i, wide);
     for (long r = 0; r < rows; r++) multiply(values + r * width, width, power(p->own[i + r] - end));
     multiply(s->kv, c->features * width, power(at - end));
     product(1, c->features, width, MR, s->phi_k + i, wide, 1, values, width, s->kv, width);
     return end;
 }
 
-/* A tile's rows where no other head's queries need the state before: the keys go into it as the queries pass, MR at a
-   time, and few pairs of queries and keys are left. In whole blocks, past the tile's last token too: no row's rounding
-   depends on how many follow. */
-static void alone_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
+/* Multi-head attention: no other head's queries need the state before a tile, so the keys go into it as the queries
+   pass, MR at a time, and few pairs of queries and keys are left. In whole blocks, past the tile's last token too: no
+   row's rounding depends on how many follow. */
+static void mha_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     float at = p->before;
-    alone_scores(c, s, count, wide, p);
+    mha_scores(c, s, count, wide, p);
     for (long i = 0; i < count; i += MR) {
         if (p->steep) {
             at = walk_steep(c, s, i, count, wide, at, p);
             continue;
         }
         walk_rows(c, s, i, wide);
-        own_rows(s, i, i, wide);
+        intra_rows(s, i, i, wide);
     }
 }
 
-/* A tile's rows out of the state before it, and what they have of the tile's own keys. */
-static void shared_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
-    strip_scores(c, s, 0, count, wide, p->before, p);
+/* Grouped queries: a tile's rows out of the state before it, and what they have of the tile's own keys. */
+static void gqa_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
+    tile_scores(c, s, 0, count, wide, p->before, p);
     read_rows(c, s, 0, count, wide);
-    if (p->steep) reach(s, 0, count, p->before, p);
-    for (long i = 0; i < count; i += MR) own_rows(s, 0, i, wide);
+    if (p->steep) rescale_rows(s, 0, count, p->before, p);
+    for (long i = 0; i < count; i += MR) intra_rows(s, 0, i, wide);
 }
 
 /* The queries of one head of a tile, whose keys and values are at hand. */
-static void causal_rows(const call_t *c, long b, long h, long first, long count, int alone, scratch_t *s,
+static void causal_rows(const call_t *c, long b, long h, long first, long count, int mha, scratch_t *s,
                         const powers_t *p) {
     long wide = padded(count);
-    open_rows(c, b, h, first, count);
+    prefetch_out(c, b, h, first, count);
     query_features(c, b, h, first, count, s);
-    if (alone) alone_rows(c, s, count, wide, p);
-    else shared_rows(c, s, count, wide, p);
+    if (mha) mha_rows(c, s, count, wide, p);
+    else gqa_rows(c, s, count, wide, p);
     for (long j = 0; j < count; j++)
         write_row(c, s->mixed + j * s->width, s->sums[j], row_least(c, p, j), b, h, first + j);
 }
@@ -200,7 +200,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
     powers_t p = {.end = 0.0f};
     if (c->start) top = c->start_scale[n];
     if (c->keys.scaled) rest = take_apart(top, &p.end);
-    fetch(c, c->start, n, expf(rest), s);
+    load_state(c, c->start, n, expf(rest), s);
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
         key_features(c, b, h, t, count, s);
@@ -208,29 +208,29 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
             for (long j = 0; j < count; j++) top = highest(s->scale[j], top);
             tile_powers(s, count, p.end, &p);
             if (!p.steep) {
-                lift(s, count, &p);
-                if (p.end > p.before) fade(c, s->width, s->kv, s->z, power(p.before - p.end));
+                rescale_keys(s, count, &p);
+                if (p.end > p.before) decay_state(c, s->width, s->kv, s->z, power(p.before - p.end));
             }
         }
         weighted_values(c, b, h, t, count, s);
-        int alone = group == 1;
-        for (long g = h * group; g < (h + 1) * group; g++) causal_rows(c, b, g, t, count, alone, s, &p);
-        if (alone) continue;
+        int mha = group == 1;
+        for (long g = h * group; g < (h + 1) * group; g++) causal_rows(c, b, g, t, count, mha, s, &p);
+        if (mha) continue;
         if (p.steep) {
-            lift(s, count, &p);
+            rescale_keys(s, count, &p);
             weighted_values(c, b, h, t, count, s);
-            fade(c, s->width, s->kv, s->z, power(p.before - p.end));
+            decay_state(c, s->width, s->kv, s->z, power(p.before - p.end));
         }
-        take_up_keys(c, s, count);
+        accumulate_keys(c, s, count);
     }
     if (c->keys.scaled) rest = take_apart(top, &p.end);
-    keep(c, s, n, expf(-rest), c->kv);
+    store_state(c, s, n, expf(-rest), c->kv);
     c->log_scale[n] = top;
 }
 
 /* Causal attention behind a state. Returns 0, or 1 where memory ran out. */
 int linearize_causal(const call_t *c) {
-    ease(c);
+    advise_huge_pages(c);
     return each_head(c, causal_head);
 }
 

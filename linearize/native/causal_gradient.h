@@ -22,7 +22,7 @@ static int tile_keys(const call_t *c, long b, long h, long first, long count, wo
     if (c->keys.scaled) {
         tile_powers(s, count, p->end, p);
         if (p->steep) return 1;
-        lift(s, count, p);
+        rescale_keys(s, count, p);
     }
     weighted_values(c, b, h, first, count, s);
     return 0;
@@ -33,9 +33,9 @@ static void first_rows(const call_t *c, const back_t *g, long b, long h, long fi
                        const powers_t *p, float *factor, float *slope) {
     scratch_t *s = &w->s;
     long wide = padded(count);
-    s->keep = w->keep;
+    s->saved = w->saved;
     query_features(c, b, h, first, count, s);
-    s->keep = 0;
+    s->saved = 0;
     row_sums(c, s->phi_q, s->z, wide, wide, s->sums);
     for (long i = 0; i < count; i += MR) score_rows(c, s, 0, i, least(MR, count - i), wide, p);
     int held[TILE];
@@ -46,14 +46,14 @@ static void first_rows(const call_t *c, const back_t *g, long b, long h, long fi
     }
     row_gradients(c, g, b, h, first, count, factor, w);
     for (long j = 0; j < count; j++) slope[j] = w->slope[j] = held[j] ? 0.0f : w->slope[j];
-    through_state(c, s->kv, s->z, w->turned, w->slope, w->dphi, s->width, wide);
+    through_state(c, s->kv, s->z, w->rows_transposed, w->slope, w->dphi, s->width, wide);
     /* Gradients to the scores, transposed: rows are keys, columns the queries from their own on. */
-    product(0, wide, wide, c->value_size, s->values, s->width, 1, w->turned, wide, w->pairs, wide);
+    product(0, wide, wide, c->value_size, s->values, s->width, 1, w->rows_transposed, wide, w->dscores, wide);
     for (long j = 0; j < wide; j++)
         for (long i = 0; i < wide; i++)
-            w->pairs[j * wide + i] = i < j ? 0.0f : w->pairs[j * wide + i] + s->weight[j] * w->slope[i];
+            w->dscores[j * wide + i] = i < j ? 0.0f : w->dscores[j * wide + i] + s->weight[j] * w->slope[i];
     for (long i = 0; i < wide; i += PANEL)
-        product(1, c->features, least(PANEL, wide - i), least(wide, i + PANEL), s->phi_k, wide, 1, w->pairs + i, wide,
+        product(1, c->features, least(PANEL, wide - i), least(wide, i + PANEL), s->phi_k, wide, 1, w->dscores + i, wide,
                 w->dphi + i, wide);
     query_back(c, g, b, h, first, count, w);
 }
@@ -70,16 +70,16 @@ static void second_rows(const call_t *c, const back_t *g, long b, long h, long f
         long height = least(MR, wide - i), seen = least(wide, padded(i + height));
         product(0, height, seen, c->features, s->phi_q + i, 1, wide, s->phi_k, wide, s->scores + i * wide, wide);
         product(0, height, seen, c->value_size, w->rows + i * s->width, s->width, 1, w->values, wide,
-                w->pairs + i * wide, wide);
+                w->dscores + i * wide, wide);
         for (long r = i; r < i + height; r++) {
-            for (long j = 0; j <= r; j++) w->pairs[r * wide + j] += w->slope[r] * s->weight[j];
-            for (long j = r + 1; j < wide; j++) w->pairs[r * wide + j] = s->scores[r * wide + j] = 0.0f;
+            for (long j = 0; j <= r; j++) w->dscores[r * wide + j] += w->slope[r] * s->weight[j];
+            for (long j = r + 1; j < wide; j++) w->dscores[r * wide + j] = s->scores[r * wide + j] = 0.0f;
         }
     }
     for (long j = 0; j < wide; j += PANEL)
-        product(1, c->features, least(PANEL, wide - j), wide - j, s->phi_q + j, wide, 1, w->pairs + j * wide + j, wide,
-                w->dphi_k + j, wide);
-    product(1, wide, s->width, wide, s->scores, 1, wide, w->rows, s->width, w->taken, s->width);
+        product(1, c->features, least(PANEL, wide - j), wide - j, s->phi_q + j, wide, 1, w->dscores + j * wide + j,
+                wide, w->dphi_k + j, wide);
+    product(1, wide, s->width, wide, s->scores, 1, wide, w->rows, s->width, w->dvalues, s->width);
     for (long i = 0; i < wide; i++)
         for (long j = 0; j <= i; j++) s->sums[j] += s->scores[i * wide + j] * w->slope[i];
 }
@@ -89,16 +89,16 @@ static int walk_forward(const call_t *c, const back_t *g, long b, long h, work_t
     long group = c->heads / c->key_heads;
     powers_t p = {.end = 0.0f};
     if (c->keys.scaled) take_apart(FLOOR, &p.end);
-    fetch(c, 0, 0, 1.0f, s);
+    load_state(c, 0, 0, 1.0f, s);
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
         k->end[t / TILE] = p.end;
         if (tile_keys(c, b, h, t, count, w, &p)) return STEEP;
-        if (c->keys.scaled && p.end > p.before) fade(c, s->width, s->kv, s->z, power(p.before - p.end));
+        if (c->keys.scaled && p.end > p.before) decay_state(c, s->width, s->kv, s->z, power(p.before - p.end));
         for (long q = 0; q < group; q++)
             first_rows(c, g, b, h * group + q, t, count, w, &p, k->factor + q * c->tokens + t,
                        k->slope + q * c->tokens + t);
-        take_up_keys(c, s, count);
+        accumulate_keys(c, s, count);
     }
     return 0;
 }
@@ -116,15 +116,15 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
                         k->slope + q * c->tokens + t);
             into_state(c, w, s->phi_q, count);
         }
-        if (c->keys.scaled && p.end > p.before) fade(c, s->width, w->dkv, w->dz, power(p.before - p.end));
+        if (c->keys.scaled && p.end > p.before) decay_state(c, s->width, w->dkv, w->dz, power(p.before - p.end));
         value_gradients(c, g, b, h, t, count, w);
         if (c->keys.kind != GIVEN) {
             /* The queries were mapped in between: once more, for what the map's gradient needs. */
-            s->keep = w->keep;
-            features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, s, s->phi_k);
-            s->keep = 0;
+            s->saved = w->saved;
+            features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, s, s->phi_k);
+            s->saved = 0;
         }
-        key_back(c, g, b, h, t, count, w->dphi_k, c->keys.scaled ? w->lifts : 0, w);
+        key_back(c, g, b, h, t, count, w->dphi_k, c->keys.scaled ? w->dscale : 0, w);
     }
 }
 

@@ -10,10 +10,10 @@ static void head_features(const call_t *c, long n, scratch_t *s) {
     long b = n / c->key_heads, h = n % c->key_heads;
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
-        float *to = (float *)c->out + n * c->out_step[1] + t * c->out_step[2];
-        features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, s, s->phi_k);
+        float *to = (float *)c->out + n * c->out_stride[1] + t * c->out_stride[2];
+        features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, s, s->phi_k);
         if (c->log_scale) memcpy(c->log_scale + n * c->tokens + t, s->scale, count * sizeof(float));
-        turned_back(s->phi_k, padded(count), to, FLOAT32, c->out_step[2], count, c->features, 1.0f);
+        unpack_transposed(s->phi_k, padded(count), to, FLOAT32, c->out_stride[2], count, c->features, 1.0f);
     }
 }
 
@@ -24,17 +24,17 @@ static void head_features_back(const call_t *c, const back_t *g, long n, work_t 
     long b = n / c->key_heads, h = n % c->key_heads;
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
-        const float *grad = (const float *)g->grad + n * g->grad_step[1] + t * g->grad_step[2];
-        float lifts[TILE] = {0};
-        features(c, &c->keys, c->k, c->k_step, b, h, h, t, count, &w->s, w->s.phi_k);
+        const float *grad = (const float *)g->grad + n * g->grad_stride[1] + t * g->grad_stride[2];
+        float dscales[TILE] = {0};
+        features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, &w->s, w->s.phi_k);
         memcpy(w->raw, w->s.scale, padded(count) * sizeof(float));
-        if (g->given) memcpy(lifts, g->given + n * c->tokens + t, count * sizeof(float));
-        turned(grad, FLOAT32, g->grad_step[2], count, c->features, 1.0f, w->dphi, padded(count));
-        key_back(c, g, b, h, t, count, w->dphi, g->given ? lifts : 0, w);
+        if (g->dlog_scale) memcpy(dscales, g->dlog_scale + n * c->tokens + t, count * sizeof(float));
+        pack_transposed(grad, FLOAT32, g->grad_stride[2], count, c->features, 1.0f, w->dphi, padded(count));
+        key_back(c, g, b, h, t, count, w->dphi, g->dlog_scale ? dscales : 0, w);
     }
 }
 
-/* From the gradients to the features (g->grad) and to the log-scales (g->given, or null). Returns as above. */
+/* From the gradients to the features (g->grad) and to the log-scales (g->dlog_scale, or null). Returns as above. */
 int linearize_features_gradient(const call_t *c, const back_t *g) { return each_head_back(c, g, head_features_back); }
 
 #endif

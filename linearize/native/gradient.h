@@ -1,4 +1,4 @@
-/* The way back through a feature map, and what both directions' gradients share. Everything is made again from q, k, v
+/* The gradient of a feature map, and what both directions' gradients share. Everything is made again from q, k, v
    and the output, tile by tile: no features are kept between the passes. */
 
 #ifndef LINEARIZE_GRADIENT_H
@@ -8,9 +8,9 @@
 
 typedef struct {
     const void *out, *grad;  /* the output and its gradient [B, H, T, V], with steps of their own */
-    int64_t grad_step[3], dq_step[3], dk_step[3], dv_step[3];
+    int64_t grad_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
     void *dq, *dk, *dv;
-    float *given;                        /* gradient of given log-scales [B, K, T], or null */
+    float *dlog_scale;                   /* gradient of given log-scales [B, K, T], or null */
     /* Of the weights, per batch entry and key head; null where there are none. */
     float *first, *second, *bias, *tau, *bank, *magnitude;
     const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
@@ -18,14 +18,14 @@ typedef struct {
     float *q_first, *q_second, *q_bias, *q_tau, *q_bank, *q_magnitude;
 } back_t;
 
-/* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `turned`, the rows
-   turned; `values`, the weighted values turned; dphi; pairs, the gradients to scores; taken and lifts, those to
-   weighted values and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and
-   dz, of the state; sums, of the weights, see sums_at. */
+/* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `rows_transposed`;
+   `values`, the weighted values transposed; dphi; dscores, dvalues and dscale, the gradients to scores, weighted values
+   and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and dz, of the state;
+   sums, of the weights, see sums_at. */
 typedef struct {
     scratch_t s;
-    float *memory, *rows, *turned, *values, *dphi, *dphi_k, *dkv, *dz, *keep, *dx, *plain, *sums;
-    float *pairs, *slope, *taken, *lifts, *raw;
+    float *memory, *rows, *rows_transposed, *values, *dphi, *dphi_k, *dkv, *dz, *saved, *dx, *plain, *sums;
+    float *dscores, *slope, *dvalues, *dscale, *raw;
     long width, maps; /* of a row of weights; how many heads' weights there are sums for */
 } work_t;
 
@@ -37,7 +37,7 @@ typedef struct {
     float *first, *second, *bias, *tau, *bank, *magnitude;
 } sums_t;
 
-/* Numbers that one head's sums have room for. */
+/* Numbers that one head's sums hold. */
 INLINE long sums_size(const map_t *m) {
     if (m->kind == GIVEN) return 0;
     return (2 * m->rows + 1) * padded(m->size) + padded(m->rows) + UNIT + padded(bank_sums(m));
@@ -58,12 +58,12 @@ static int prepare_work(const call_t *c, const back_t *g, work_t *w) {
     w->width = padded(size);
     w->maps = g->q_first ? 1 + c->heads / c->key_heads : 1;
     const part_t parts[] = {
-        {&w->rows, TILE * v},   {&w->turned, v * TILE},       {&w->values, v * TILE},    {&w->dphi, f * TILE},
-        {&w->dphi_k, f * TILE}, {&w->dkv, f * v},             {&w->dz, f},               {&w->keep, 3 * n * TILE},
-        {&w->dx, size * TILE},  {&w->plain, TILE * w->width}, {&w->pairs, TILE * TILE},  {&w->slope, TILE},
-        {&w->taken, TILE * v},  {&w->lifts, TILE},            {&w->raw, TILE},           {&w->sums, w->maps * sums_size(m)},
+        {&w->rows, TILE * v},   {&w->rows_transposed, v * TILE},       {&w->values, v * TILE},    {&w->dphi, f * TILE},
+        {&w->dphi_k, f * TILE}, {&w->dkv, f * v},             {&w->dz, f},               {&w->saved, 3 * n * TILE},
+        {&w->dx, size * TILE},  {&w->plain, TILE * w->width}, {&w->dscores, TILE * TILE},  {&w->slope, TILE},
+        {&w->dvalues, TILE * v},  {&w->dscale, TILE},            {&w->raw, TILE},           {&w->sums, w->maps * sums_size(m)},
     };
-    w->memory = carve(parts, sizeof parts / sizeof *parts);
+    w->memory = arena_alloc(parts, sizeof parts / sizeof *parts);
     if (!w->memory) free(w->s.memory);
     return w->memory != 0;
 }
@@ -74,8 +74,9 @@ static void free_work(work_t *w) {
 }
 
 /* From the gradient to the features dphi [F, wide] to that of the projections, in place: the first in rows 0 to n, the
-   second behind it; the magnitude's instead of its slopes in `keep`. One column of vectors. */
-INLINE void map_back_column(const map_t *m, const float *phi, const float *other, float *keep, float *dphi, long wide) {
+   second behind it; the magnitude's instead of its slopes in `saved`. One column of vectors. */
+INLINE void map_back_column(const map_t *m, const float *phi, const float *other, float *saved, float *dphi,
+                            long wide) {
     long n = m->rows;
     vf one = {0}, two = {0};
     for (long i = 0; i < n; i++) {
@@ -91,10 +92,10 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
             /* The same number here and in the sum: of a softmax over one score, nothing may be left. */
             one += both;
             store(e, both);
-            store(d, load(keep + i * wide) * (dr - dp));
+            store(d, load(saved + i * wide) * (dr - dp));
         }
     }
-    if (m->magnitude) store(keep + n * wide, load(keep + n * wide) * one);
+    if (m->magnitude) store(saved + n * wide, load(saved + n * wide) * one);
     for (long i = 0; i < n; i++) {
         float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
         if (m->kind == POSITIVE_WAVES) {
@@ -111,8 +112,8 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         else if (m->kind == EXP_BOTH) store(d, p * dp - r * dr); /* the scale that was split off cancels */
         else store(d, p * dr - r * dp);
         if (m->kind == WAVE_PAIRS || m->kind == DAMPED_WAVES) {
-            vf envelope = load(keep + i * wide) * dp + load(keep + (n + i) * wide) * dr;
-            if (m->kind == WAVE_PAIRS) store(e, load(keep + (2 * n + i) * wide) * envelope);
+            vf envelope = load(saved + i * wide) * dp + load(saved + (n + i) * wide) * dr;
+            if (m->kind == WAVE_PAIRS) store(e, load(saved + (2 * n + i) * wide) * envelope);
             else store(e, load(other + i * wide) * (envelope - one));
         }
     }
@@ -180,27 +181,27 @@ static void write_bank(const map_t *m, long head, const float *sums, float *to) 
    (written at `to`) and of a head's weights (added up in `sums`). Padding was mapped as zeros are: its inputs have no
    gradient. */
 static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t sums, work_t *w, const float *phi,
-                     float *dphi, const float *dscale, long first, long count, const void *x, long step, void *to,
-                     long to_step) {
+                     float *dphi, const float *dscale, long first, long count, const void *x, long stride, void *to,
+                     long to_stride) {
     scratch_t *s = &w->s;
     long wide = padded(count), n = m->rows, size = m->size;
     if (m->kind == GIVEN) {
-        turned_back(dphi, wide, to, c->type, to_step, count, c->features, 1.0f);
+        unpack_transposed(dphi, wide, to, c->type, to_stride, count, c->features, 1.0f);
         return;
     }
     head = m->heads == 1 ? 0 : head;
     if (m->kind == BANK) {
-        bank_back(m, head, phi, dphi, s->other, w->keep, sums.bank, wide);
-        dphi = w->keep;
+        bank_back(m, head, phi, dphi, s->other, w->saved, sums.bank, wide);
+        dphi = w->saved;
     } else {
-        for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->keep + j, dphi + j, wide);
+        for (long j = 0; j < wide; j += W) map_back_column(m, phi + j, s->other + j, w->saved + j, dphi + j, wide);
     }
     for (long t = 0; t < count; t++)
         if (is_padding(c, b, first + t)) memset(w->plain + t * w->width, 0, w->width * sizeof(float));
-        else read_row(at(x, c->type, t * step), c->type, size, m->scale, w->plain + t * w->width);
+        else read_row(at(x, c->type, t * stride), c->type, size, m->scale, w->plain + t * w->width);
     float *weights[] = {sums.first, sums.second, sums.magnitude};
     for (int which = 0; which < projections(m); which++) {
-        const float *d = which == MAGNITUDE ? w->keep + n * wide : dphi + which * n * wide;
+        const float *d = which == MAGNITUDE ? w->saved + n * wide : dphi + which * n * wide;
         long rows = projection_rows(m, which);
         product(which, size, wide, rows, projection(m, which, head), 1, size, d, wide, w->dx, wide);
         product(1, rows, w->width, count, d, wide, 1, w->plain, w->width, weights[which], w->width);
@@ -220,7 +221,7 @@ static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t 
                       load(w->dx + d * wide + j) + load(s->x + d * wide + j) * load(dscale + j) * (2.0f * rate));
     }
     clear_padding(c, b, first, count, w->dx, size, wide);
-    turned_back(w->dx, wide, to, c->type, to_step, count, size, m->scale);
+    unpack_transposed(w->dx, wide, to, c->type, to_stride, count, size, m->scale);
 }
 
 /* The same of a tile of queries, from `first` on. */
@@ -228,16 +229,16 @@ static void query_back(const call_t *c, const back_t *g, long b, long h, long fi
     long group = c->heads / c->key_heads, own = w->maps > 1;
     const map_t *m = own ? &c->queries : &c->keys;
     map_back(c, m, b, own ? h : h / group, sums_at(m, w, own ? 1 + h % group : 0), w, w->s.phi_q, w->dphi, 0, first,
-             count, token_at(c->q, c->type, c->q_step, b, h, first), c->q_step[2],
-             (void *)token_at(g->dq, c->type, g->dq_step, b, h, first), g->dq_step[2]);
+             count, token_at(c->q, c->type, c->q_stride, b, h, first), c->q_stride[2],
+             (void *)token_at(g->dq, c->type, g->dq_stride, b, h, first), g->dq_stride[2]);
 }
 
 /* And of keys: from dphi, with the gradients to their log-scales, or null. */
 static void key_back(const call_t *c, const back_t *g, long b, long h, long first, long count, float *dphi,
                      const float *dscale, work_t *w) {
     map_back(c, &c->keys, b, h, sums_at(&c->keys, w, 0), w, w->s.phi_k, dphi, dscale, first, count,
-             token_at(c->k, c->type, c->k_step, b, h, first), c->k_step[2],
-             (void *)token_at(g->dk, c->type, g->dk_step, b, h, first), g->dk_step[2]);
+             token_at(c->k, c->type, c->k_stride, b, h, first), c->k_stride[2],
+             (void *)token_at(g->dk, c->type, g->dk_stride, b, h, first), g->dk_stride[2]);
 }
 
 /* Rows of the gradient to the sums [count, V], and to their denominators in `slope`: dO / den and -(dO . O) / den. */
@@ -250,8 +251,8 @@ INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long
             memset(row, 0, w->s.width * sizeof(float));
             continue;
         }
-        long i = b * g->grad_step[0] + h * g->grad_step[1] + (first + t) * g->grad_step[2], j = 0;
-        long o = b * c->out_step[0] + h * c->out_step[1] + (first + t) * c->out_step[2];
+        long i = b * g->grad_stride[0] + h * g->grad_stride[1] + (first + t) * g->grad_stride[2], j = 0;
+        long o = b * c->out_stride[0] + h * c->out_stride[1] + (first + t) * c->out_stride[2];
         vf sums = {0};
         for (; j + W <= c->value_size; j += W) {
             vf d = numbers(g->grad, c->value_type, i + j) * factor[t];
@@ -264,42 +265,43 @@ INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long
         }
         w->slope[t] = -(sum + total(sums));
     }
-    turned(w->rows, FLOAT32, w->s.width, padded(count), c->value_size, 1.0f, w->turned, padded(count));
+    pack_transposed(w->rows, FLOAT32, w->s.width, padded(count), c->value_size, 1.0f, w->rows_transposed,
+                    padded(count));
 }
 
 /* dphi [F, wide] = state x rows' gradients, the denominators' part included. */
-INLINE void through_state(const call_t *c, const float *kv, const float *z, const float *turned_rows,
+INLINE void through_state(const call_t *c, const float *kv, const float *z, const float *rows_transposed,
                           const float *slope, float *dphi, long width, long wide) {
-    product(0, c->features, wide, c->value_size, kv, width, 1, turned_rows, wide, dphi, wide);
+    product(0, c->features, wide, c->value_size, kv, width, 1, rows_transposed, wide, dphi, wide);
     for (long i = 0; i < c->features; i++)
         for (long j = 0; j < wide; j += W)
             store(dphi + i * wide + j, load(dphi + i * wide + j) + z[i] * load(slope + j));
 }
 
-/* What a tile's keys and values get through the state: dphi, and in `taken` and `sums` the weighted values' part. */
+/* What a tile's keys and values get through the state: dphi, and in `dvalues` and `sums` the weighted values' part. */
 static void keys_through_state(const call_t *c, work_t *w, float *dphi, long count) {
     scratch_t *s = &w->s;
     long wide = padded(count);
-    turned(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
+    pack_transposed(s->values, FLOAT32, s->width, wide, c->value_size, 1.0f, w->values, wide);
     through_state(c, w->dkv, w->dz, w->values, s->weight, dphi, s->width, wide);
-    product(0, wide, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->taken, s->width);
+    product(0, wide, s->width, c->features, s->phi_k, 1, wide, w->dkv, s->width, w->dvalues, s->width);
     row_sums(c, s->phi_k, w->dz, wide, wide, s->sums);
 }
 
 /* The state's gradient += features x rows' gradients. */
 INLINE void into_state(const call_t *c, work_t *w, const float *phi, long count) {
-    take_up(c, phi, w->rows, w->slope, w->s.width, count, w->dkv, w->dz);
+    accumulate_kv(c, phi, w->rows, w->slope, w->s.width, count, w->dkv, w->dz);
 }
 
-/* Write dv = weight x taken, and leave the gradient to the keys' log-scales in `lifts`; `sums` are what was taken of
-   the denominators. */
+/* Write dv = weight x dvalues, and leave the gradient to the keys' log-scales in `dscale`; `sums` are the denominators'
+   part. */
 INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
     scratch_t *s = &w->s;
-    memset(w->lifts, 0, TILE * sizeof(float));
+    memset(w->dscale, 0, TILE * sizeof(float));
     for (long t = 0; t < count; t++) {
-        float *row = w->taken + t * s->width, *value = s->values + t * s->width;
+        float *row = w->dvalues + t * s->width, *value = s->values + t * s->width;
         vf sum = {0};
-        long i = b * g->dv_step[0] + h * g->dv_step[1] + (first + t) * g->dv_step[2], j = 0;
+        long i = b * g->dv_stride[0] + h * g->dv_stride[1] + (first + t) * g->dv_stride[2], j = 0;
         if (is_padding(c, b, first + t)) {
             memset(row, 0, s->width * sizeof(float));
             s->sums[t] = 0.0f;
@@ -308,8 +310,8 @@ INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, lo
         for (j = 0; j + W <= c->value_size; j += W)
             write_numbers(g->dv, c->value_type, i + j, load(row + j) * s->weight[t]);
         for (; j < c->value_size; j++) write_number(g->dv, c->value_type, i + j, row[j] * s->weight[t]);
-        w->lifts[t] = total(sum) + s->sums[t] * s->weight[t];
-        if (g->given) g->given[(b * c->key_heads + h) * c->tokens + first + t] = w->lifts[t];
+        w->dscale[t] = total(sum) + s->sums[t] * s->weight[t];
+        if (g->dlog_scale) g->dlog_scale[(b * c->key_heads + h) * c->tokens + first + t] = w->dscale[t];
     }
 }
 
@@ -355,7 +357,7 @@ static int each_head_back(const call_t *c, const back_t *g, void (*one)(const ca
         work_t w;
         int ready = prepare_work(c, g, &w);
         if (all_ready(ready, &failed)) {
-            w.s.keep = w.keep;
+            w.s.saved = w.saved;
 #pragma omp for schedule(dynamic)
             for (long n = 0; n < c->batch * c->key_heads; n++) {
                 clear_head(c, &w);

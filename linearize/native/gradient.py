@@ -11,7 +11,7 @@ from torch import Tensor
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.native import engine
 
-Again = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Fallback = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """The same attention in PyTorch's operations: q, k, v, log-scales -> output, its gradient reaching the weights too."""
 
 
@@ -21,7 +21,7 @@ def attend_with_gradient(
     k: Tensor,
     v: Tensor,
     log_scale: Tensor | None,
-    again: Again,
+    fallback: Fallback,
     options: dict[str, Any],
 ) -> Tensor:
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
@@ -32,11 +32,11 @@ def attend_with_gradient(
         k: keys.
         v: values.
         log_scale: [B, K, T] of given features, or None.
-        again: asked for the gradient where log-scales are too steep for the native one.
+        fallback: asked for the gradient where log-scales are too steep for the native one.
         options: `causal`, `scale`, `eps` and `mask` of `Engine.attend`.
     """
     weights = [getattr(map, name) for map in maps for name in MAP_WEIGHTS]
-    return _Native.apply(maps, again, options, q, k, v, log_scale, *weights)
+    return _Native.apply(maps, fallback, options, q, k, v, log_scale, *weights)
 
 
 class _Native(torch.autograd.Function):
@@ -44,7 +44,7 @@ class _Native(torch.autograd.Function):
     def forward(
         ctx: Any,
         maps: Sequence[MapSpec],
-        again: Again,
+        fallback: Fallback,
         options: dict[str, Any],
         q: Tensor,
         k: Tensor,
@@ -52,7 +52,7 @@ class _Native(torch.autograd.Function):
         log_scale: Tensor | None,
         *weights: Tensor | None,
     ) -> Tensor:
-        ctx.maps, ctx.again, ctx.options, ctx.engine = maps, again, options, engine()
+        ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
         out, kv, top = ctx.engine.attend(maps, q, k, v, log_scale=log_scale, exact=True, **options)
         # The weights too, so that a change in place before the backward is noticed.
         ctx.save_for_backward(out, kv, top, q, k, v, log_scale, *weights)
@@ -69,7 +69,7 @@ class _Native(torch.autograd.Function):
         ]
         found = ctx.engine.gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
         if found is None:
-            return None, None, None, *_in_pytorch(ctx.again, (q, k, v, log_scale), weights, grad)
+            return None, None, None, *_in_pytorch(ctx.fallback, (q, k, v, log_scale), weights, grad)
         scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
         return None, None, None, found.q, found.k, found.v, scale, *found.weights
 
@@ -105,12 +105,12 @@ class _Mapped(torch.autograd.Function):
 
 
 def _in_pytorch(
-    again: Again, inputs: tuple[Tensor | None, ...], weights: list[Tensor | None], grad: Tensor
+    fallback: Fallback, inputs: tuple[Tensor | None, ...], weights: list[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
     """Differentiate the ops in PyTorch, which have an answer to steep log-scales."""
     leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
     asked = [*leaves, *(w if w is not None and w.requires_grad else None for w in weights)]
     wanted = [x for x in asked if x is not None]
     with torch.enable_grad():
-        found = iter(torch.autograd.grad(again(*leaves), wanted, grad, allow_unused=True))
+        found = iter(torch.autograd.grad(fallback(*leaves), wanted, grad, allow_unused=True))
     return [None if x is None else next(found) for x in asked]

@@ -16,10 +16,10 @@ from linearize.native.variants import packaged
 
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
-    *("few.h", "features.h", "gradient.h", "call.h", "maps.h", "tile.h"),
+    *("one_token.h", "features.h", "gradient.h", "call.h", "maps.h", "tile.h"),
 )
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-HERE = ("-march=native",)
+NATIVE_FLAGS = ("-march=native",)
 """For the processor that compiles."""
 FAILED = "failed"
 """Key of a record that says why compiling failed, instead of naming a library."""
@@ -53,7 +53,7 @@ def sources_hash() -> str:
 @functools.lru_cache(maxsize=1)
 def _fingerprint() -> str:
     # A home folder may be shared by machines whose processors differ.
-    text = f"{sources_hash()} {' '.join(HERE)} {platform.machine()} {processor()}"
+    text = f"{sources_hash()} {' '.join(NATIVE_FLAGS)} {platform.machine()} {processor()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -78,33 +78,33 @@ INLINE void any_sincos(vf x, vf *sine, vf *cosine, int far) {
     }
 }
 
-/* With `keep` [3 n, wide]: cos a, sin a and the envelope's derivative go there, for the gradient. */
+/* With `saved` [3 n, wide]: cos a, sin a and the envelope's derivative go there, for the gradient. */
 INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, int far,
-                        float *keep) {
+                        float *saved) {
     for (long i = 0; i < n; i++) {
         vf sine, cosine, envelope = splat(amplitude);
         if (kind == WAVE_PAIRS) {
-            if (far || keep) any_sincos(load(other + i * wide), &sine, &cosine, far);
+            if (far || saved) any_sincos(load(other + i * wide), &sine, &cosine, far);
             else cosine = vcos(load(other + i * wide));
             envelope = cosine * amplitude;
-            if (keep) store(keep + (2 * n + i) * wide, sine * -amplitude);
+            if (saved) store(saved + (2 * n + i) * wide, sine * -amplitude);
         } else if (kind == DAMPED_WAVES) {
             envelope = load(other + i * wide);
         }
         any_sincos(load(phi + i * wide), &sine, &cosine, far);
         store(phi + i * wide, cosine * envelope);
         store(phi + (n + i) * wide, sine * envelope);
-        if (keep) {
-            store(keep + i * wide, cosine);
-            store(keep + (n + i) * wide, sine);
+        if (saved) {
+            store(saved + i * wide, cosine);
+            store(saved + (n + i) * wide, sine);
         }
     }
 }
 
-PART void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, float *keep) {
+PART void waves(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, float *saved) {
     int far = far_away(phi, n * wide, FAR) || (kind == WAVE_PAIRS && far_away(other, n * wide, FAR));
     for (long j = 0; j < wide; j += W) {
-        if (keep) wave_column(kind, amplitude, phi + j, other + j, n, wide, far, keep + j);
+        if (saved) wave_column(kind, amplitude, phi + j, other + j, n, wide, far, saved + j);
         else if (far) wave_column(kind, amplitude, phi + j, other + j, n, wide, 1, 0);
         else wave_column(kind, amplitude, phi + j, other + j, n, wide, 0, 0);
     }
@@ -118,26 +118,26 @@ INLINE vf magnitude_of(vf y, float *slope) {
 }
 
 /* Of angles a in phi, envelopes s in other and half their factor r: r s cos^2(a + pi/4) and r s sin^2(a + pi/4), as
-   r s (1 -+ sin 2 a) / 2, which rounding leaves at 0 or above. With `keep` [n, wide]: r s cos 2 a goes there, for the
+   r s (1 -+ sin 2 a) / 2, which rounding leaves at 0 or above. With `saved` [n, wide]: r s cos 2 a goes there, for the
    gradient. */
-INLINE void positive_column(float *phi, const float *other, vf half_factor, long n, long wide, int far, float *keep) {
+INLINE void positive_column(float *phi, const float *other, vf half_factor, long n, long wide, int far, float *saved) {
     for (long i = 0; i < n; i++) {
         vf sine, cosine, half = load(other + i * wide) * half_factor;
         any_sincos(load(phi + i * wide) * 2.0f, &sine, &cosine, far);
         /* In this order, so that what is no number stays none. */
         store(phi + i * wide, larger((vf){0}, half - half * sine));
         store(phi + (n + i) * wide, larger((vf){0}, half + half * sine));
-        if (keep) store(keep + i * wide, (half + half) * cosine);
+        if (saved) store(saved + i * wide, (half + half) * cosine);
     }
 }
 
 /* `factor` [wide], or null. */
-PART void positive_waves(float *phi, const float *other, const float *factor, long n, long wide, float *keep) {
+PART void positive_waves(float *phi, const float *other, const float *factor, long n, long wide, float *saved) {
     int far = far_away(phi, n * wide, FAR / 2);
     for (long j = 0; j < wide; j += W) {
         vf half = splat(0.5f);
         if (factor) half *= load(factor + j);
-        if (keep) positive_column(phi + j, other + j, half, n, wide, far, keep + j);
+        if (saved) positive_column(phi + j, other + j, half, n, wide, far, saved + j);
         else if (far) positive_column(phi + j, other + j, half, n, wide, 1, 0);
         else positive_column(phi + j, other + j, half, n, wide, 0, 0);
     }
@@ -186,8 +186,8 @@ INLINE void magnitudes(float *y, long wide, float *slope) {
 }
 
 /* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide], behind it the
-   magnitude's [wide]. Its slopes go behind what waves keep. */
-INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *keep) {
+   magnitude's [wide]. Its slopes go behind what waves save. */
+INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *saved) {
     long n = map->rows;
     add_bias(map, head, phi, wide);
     switch (map->kind) {
@@ -200,18 +200,18 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
         break;
     case DAMPED_WAVES:
         for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
-        waves(DAMPED_WAVES, 1.0f, phi, other, n, wide, keep);
+        waves(DAMPED_WAVES, 1.0f, phi, other, n, wide, saved);
         break;
     case POSITIVE_WAVES:
         for (long j = 0; j < wide; j += W) softmax_column(other + j, n, wide, 1.0f);
-        if (map->magnitude) magnitudes(other + n * wide, wide, keep ? keep + n * wide : 0);
-        positive_waves(phi, other, map->magnitude ? other + n * wide : 0, n, wide, keep);
+        if (map->magnitude) magnitudes(other + n * wide, wide, saved ? saved + n * wide : 0);
+        positive_waves(phi, other, map->magnitude ? other + n * wide : 0, n, wide, saved);
         break;
     case WAVE_PAIRS:
-        waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide, keep);
+        waves(WAVE_PAIRS, map->amplitude, phi, other, n, wide, saved);
         break;
     default:
-        waves(WAVES, map->amplitude, phi, other, n, wide, keep);
+        waves(WAVES, map->amplitude, phi, other, n, wide, saved);
     }
 }
 
@@ -272,7 +272,7 @@ INLINE void squares(const map_t *map, int pairs, long head, const float *x, floa
 
 /* Map tokens x [size, wide]; see `project` for `rounded`. */
 INLINE void map_tile(const map_t *map, const uint16_t *rounded, long head, const float *x, float *phi, float *other,
-                     float *log_scale, long wide, float *keep) {
+                     float *log_scale, long wide, float *saved) {
     head = map->heads == 1 ? 0 : head;
     project(map, FIRST, rounded, head, x, map->kind == BANK ? other : phi, wide);
     if (map->kind == BANK) {
@@ -283,7 +283,7 @@ INLINE void map_tile(const map_t *map, const uint16_t *rounded, long head, const
     if (map->second) project(map, SECOND, rounded, head, x, other, wide);
     if (map->magnitude) project(map, MAGNITUDE, rounded, head, x, other + map->rows * wide, wide);
     if (map->tau) squares(map, rounded != 0, head, x, log_scale, wide);
-    activate(map, head, phi, other, log_scale, wide, keep);
+    activate(map, head, phi, other, log_scale, wide, saved);
 }
 
 #endif

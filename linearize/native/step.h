@@ -3,9 +3,9 @@
 #ifndef LINEARIZE_STEP_H
 #define LINEARIZE_STEP_H
 
-#include "few.h"
+#include "one_token.h"
 
-/* Add phi v' to a state [F, V + 1] that fades, and read it with one query: `vectors` whole vectors and a rest. */
+/* Add phi v' to a state [F, V + 1] that decays, and read it with one query: `vectors` whole vectors and a rest. */
 INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi_k, const float *phi_q, float decay,
                       const float *value, float *mixed) {
     long wide = c->value_size + 1, whole = vectors * W;
@@ -28,25 +28,25 @@ INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi
 }
 
 /* Read a token's numbers times `scale`; zeros for padding. */
-INLINE void token(const call_t *c, const void *x, int type, const int64_t *step, long b, long h, long size, float scale,
-                  float *to) {
+INLINE void token(const call_t *c, const void *x, int type, const int64_t *stride, long b, long h, long size,
+                  float scale, float *to) {
     if (is_padding(c, b, 0)) memset(to, 0, size * sizeof(float));
-    else for (long d = 0; d < size; d++) to[d] = number(x, type, b * step[0] + h * step[1] + d) * scale;
+    else for (long d = 0; d < size; d++) to[d] = number(x, type, b * stride[0] + h * stride[1] + d) * scale;
 }
 
-static void step_head(const call_t *c, long n, const few_t *f, float *value, float *mixed) {
+static void step_head(const call_t *c, long n, const token_buffers_t *f, float *value, float *mixed) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, size = c->keys.size;
     long v = c->value_size, whole = v / W;
     float scales[2], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
     float weight = !is_padding(c, b, 0);
     /* Where queries share the keys' weights, the first goes along with the key. */
     int together = c->queries.first == c->keys.first;
-    few_t key = *f, query = *f;
-    query.x += f->x_step;
-    query.phi += f->step;
-    token(c, c->k, c->type, c->k_step, b, h, size, c->keys.scale, key.x);
-    if (together) token(c, c->q, c->type, c->q_step, b, h * group, size, c->queries.scale, query.x);
-    map_few(c, &c->keys, h, &key, together ? 2 : 1, scales);
+    token_buffers_t key = *f, query = *f;
+    query.x += f->x_stride;
+    query.phi += f->stride;
+    token(c, c->k, c->type, c->k_stride, b, h, size, c->keys.scale, key.x);
+    if (together) token(c, c->q, c->type, c->q_stride, b, h * group, size, c->queries.scale, query.x);
+    map_tokens(c, &c->keys, h, &key, together ? 2 : 1, scales);
     if (c->keys.scaled) {
         float own = weight > 0.0f ? scales[0] : FLOOR, before = c->log_scale[n];
         float shift = highest(own, before);
@@ -54,12 +54,12 @@ static void step_head(const call_t *c, long n, const few_t *f, float *value, flo
         weight *= expf(own - shift);
         c->log_scale[n] = shift;
     }
-    token(c, c->v, c->value_type, c->v_step, b, h, v, weight, value);
+    token(c, c->v, c->value_type, c->v_stride, b, h, v, weight, value);
     value[v] = weight;
     for (long g = 0; g < group; g++) {
         if (g || !together) {
-            token(c, c->q, c->type, c->q_step, b, h * group + g, size, c->queries.scale, query.x);
-            map_few(c, &c->queries, c->queries.heads == c->heads ? h * group + g : h, &query, 1, scales);
+            token(c, c->q, c->type, c->q_stride, b, h * group + g, size, c->queries.scale, query.x);
+            map_tokens(c, &c->queries, c->queries.heads == c->heads ? h * group + g : h, &query, 1, scales);
         }
         if (whole == 4) step_rows(4, c, kv, key.phi, query.phi, decay, value, mixed);
         else if (whole == 2) step_rows(2, c, kv, key.phi, query.phi, decay, value, mixed);
@@ -75,13 +75,13 @@ static void step_head(const call_t *c, long n, const few_t *f, float *value, flo
 /* One more token, in the state's own memory. Returns 0, or 1 where memory ran out, before anything was changed. */
 int linearize_step(const call_t *c) {
     long heads = c->batch * c->key_heads, wide = padded(c->value_size + 1) + W;
-    long each = padded(few_size(c, 2) + 2 * wide);
+    long each = padded(token_buffers_size(c, 2) + 2 * wide);
     float *memory = malloc(c->threads * each * sizeof(float));
     if (!memory) return 1;
 #pragma omp parallel for num_threads(c->threads) schedule(static)
     for (long i = 0; i < c->threads; i++) {
-        few_t f = few_at(c, memory + i * each, 2);
-        float *value = memory + i * each + few_size(c, 2);
+        token_buffers_t f = token_buffers_at(c, memory + i * each, 2);
+        float *value = memory + i * each + token_buffers_size(c, 2);
         for (long n = i * heads / c->threads; n < (i + 1) * heads / c->threads; n++)
             step_head(c, n, &f, value, value + wide);
     }

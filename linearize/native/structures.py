@@ -36,7 +36,7 @@ TAIL = struct.Struct("@4Pf2i0q")
 
 CALL_SIZE = HEAD.size + 2 * MAP.size + TAIL.size
 
-_Steps = ctypes.c_int64 * 3
+_Strides = ctypes.c_int64 * 3
 
 
 class Back(ctypes.Structure):
@@ -45,8 +45,8 @@ class Back(ctypes.Structure):
     _fields_ = [
         ("out", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        *((name, _Steps) for name in ("grad_step", "dq_step", "dk_step", "dv_step")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "given", *MAP_WEIGHTS)),
+        *((name, _Strides) for name in ("grad_stride", "dq_stride", "dk_stride", "dv_stride")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dlog_scale", *MAP_WEIGHTS)),
         *((name, ctypes.c_void_p) for name in ("kv", "log_scale", *(f"q_{name}" for name in MAP_WEIGHTS))),
     ]
 
@@ -109,7 +109,7 @@ def call(
     start: Sequence[Tensor | None] = (None, None),
     state: Sequence[Tensor | None] = (None, None),
 ) -> bytes:
-    """Write down a call: tensors' shapes, steps and addresses, so that all of them have to live until it is over.
+    """Write down a call: tensors' shapes, strides and addresses, so that all of them have to live until it is over.
 
     Every tensor is as the op reads it: `mask` bool, log-scales `given`, `start` and `state` fp32, all in one piece.
     """

@@ -309,10 +309,10 @@ INLINE vf totals(vf row[W]) {
 }
 
 /* Ask for rows that are read next: they lie too far apart for the processor to guess. */
-INLINE void ahead(const void *x, int type, long step, long tokens, long size) {
+INLINE void prefetch_rows(const void *x, int type, long stride, long tokens, long size) {
     long bytes = type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
     for (long t = 0; t < tokens; t++)
-        for (long i = 0; i < size * bytes; i += 64) __builtin_prefetch((const char *)x + t * step * bytes + i, 0, 2);
+        for (long i = 0; i < size * bytes; i += 64) __builtin_prefetch((const char *)x + t * stride * bytes + i, 0, 2);
 }
 
 /* W numbers from the d-th on of a row that begins at number i, times a factor; PAIRED ones as they are. */
@@ -330,26 +330,27 @@ INLINE float row_number(const void *x, int type, long i, long d, float scale) {
     return bits;
 }
 
-/* Read tokens rows of size numbers, `step` numbers apart, and lay them out [size, wide]: tokens side by side. PAIRED
+/* Read tokens rows of size numbers, `stride` numbers apart, and lay them out [size, wide]: tokens side by side. PAIRED
    rows have size pairs. */
-INLINE void turned(const void *x, int type, long step, long tokens, long size, float scale, float *to, long wide) {
+INLINE void pack_transposed(const void *x, int type, long stride, long tokens, long size, float scale, float *to,
+                            long wide) {
     for (long t = 0; t < wide; t += W)
         for (long d = 0; d < size; d += W) {
             if (t + W <= tokens && d + W <= size) {
                 vf row[W];
-                for (int i = 0; i < W; i++) row[i] = row_numbers(x, type, (t + i) * step, d, scale);
+                for (int i = 0; i < W; i++) row[i] = row_numbers(x, type, (t + i) * stride, d, scale);
                 transpose(row);
                 for (int i = 0; i < W; i++) store(to + (d + i) * wide + t, row[i]);
                 continue;
             }
             for (long i = d; i < d + W && i < size; i++)
                 for (long j = t; j < t + W; j++)
-                    to[i * wide + j] = j < tokens ? row_number(x, type, j * step, i, scale) : 0.0f;
+                    to[i * wide + j] = j < tokens ? row_number(x, type, j * stride, i, scale) : 0.0f;
         }
 }
 
 /* The way back: [size, wide] with tokens side by side to rows of tokens. */
-INLINE void turned_back(const float *from, long wide, void *x, int type, long step, long tokens, long size,
+INLINE void unpack_transposed(const float *from, long wide, void *x, int type, long stride, long tokens, long size,
                         float scale) {
     for (long t = 0; t < tokens; t += W)
         for (long d = 0; d < size; d += W) {
@@ -357,12 +358,12 @@ INLINE void turned_back(const float *from, long wide, void *x, int type, long st
                 vf row[W];
                 for (int i = 0; i < W; i++) row[i] = load(from + (d + i) * wide + t) * scale;
                 transpose(row);
-                for (int i = 0; i < W; i++) write_numbers(x, type, (t + i) * step + d, row[i]);
+                for (int i = 0; i < W; i++) write_numbers(x, type, (t + i) * stride + d, row[i]);
                 continue;
             }
             for (long j = t; j < t + W && j < tokens; j++)
                 for (long i = d; i < d + W && i < size; i++)
-                    write_number(x, type, j * step + i, from[i * wide + j] * scale);
+                    write_number(x, type, j * stride + i, from[i * wide + j] * scale);
         }
 }
 

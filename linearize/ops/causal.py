@@ -83,31 +83,31 @@ def _scaled(
     return out, State(kv, last)
 
 
-class _Step(NamedTuple):
+class _Chunk(NamedTuple):
     """One chunk, as batches of matrices: N = B K, rows are (query head, token).
 
     Attributes:
         part: its tokens.
         q: query features [N, G C, F].
         k: key features [N, C, F].
-        inside: values as the chunk's own rows see them [N, C, V (+ 1)], the last column that of the denominator.
-        onward: values as the state takes them up.
+        v_intra: values as the chunk's own rows see them [N, C, V (+ 1)], the last column that of the denominator.
+        v_state: values as the state takes them up.
         mask: [G C, C] or [N, G C, C], what products are multiplied with: 0 at later keys.
-        fade: [N, 1, 1] what brings the state here, or None.
-        reach: [N, G C, 1] what a steep chunk's rows multiply the state's part with, or None.
-        lift: [N, C, 1] onward over inside, or None where they are the same.
-        factor: [N, C, 1] inside over the plain values, or None.
+        decay: [N, 1, 1] what brings the state here, or None.
+        row_rescale: [N, G C, 1] what a steep chunk's rows multiply the state's part with, or None.
+        key_rescale: [N, C, 1] v_state over v_intra, or None where they are the same.
+        factor: [N, C, 1] v_intra over the plain values, or None.
     """
 
     part: slice
     q: Tensor
     k: Tensor
-    inside: Tensor
-    onward: Tensor
+    v_intra: Tensor
+    v_state: Tensor
     mask: Tensor
-    fade: Tensor | None
-    reach: Tensor | None
-    lift: Tensor | None
+    decay: Tensor | None
+    row_rescale: Tensor | None
+    key_rescale: Tensor | None
     factor: Tensor | None
 
 
@@ -122,40 +122,40 @@ class _Chunks:
         self.n = self.batch * self.heads
         self.lower = torch.ones(CHUNK, CHUNK, device=v.device).tril()
 
-    def steps(self, *, backwards: bool = False) -> Iterator[_Step]:
+    def walk(self, *, backwards: bool = False) -> Iterator[_Chunk]:
         """Go through the chunks."""
         numbers = range(len(self.plan.spans))
         for number in reversed(numbers) if backwards else numbers:
-            yield self.step(number)
+            yield self.chunk(number)
 
-    def step(self, number: int) -> _Step:
+    def chunk(self, number: int) -> _Chunk:
         """Return chunk `number`."""
         plan, (start, stop) = self.plan, self.plan.spans[number]
         part, size = slice(start, stop), stop - start
         factor = self.column(self.weight, part)
-        fade = lift = reach = None
-        if plan.lift is not None and plan.fade is not None and plan.steep is not None:
-            fade, lift = plan.fade[:, :, number].reshape(self.n, 1, 1), self.column(plan.lift, part)
+        decay = key_rescale = row_rescale = None
+        if plan.key_rescale is not None and plan.decay is not None and plan.steep is not None:
+            decay, key_rescale = plan.decay[:, :, number].reshape(self.n, 1, 1), self.column(plan.key_rescale, part)
             if not plan.steep[number]:
-                assert factor is not None and lift is not None
-                factor, lift = factor * lift, None
+                assert factor is not None and key_rescale is not None
+                factor, key_rescale = factor * key_rescale, None
         values = torch.ones(self.batch, self.heads, size, self.width, device=self.v.device)
         values[..., : self.v.shape[-1]].copy_(self.v[:, :, part])
         values = self.real(values, part).view(self.n, size, self.width)
         values = values if factor is None else values.mul_(factor)
         mask = self.lower[:size, :size].repeat(self.groups, 1) if self.groups > 1 else self.lower[:size, :size]
-        if lift is not None:
-            mask, reach = self.steep(number, part)
-        return _Step(
+        if key_rescale is not None:
+            mask, row_rescale = self.steep(number, part)
+        return _Chunk(
             part,
             self.rows(self.q, part),
             self.real(self.k[:, :, part], part).reshape(self.n, size, -1).float(),
             values,
-            values if lift is None else values * lift,
+            values if key_rescale is None else values * key_rescale,
             mask,
-            fade,
-            reach,
-            lift,
+            decay,
+            row_rescale,
+            key_rescale,
             factor,
         )
 
@@ -164,15 +164,15 @@ class _Chunks:
         return x if self.plan.padding is None else x.masked_fill(self.plan.padding[:, :, part], 0.0)
 
     def steep(self, number: int, part: slice) -> tuple[Tensor, Tensor]:
-        """Return mask and reach of a steep chunk: every row relative to its own maximum."""
+        """Return mask and row_rescale of a steep chunk: every row relative to its own maximum."""
         plan = self.plan
         assert plan.power is not None and plan.unit is not None and plan.before is not None
         unit = plan.unit[..., part]
         below = (plan.power[..., None, part] - unit[..., None]).clamp(max=0.0)
         mask = torch.exp2(below) * self.lower[: below.shape[-1], : below.shape[-1]]
-        reach = torch.exp2(plan.before[:, :, number, None] - unit)
+        row_rescale = torch.exp2(plan.before[:, :, number, None] - unit)
         repeat = (1, self.groups, 1)
-        return mask.flatten(0, 1).repeat(repeat), reach.flatten(0, 1)[..., None].repeat(repeat)
+        return mask.flatten(0, 1).repeat(repeat), row_rescale.flatten(0, 1)[..., None].repeat(repeat)
 
     def rows(self, x: Tensor, part: slice) -> Tensor:
         """Cut a chunk out of x [B, K, G, T, X] -> [N, G C, X] fp32."""
@@ -204,14 +204,14 @@ class _Causal(torch.autograd.Function):
         keep = plan.normalize and any(ctx.needs_input_grad)
         sums = v.new_empty(*shape, 1, dtype=torch.float32) if keep else None
         kv = start.reshape(chunks.n, *start.shape[2:]).clone()
-        for step in chunks.steps():
-            scores = torch.bmm(step.q, step.k.transpose(1, 2)).mul_(step.mask)
-            mixed = _read(step.q, kv, step).baddbmm_(scores, step.inside)
-            kv.baddbmm_(step.k.transpose(1, 2), step.onward)
-            found, total = chunks.divide(mixed, step.part)
-            out[:, :, :, step.part] = found
+        for chunk in chunks.walk():
+            scores = torch.bmm(chunk.q, chunk.k.transpose(1, 2)).mul_(chunk.mask)
+            mixed = _read(chunk.q, kv, chunk).baddbmm_(scores, chunk.v_intra)
+            kv.baddbmm_(chunk.k.transpose(1, 2), chunk.v_state)
+            found, total = chunks.divide(mixed, chunk.part)
+            out[:, :, :, chunk.part] = found
             if sums is not None and total is not None:
-                sums[:, :, :, step.part] = total
+                sums[:, :, :, chunk.part] = total
         ctx.save_for_backward(phi_q, phi_k, v, weight, start, out if keep else None, sums)
         ctx.plan = plan
         return out.flatten(1, 2), kv.view_as(start)
@@ -234,14 +234,14 @@ class _Causal(torch.autograd.Function):
         )
 
 
-def _read(rows: Tensor, kv: Tensor, step: _Step) -> Tensor:
+def _read(rows: Tensor, kv: Tensor, chunk: _Chunk) -> Tensor:
     """Multiply rows [N, G C, X] by the state before the chunk [N, X, Y], and bring the state to the chunk's power."""
-    if step.reach is not None and step.fade is not None:
-        mixed = torch.bmm(rows, kv).mul_(step.reach)
-        kv.mul_(step.fade)
+    if chunk.row_rescale is not None and chunk.decay is not None:
+        mixed = torch.bmm(rows, kv).mul_(chunk.row_rescale)
+        kv.mul_(chunk.decay)
         return mixed
-    if step.fade is not None:
-        kv.mul_(step.fade)
+    if chunk.decay is not None:
+        kv.mul_(chunk.decay)
     return torch.bmm(rows, kv)
 
 
@@ -262,12 +262,12 @@ def _query_gradients(chunks: _Chunks, rows: Tensor, start: Tensor) -> Tensor:
     """Walk forward, with the state, for the gradient to the query features [B, K, G, T, F]."""
     grad = rows.new_empty(*rows.shape[:4], start.shape[-2])
     kv = start.reshape(chunks.n, *start.shape[2:]).transpose(1, 2).contiguous()
-    for step in chunks.steps():
-        row = chunks.rows(rows, step.part)
-        scores = torch.bmm(row, step.inside.transpose(1, 2)).mul_(step.mask)
-        found = _read(row, kv, step).baddbmm_(scores, step.k)
-        kv.baddbmm_(step.onward.transpose(1, 2), step.k)
-        grad[:, :, :, step.part] = found.view(*grad.shape[:3], -1, grad.shape[-1])
+    for chunk in chunks.walk():
+        row = chunks.rows(rows, chunk.part)
+        scores = torch.bmm(row, chunk.v_intra.transpose(1, 2)).mul_(chunk.mask)
+        found = _read(row, kv, chunk).baddbmm_(scores, chunk.k)
+        kv.baddbmm_(chunk.v_state.transpose(1, 2), chunk.k)
+        grad[:, :, :, chunk.part] = found.view(*grad.shape[:3], -1, grad.shape[-1])
     return grad
 
 
@@ -277,33 +277,39 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
     weights = None if chunks.weight is None else rows.new_empty(chunks.weight.shape)
     state = grad_kv.reshape(chunks.n, *grad_kv.shape[2:]).float().clone()
     shape, size = chunks.k.shape[:2], chunks.v.shape[-1]
-    for step in chunks.steps(backwards=True):
-        row = chunks.rows(rows, step.part)
-        scores = torch.bmm(row, step.inside.transpose(1, 2)).mul_(step.mask)
-        found = torch.bmm(step.onward, state.transpose(1, 2)).baddbmm_(scores.transpose(1, 2), step.q)
-        grad_k[:, :, step.part] = found.view(*shape, -1, found.shape[-1])
-        scores = torch.bmm(step.q, step.k.transpose(1, 2)).mul_(step.mask)
-        found = torch.bmm(step.k, state)
-        found = (found if step.lift is None else found.mul_(step.lift)).baddbmm_(scores.transpose(1, 2), row)
+    for chunk in chunks.walk(backwards=True):
+        row = chunks.rows(rows, chunk.part)
+        scores = torch.bmm(row, chunk.v_intra.transpose(1, 2)).mul_(chunk.mask)
+        found = torch.bmm(chunk.v_state, state.transpose(1, 2)).baddbmm_(scores.transpose(1, 2), chunk.q)
+        grad_k[:, :, chunk.part] = found.view(*shape, -1, found.shape[-1])
+        scores = torch.bmm(chunk.q, chunk.k.transpose(1, 2)).mul_(chunk.mask)
+        found = torch.bmm(chunk.k, state)
+        found = (found if chunk.key_rescale is None else found.mul_(chunk.key_rescale)).baddbmm_(
+            scores.transpose(1, 2), row
+        )
         if weights is not None:
-            weights[:, :, step.part] = _weight_gradient(chunks, found, step)
-        found = found if step.factor is None else found.mul_(step.factor)
-        grad_v[:, :, step.part] = found[..., :size].view(*shape, -1, size)
-        if step.reach is not None and step.fade is not None:
-            state.mul_(step.fade).baddbmm_(step.q.transpose(1, 2), row * step.reach)
+            weights[:, :, chunk.part] = _weight_gradient(chunks, found, chunk)
+        found = found if chunk.factor is None else found.mul_(chunk.factor)
+        grad_v[:, :, chunk.part] = found[..., :size].view(*shape, -1, size)
+        if chunk.row_rescale is not None and chunk.decay is not None:
+            state.mul_(chunk.decay).baddbmm_(chunk.q.transpose(1, 2), row * chunk.row_rescale)
         else:
-            state.baddbmm_(step.q.transpose(1, 2), row)
-            state = state if step.fade is None else state.mul_(step.fade)
+            state.baddbmm_(chunk.q.transpose(1, 2), row)
+            state = state if chunk.decay is None else state.mul_(chunk.decay)
     return grad_k, grad_v, weights, state
 
 
-def _weight_gradient(chunks: _Chunks, found: Tensor, step: _Step) -> Tensor:
+def _weight_gradient(chunks: _Chunks, found: Tensor, chunk: _Chunk) -> Tensor:
     """Return the gradient to a chunk's weights [B, K, C] from that to its weighted values [N, C, V (+ 1)]."""
     size = chunks.v.shape[-1]
     # By the values as they were before the weight, which may be zero.
-    plain = chunks.real(chunks.v[:, :, step.part], step.part).reshape(chunks.n, -1, size).float()
+    plain = chunks.real(chunks.v[:, :, chunk.part], chunk.part).reshape(chunks.n, -1, size).float()
     total = (found[..., :size] * plain).sum(dim=-1)
     total = total + found[..., -1] if chunks.plan.normalize else total
     total = total.view(*chunks.k.shape[:2], -1)
-    # A steep chunk's lift is in `found` already.
-    return total if chunks.plan.lift is None or step.lift is not None else total * chunks.plan.lift[..., step.part]
+    # A steep chunk's key_rescale is in `found` already.
+    return (
+        total
+        if chunks.plan.key_rescale is None or chunk.key_rescale is not None
+        else total * chunks.plan.key_rescale[..., chunk.part]
+    )

@@ -48,9 +48,9 @@ class Plan(NamedTuple):
         power: [B, K, T] the keys' powers, or None where nothing is scaled; so all that follow.
         top: [B, K, T] running maximum of the powers.
         unit: [B, K, T] the power under which a row is summed: its chunk's, or its own where the chunk is steep.
-        lift: [B, K, T] factor that brings a key to its chunk's power.
+        key_rescale: [B, K, T] factor that brings a key to its chunk's power.
         before: [B, K, N] the state's power before chunk n.
-        fade: [B, K, N] factor that brings the state to the power of chunk n.
+        decay: [B, K, N] factor that brings the state to the power of chunk n.
         steep: whether the rows of chunk n have powers of their own.
     """
 
@@ -61,9 +61,9 @@ class Plan(NamedTuple):
     power: Tensor | None = None
     top: Tensor | None = None
     unit: Tensor | None = None
-    lift: Tensor | None = None
+    key_rescale: Tensor | None = None
     before: Tensor | None = None
-    fade: Tensor | None = None
+    decay: Tensor | None = None
     steep: list[bool] | None = None
 
     def least(self, part: slice) -> Any:
@@ -93,5 +93,5 @@ def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float, padding
     far = ((chunk - top > CLIMB) & (top > FLOOR / 2)).flatten(0, 1).any(dim=0)
     steep = torch.nn.functional.pad(far, (0, len(spans) * CHUNK - len(far))).view(-1, CHUNK).any(dim=1)
     unit = torch.where(steep.repeat_interleave(lengths), top, chunk)
-    lift, fade = torch.exp2(power - chunk), torch.exp2(before - ends)
-    return Plan(spans, normalize, eps, padding, power, top, unit, lift, before, fade, steep.tolist())
+    key_rescale, decay = torch.exp2(power - chunk), torch.exp2(before - ends)
+    return Plan(spans, normalize, eps, padding, power, top, unit, key_rescale, before, decay, steep.tolist())

@@ -188,14 +188,14 @@ def test_ppsbn_learns_the_statistics_while_training_and_keeps_them():
 def test_ppsbn_rescales_with_the_sign_kept():
     mixer = make_mixer(kernel_info("macformer_exp"), causal=False)
     mixed = torch.tensor([-2.0, -0.5, 0.0, 1e-9, 0.5, 2.0]).expand(1, 4, 1, -1)
-    torch.testing.assert_close(mixer.finish(mixed), mixed)
+    torch.testing.assert_close(mixer.apply_output(mixed), mixed)
     with torch.no_grad():
         mixer.output.gamma.fill_(3.0)
         mixer.output.beta.fill_(0.5)
     y = 3 * mixed[..., [0, 1, 4, 5]]
-    torch.testing.assert_close(mixer.finish(mixed)[..., [0, 1, 4, 5]], y.sign() * y.abs() ** 0.5)
+    torch.testing.assert_close(mixer.apply_output(mixed)[..., [0, 1, 4, 5]], y.sign() * y.abs() ** 0.5)
     steep = mixed.clone().requires_grad_()
-    mixer.finish(steep).sum().backward()
+    mixer.apply_output(steep).sum().backward()
     assert torch.isfinite(steep.grad).all()
 
 

@@ -34,7 +34,7 @@ class Sharp(FeatureMap):
 
     def __init__(self, config, heads, head_dim):
         super().__init__(config, heads, head_dim)
-        self.weight = self.learned(head_dim, head_dim)
+        self.weight = self.add_parameter(head_dim, head_dim)
 
     def reset_parameters(self, generator):
         draw_normal(self.weight, generator)
@@ -169,7 +169,7 @@ class Averaging(Mixer):
         seen = seen if key_padding_mask is None else seen * key_padding_mask[:, None, None].float()
         return (seen / seen.sum(-1, keepdim=True).clamp(min=1)).expand(-1, self.shape.heads, -1, -1)
 
-    def finish(self, mixed):
+    def apply_output(self, mixed):
         return mixed * self.gain[:, None, None]
 
     def forward(self, call):
@@ -179,7 +179,7 @@ class Averaging(Mixer):
         total = torch.cat([v * real, real.expand(-1, v.shape[1], -1, -1)], dim=-1).cumsum(dim=2)
         total = total if state is None else total + state["total"]
         out = (total[..., :-1] / total[..., -1:].clamp(min=1)).repeat_interleave(q.shape[1] // v.shape[1], 1)
-        return self.finish(out).to(v.dtype), {"total": total[:, :, -1:]} if call.needs_state else None
+        return self.apply_output(out).to(v.dtype), {"total": total[:, :, -1:]} if call.needs_state else None
 
 
 @pytest.mark.filterwarnings("ignore:kernel '.*is not part of linearize")

@@ -27,7 +27,7 @@ SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 def compiled() -> Path:
     """Compile as `linearize native --build` does, at a lower level of optimisation and with the sanitizers."""
     from linearize.native.build import compiler
-    from linearize.native.locate import FLAGS, HERE, SOURCES
+    from linearize.native.locate import FLAGS, NATIVE_FLAGS, SOURCES
 
     program = compiler()
     if program is None:
@@ -35,7 +35,7 @@ def compiled() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     source = CHECKOUT / "linearize" / "native" / SOURCES[0]
     unit, library = FOLDER / "native.o", FOLDER / "native.so"
-    flags = ["-O1" if flag == "-O3" else flag for flag in (*FLAGS, *HERE)]
+    flags = ["-O1" if flag == "-O3" else flag for flag in (*FLAGS, *NATIVE_FLAGS)]
     subprocess.run([program, *flags, *SANITIZERS, "-fopenmp", "-c", str(source), "-o", str(unit)], check=True)
     subprocess.run([program, *SANITIZERS, "-shared", str(unit), "-lm", "-o", str(library)], check=True)
     return library

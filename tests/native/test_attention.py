@@ -322,12 +322,13 @@ def test_far_angles_and_no_numbers(switch):
 def test_inputs_it_cannot_read_go_to_pytorch(switch):
     mixer = learned("hedgehog", {}, causal=True)
     q, k, v = tokens(20)
-    turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    transposed = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
     native = engine()
-    assert native.takes(q, k, v)
-    assert not native.takes(*turned) and not native.takes(*(x.double() for x in (q, k, v)))
-    assert not native.takes(*(x.to("meta") for x in (q, k, v))) and not native.takes(*(x.half() for x in (q, k, v)))
-    close(attend(mixer, *turned)[0], attend(mixer, q, k, v)[0])
+    assert native.supports(q, k, v)
+    assert not native.supports(*transposed)
+    for other in (torch.Tensor.double, torch.Tensor.half, lambda x: x.to("meta")):
+        assert not native.supports(*map(other, (q, k, v)))
+    close(attend(mixer, *transposed)[0], attend(mixer, q, k, v)[0])
 
 
 def test_agreement(switch):

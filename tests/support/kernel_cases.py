@@ -66,7 +66,7 @@ def make_inputs(tokens, *, batch=BATCH, heads=HEADS, key_heads=KEY_HEADS, dim=DI
 def naive(mixer, q, k, v, mask=None):
     """The output by the written-out weights."""
     weights = mixer.weights(q, k, scaling=DIM**-0.5, key_padding_mask=mask)
-    return mixer.finish(weights @ v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)).to(v.dtype)
+    return mixer.apply_output(weights @ v.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)).to(v.dtype)
 
 
 def run(mixer, q, k, v, mask=None, **kwargs):

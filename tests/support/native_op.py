@@ -13,7 +13,7 @@ from linearize.native import locate
 from linearize.native.build import build, compiler
 
 if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
-    locate.HERE = tuple(flags.split())
+    locate.NATIVE_FLAGS = tuple(flags.split())
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def gradients_in_double(mixer, mask, scaling):
         leaves = [x.requires_grad_() for x in (q, k, v)]
         with mode, torch.enable_grad():
             weights = mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
-            out = mixer.finish(weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
+            out = mixer.apply_output(weights @ v.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
         # Of an untied query map, a positive factor cancels, and what is behind it is idle.
         idle = not getattr(mixer.config, "tied", True)
         asked = [*leaves, *mixer.parameters()]

@@ -57,8 +57,8 @@ class MappingMixer(Protocol):
     def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map queries [B, H, T, D]."""
 
-    def apply_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Do what follows the sums [B, H, T, V] in fp32, and go back to the host's dtype."""
+    def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Do what follows the sums [B, H, T, V] in fp32, and cast the output to the host's dtype."""
 
     def parameters(self) -> Any:
         """Yield what is learned."""

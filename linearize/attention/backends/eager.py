@@ -81,13 +81,13 @@ class Eager:
         if mixer.floor > 0.0:
             floor = Floor(mixer.floor, mixer.eps)
             out, state = floored_attention(*tensors, floor, op=self._op(mixer, call), **options)
-            return mixer.apply_output(out, call.v.dtype), state._asdict() if call.needs_state else None
+            return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
         normalize, eps = mixer.keys.normalize, mixer.eps
         if not call.needs_state and mixer.shape.causal and call.k.shape[2] > 1:
             out = self.op.output(*tensors, normalize=normalize, eps=eps, **options)
-            return mixer.apply_output(out, call.v.dtype), None
+            return mixer.cast_output(out, call.v.dtype), None
         out, state = self._op(mixer, call)(*tensors, normalize=normalize, eps=eps, **options)
-        return mixer.apply_output(out, call.v.dtype), state._asdict() if call.needs_state else None
+        return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
 
     def _op(self, mixer: MappingMixer, call: AttentionCall) -> LinearOp:
         """Return the op that sums up the values."""

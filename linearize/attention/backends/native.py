@@ -29,7 +29,7 @@ class NativeStep:
         native, state = engine(), call.state
         if native is None or state is None or not _has_maps(mixer):
             return False
-        return bool(native.steps(call.q, call.k, call.v, state["kv"], state["log_scale"]))
+        return bool(native.supports_step(call.q, call.k, call.v, state["kv"], state["log_scale"]))
 
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
@@ -52,7 +52,7 @@ class Native:
         if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
             # Through states, the ops in PyTorch know the gradient.
             return False
-        return bool(native.takes(call.q, call.k, call.v))
+        return bool(native.supports(call.q, call.k, call.v))
 
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
@@ -67,16 +67,16 @@ class Native:
             out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, start=linear_state(call), **options)
             return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
 
-        def again(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
+        def fallback(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
             return Eager(PYTORCH).run(mixer, call.with_inputs(q, k, v))[0]
 
-        return attend_with_gradient(_maps(mixer), q, k, v, None, again, options), None
+        return attend_with_gradient(_maps(mixer), q, k, v, None, fallback, options), None
 
 
 def native_features(map: FeatureMap, x: Tensor, scale: float) -> Features | None:
     """Map x [B, H, T, D] times `scale` in the native op; None where it is not there, or has no such map."""
     native = engine()
-    if native is None or not native.takes(x, x, x) or (known := map.map_spec()) is None:
+    if native is None or not native.supports(x, x, x) or (known := map.map_spec()) is None:
         return None
     return Features(*map_with_gradient(known, x, scale))
 
@@ -152,11 +152,11 @@ class NativeOp:
         if plain or not _has_gradient(phi_q, phi_k, v, log_scale):
             return self.attend(phi_q, phi_k, v, **options)[0]
 
-        def again(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+        def fallback(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
             changed: LinearOptions = {**options, "log_scale": log_scale}
             return causal_attention(phi_q, phi_k, v, **changed)[0]
 
-        return attend_with_gradient([], phi_q, phi_k, v, log_scale, again, _further(options))
+        return attend_with_gradient([], phi_q, phi_k, v, log_scale, fallback, _further(options))
 
 
 def _has_gradient(*tensors: Tensor | None) -> bool:
@@ -166,7 +166,7 @@ def _has_gradient(*tensors: Tensor | None) -> bool:
 def _readable(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
     """Tell whether the op reads these features, whatever was asked before they were made."""
     native = engine()
-    return native is not None and bool(native.takes(phi_q, phi_k, v))
+    return native is not None and bool(native.supports(phi_q, phi_k, v))
 
 
 def _further(options: LinearOptions) -> dict[str, Any]:

@@ -42,4 +42,4 @@ class OneStep:
             normalize=mixer.keys.normalize,
             eps=mixer.eps,
         )
-        return mixer.apply_output(out, call.v.dtype), state._asdict()
+        return mixer.cast_output(out, call.v.dtype), state._asdict()

@@ -107,7 +107,7 @@ def causal_part(mixer: MappingMixer, op: CausalOp, call: AttentionCall, state: S
         normalize=mixer.keys.normalize,
         eps=mixer.eps,
     )
-    return mixer.apply_output(out, call.v.dtype), after
+    return mixer.cast_output(out, call.v.dtype), after
 
 
 def gather_part(mixer: MappingMixer, call: AttentionCall, state: State | None, shift: Tensor | None = None) -> State:
@@ -128,7 +128,7 @@ def read_part(mixer: MappingMixer, call: AttentionCall, state: State) -> Tensor:
     """Read the state with a part of the queries."""
     queries = mixer.query_features(without_padding(call.q, call.key_padding_mask), call.scaling, call.positions)
     out = read_state(queries.phi, state, normalize=mixer.keys.normalize, eps=mixer.eps)
-    return mixer.apply_output(out, call.v.dtype)
+    return mixer.cast_output(out, call.v.dtype)
 
 
 class _Streamed(torch.autograd.Function):

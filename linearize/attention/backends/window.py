@@ -35,4 +35,4 @@ class Windowed:
             op=self.op.attend,
         )
         after = state._asdict() if call.needs_state and state is not None else None
-        return mixer.apply_output(out.float(), call.v.dtype), after
+        return mixer.cast_output(out.float(), call.v.dtype), after

@@ -1,27 +1,28 @@
-/* A map of a token or two: weights are read once, along their rows, and so are features. */
+/* The one-token path of a map, for a query and a key: weights are read once, along their rows, and so are features. */
 
-#ifndef LINEARIZE_FEW_H
-#define LINEARIZE_FEW_H
+#ifndef LINEARIZE_ONE_TOKEN_H
+#define LINEARIZE_ONE_TOKEN_H
 
 #include "call.h"
 
-/* Room for tokens of a step: inputs `x_step` numbers one behind the other, features and projections `step`. */
+/* Buffers for the tokens of a decoding step: inputs `x_stride` numbers one behind the other, features and projections
+   `stride`. */
 typedef struct {
     float *x, *phi, *other;
-    long x_step, step;
-} few_t;
+    long x_stride, stride;
+} token_buffers_t;
 
-INLINE few_t few_at(const call_t *c, float *memory, long tokens) {
-    few_t f = {.x = memory, .x_step = padded(c->keys.size), .step = padded(c->features) + 2 * UNIT};
-    f.phi = f.x + tokens * f.x_step;
-    f.other = f.phi + tokens * f.step;
+INLINE token_buffers_t token_buffers_at(const call_t *c, float *memory, long tokens) {
+    token_buffers_t f = {.x = memory, .x_stride = padded(c->keys.size), .stride = padded(c->features) + 2 * UNIT};
+    f.phi = f.x + tokens * f.x_stride;
+    f.other = f.phi + tokens * f.stride;
     return f;
 }
 
 /* Numbers that `tokens` tokens need of all of it. */
-INLINE long few_size(const call_t *c, long tokens) {
-    few_t f = few_at(c, 0, 0);
-    return tokens * (f.x_step + 2 * f.step);
+INLINE long token_buffers_size(const call_t *c, long tokens) {
+    token_buffers_t f = token_buffers_at(c, 0, 0);
+    return tokens * (f.x_stride + 2 * f.stride);
 }
 
 /* One row of weights times a token: whole vectors of it, and what is left in `rest`. */
@@ -34,16 +35,16 @@ INLINE vf dot(const float *weight, const float *x, long size, int rounded, float
 }
 
 /* Project tokens -> [n] each, padded with anything to whole vectors. */
-INLINE void project_few(const map_t *map, const float *weight, int rounded, const float *x, long x_step, long tokens,
-                        float *to, long to_step) {
+INLINE void project_tokens(const map_t *map, const float *weight, int rounded, const float *x, long x_stride,
+                           long tokens, float *to, long to_stride) {
     long n = map->rows, size = map->size;
     for (long i = 0; i < n; i += W, weight += W * size)
         for (long t = 0; t < tokens; t++) {
             vf row[W];
             float rest[W] = {0};
             for (int r = 0; r < W; r++)
-                row[r] = i + r < n ? dot(weight + r * size, x + t * x_step, size, rounded, rest + r) : (vf){0};
-            store(to + t * to_step + i, totals(row) + load(rest));
+                row[r] = i + r < n ? dot(weight + r * size, x + t * x_stride, size, rounded, rest + r) : (vf){0};
+            store(to + t * to_stride + i, totals(row) + load(rest));
         }
 }
 
@@ -122,23 +123,24 @@ INLINE float activate_row(const map_t *map, long head, float *phi, float *other)
 }
 
 /* Map tokens x -> phi [F] each, and their log-scales. */
-PART void map_few(const call_t *c, const map_t *map, long head, const few_t *f, long tokens, float *log_scale) {
+PART void map_tokens(const call_t *c, const map_t *map, long head, const token_buffers_t *f, long tokens,
+                     float *log_scale) {
     long all = map->rows * map->size;
     int rounded = rounds(c, map);
     head = map->heads == 1 ? 0 : head;
     float *to = map->kind == BANK ? f->other : f->phi;
-    project_few(map, map->first + head * all, rounded, f->x, f->x_step, tokens, to, f->step);
+    project_tokens(map, map->first + head * all, rounded, f->x, f->x_stride, tokens, to, f->stride);
     if (map->second)
-        project_few(map, map->second + head * all, rounded, f->x, f->x_step, tokens, f->other, f->step);
+        project_tokens(map, map->second + head * all, rounded, f->x, f->x_stride, tokens, f->other, f->stride);
     for (long t = 0; map->magnitude && t < tokens; t++) {
-        float rest = 0, *to = f->other + t * f->step + padded(map->rows);
-        const float *x = f->x + t * f->x_step;
+        float rest = 0, *to = f->other + t * f->stride + padded(map->rows);
+        const float *x = f->x + t * f->x_stride;
         *to = total(dot(projection(map, MAGNITUDE, head), x, map->size, rounded, &rest)) + rest;
     }
     for (long t = 0; t < tokens; t++) {
-        log_scale[t] = activate_row(map, head, f->phi + t * f->step, f->other + t * f->step);
+        log_scale[t] = activate_row(map, head, f->phi + t * f->stride, f->other + t * f->stride);
         if (!map->tau) continue;
-        const float *x = f->x + t * f->x_step;
+        const float *x = f->x + t * f->x_stride;
         float sum = 0;
         for (long d = 0; d < map->size; d++) sum += x[d] * x[d];
         log_scale[t] = sum * expf(-map->tau[head]);
