@@ -6,7 +6,7 @@ to the kernel instead, through torch's own override mechanism, and only inside t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,13 +49,19 @@ class Redirect(TorchFunctionMode):
         return out.transpose(1, 2)
 
 
-class RedirectedHost:
+if TYPE_CHECKING:
+    _Host = nn.Module
+else:
+    _Host = object
+
+
+class RedirectedHost(_Host):
     """Mixed into the class of a host, first in the order of inheritance."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's own forward with its attention redirected."""
-        with Redirect(self):  # type: ignore[arg-type]
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with Redirect(self):
+            return super().forward(*args, **kwargs)
 
 
 _CLASSES: dict[type, type] = {}

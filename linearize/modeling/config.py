@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -242,7 +242,13 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
         ) from None
 
 
-class _Mixin:
+if TYPE_CHECKING:
+    _Original = PreTrainedConfig
+else:
+    _Original = object
+
+
+class _Mixin(_Original):
     """What a converted model's config has beyond the original's."""
 
     model_type = MODEL_TYPE
@@ -254,7 +260,7 @@ class _Mixin:
                 f"got attn_implementation={requested!r}, but a converted model runs its own linear attention; "
                 "leave the argument out"
             )
-        super().__post_init__(**kwargs)  # type: ignore[misc]
+        super().__post_init__(**kwargs)
         use_linear_attention(self)
 
     @property
@@ -270,7 +276,7 @@ class _Mixin:
         """Check as transformers does; it alone refuses attention weights of anything but eager softmax."""
         wanted, self._output_attentions = self._output_attentions, False
         try:
-            super().validate()  # type: ignore[misc]
+            super().validate()
         finally:
             self._output_attentions = wanted
 

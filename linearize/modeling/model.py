@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -24,8 +24,13 @@ from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_seal
 from linearize.modeling.plan import ABSENT, CALLED, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
+if TYPE_CHECKING:
+    _Original = PreTrainedModel
+else:
+    _Original = object
 
-class LinearizedModel:
+
+class LinearizedModel(_Original):
     """Mixed into the original's class (first in the order of inheritance), so that it stays an instance of it."""
 
     # Features and sums are fp32 whatever the model's dtype, so its few parameters are kept in it too.
@@ -33,8 +38,8 @@ class LinearizedModel:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         register_interface()
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        attach(self, Plan.from_dict(config.linearize))  # type: ignore[arg-type]
+        super().__init__(config, *args, **kwargs)
+        attach(self, Plan.from_dict(config.linearize))
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -47,7 +52,7 @@ class LinearizedModel:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if name is not None and not kwargs.keys() & {"state_dict", "gguf_file"}:
             check_checkpoint(name, **kwargs)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         for what in ("missing_keys", "mismatched_keys"):
             bad = sorted(str(key) for key in info.get(what, ()) if ".linear_attention." in str(key))
             if bad:
@@ -63,10 +68,11 @@ class LinearizedModel:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does; config.json says as well which weights the model was built without."""
-        section = {key: value for key, value in self.config.linearize.items() if key != ABSENT}  # type: ignore[attr-defined]
-        absent = absent_weights(self)  # type: ignore[arg-type]
-        self.config.linearize = section | ({ABSENT: absent} if absent else {})  # type: ignore[attr-defined]
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        config: Any = self.config
+        section = {key: value for key, value in config.linearize.items() if key != ABSENT}
+        absent = absent_weights(self)
+        config.linearize = section | ({ABSENT: absent} if absent else {})
+        return super().save_pretrained(*args, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse anything but linear attention: a converted model has no other.
@@ -82,17 +88,14 @@ class LinearizedModel:
 
     def new_cache(self) -> LinearizeCache:
         """Make an empty generation cache whose size does not grow with the context."""
-        config = self.config.get_text_config(decoder=True)  # type: ignore[attr-defined]
-        return LinearizeCache(config, _cache_indices(self))  # type: ignore[arg-type]
+        return LinearizeCache(self.config.get_text_config(decoder=True), _cache_indices(self))
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> None:
         _check_generation(generation_config, generation_mode)
         given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
-        )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         made = model_kwargs.get("past_key_values")
         if made is None or made is given:
             return
@@ -206,7 +209,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             )
         if not layer.converted:
             if not hasattr(host, "is_causal"):
-                host.is_causal = layer.shape.causal  # type: ignore[assignment]
+                host.is_causal = layer.shape.causal
             continue
         if hasattr(host, "linear_attention"):
             continue
@@ -237,7 +240,8 @@ def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
     layer = state_layer(cache, getattr(host, "layer_idx", None))
-    host.linear_attention.hand_over(layer)  # type: ignore[union-attr,operator]
+    attention: Any = host.linear_attention
+    attention.hand_over(layer)
 
 
 def _default_cache(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

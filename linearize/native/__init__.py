@@ -1,7 +1,7 @@
 """The native op: linear attention on the CPU in C, map included. Optional; `linearize native --build` compiles it.
 
-Of this package only what needs no compiled code travels with a checkpoint: there, and wherever nothing was built, `engine`
-says None and the ops in PyTorch do the work.
+Of this package only what needs no compiled code travels with a checkpoint: there, and wherever nothing was built,
+`engine` says None and the ops in PyTorch do the work.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
             "input_values or input_features; pass example_inputs=..."
         )
     if "use_cache" in names:
-        made["use_cache"] = False  # type: ignore[assignment]
+        made["use_cache"] = False
     return made
 
 
