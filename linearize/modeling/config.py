@@ -276,7 +276,7 @@ class _Mixin(_Original):
         """Check as transformers does; it alone refuses attention weights of anything but eager softmax."""
         wanted, self._output_attentions = self._output_attentions, False
         try:
-            super().validate()
+            super().validate()  # type: ignore[misc]
         finally:
             self._output_attentions = wanted
 

@@ -52,7 +52,8 @@ class LinearizedModel(_Original):
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if name is not None and not kwargs.keys() & {"state_dict", "gguf_file"}:
             check_checkpoint(name, **kwargs)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
         for what in ("missing_keys", "mismatched_keys"):
             bad = sorted(str(key) for key in info.get(what, ()) if ".linear_attention." in str(key))
             if bad:
@@ -95,7 +96,9 @@ class LinearizedModel(_Original):
     ) -> None:
         _check_generation(generation_config, generation_mode)
         given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
         made = model_kwargs.get("past_key_values")
         if made is None or made is given:
             return
@@ -209,7 +212,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             )
         if not layer.converted:
             if not hasattr(host, "is_causal"):
-                host.is_causal = layer.shape.causal
+                host.is_causal = layer.shape.causal  # type: ignore[assignment]
             continue
         if hasattr(host, "linear_attention"):
             continue

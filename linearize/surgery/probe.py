@@ -143,7 +143,7 @@ def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     names = _forward_names(model)
-    made: dict[str, Tensor] = {}
+    made: dict[str, Any] = {}
     if "input_ids" in names:
         made["input_ids"] = _tokens(config, _TOKENS, device)
     if "pixel_values" in names:
