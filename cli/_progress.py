@@ -75,7 +75,7 @@ def show(
 
 
 def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:
-    """Show what stage one and the alignment behind it tell."""
+    """Show an event of stage one or of the alignment behind it."""
     from linearize.cli._output import closeness_table, fidelity_table
     from linearize.jobs import events
 
@@ -93,14 +93,14 @@ def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:
         case events.Distilled(result):
             beat.what = "what follows stage one"
             progress.stop()
-            out.print(said_of(result))
+            out.print(summary_of(result))
             out.print(fidelity_table(result.before, result.after))
         case events.Aligned(result):
             progress.stop()
             out.print(closeness_table(result))
 
 
-def said_of(result: Any) -> str:
+def summary_of(result: Any) -> str:
     """Say in one line what stage one did."""
     if result.stopped == "nothing to learn":
         return "Stage one skipped: no kernel of this plan has anything to learn."

@@ -8,9 +8,8 @@ logits are the teacher's, on unlabelled data. It never ends worse than it began.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from linearize.alignment.measure import Closeness, measure
 from linearize.alignment.objective import Objective
 from linearize.alignment.pair import Pair, make_pair
 from linearize.alignment.trainer import AlignTrainer, Diverged, diverged, trained_parameters
-from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
-from linearize.distillation.loop import Batches, make_accelerator
-from linearize.distillation.state import RunState, StateFolder
+from linearize.checkpoint.fingerprint import fingerprint, weights_digest
+from linearize.distillation.loop import make_accelerator
+from linearize.distillation.run import Batches, Part, Progress, Run, frozen
+from linearize.distillation.state import RunState
 from linearize.errors import ConfigError
 from linearize.modeling.model import is_linearized
 
@@ -131,30 +131,22 @@ def align(
 
 
 @dataclass
-class _Progress:
+class _Progress(Progress):
     """Where a phase stands.
 
     Attributes:
-        step: steps done in it.
-        best_step: of these, the one with the best held-out loss.
-        best_loss: that loss.
-        rises: evaluations in a row that were worse than the best.
         halved: how often the rate was halved.
         factor: of the rate.
-        stopped: why the phase ended.
     """
 
-    step: int = 0
-    best_step: int = 0
-    best_loss: float = math.inf
-    rises: int = 0
     halved: int = 0
     factor: float = 1.0
-    stopped: str = ""
 
 
-class _Run:
+class _Run(Run[AlignTrainer, _Progress]):
     """One alignment: its phases one after the other."""
+
+    part_name, weights_name, report, progress = "phase", "trained", AlignStep, _Progress
 
     def __init__(
         self,
@@ -164,40 +156,25 @@ class _Run:
         on_step: Callable[[AlignStep], None] | None,
         accelerator: Accelerator,
     ) -> None:
-        self.pair, self.data, self.config = pair, data, config
-        self.on_step, self.accelerator = on_step, accelerator
+        super().__init__(data, config, on_step, accelerator)
+        self.pair = pair
         self.objective = Objective(pair, config)
-        self.history: list[AlignStep] = []
-        self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
-        known = self.states is not None or hasattr(data, "digest")
-        self.identity = self._identity() if known else {}
-        self.state: RunState | None = None
-        self.start, self.earlier = time.perf_counter(), 0.0
+        if self.identifiable:
+            self.identity = fingerprint(model=pair.student, data=data, options=self.options())
 
     def run(self) -> AlignResult:
         """Measure, train, measure again."""
-        student = self.pair.student
         held_out = [
             {name: value.to(self.accelerator.device) for name, value in batch.items()}
             for batch in self.data.holdout_batches()
         ]
-        flags = {p: p.requires_grad for p in student.parameters()}
-        modes = {m: m.training for m in student.modules()}
-        try:
-            student.eval().requires_grad_(False)
+        with frozen(self.pair.student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)
             if not self.config.phases():
                 return AlignResult(0, 0, "steps", before, before)
             best_step, stopped, after = self._train(held_out, before)
-        finally:
-            for parameter, flag in flags.items():
-                parameter.requires_grad_(flag)
-                parameter.grad = None
-            for module, mode in modes.items():
-                module.training = mode
-        seconds = self.earlier + time.perf_counter() - self.start
-        return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
+        return AlignResult(len(self.history), best_step, stopped, before, after, self.history, self.seconds, self.state)
 
     def _train(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, str, Closeness]:
         """Run the phases; return the step that was kept, why the last phase ended, and what came of it."""
@@ -212,15 +189,17 @@ class _Run:
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
             first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            if self.states is not None and not config.resume and self.accelerator.is_main_process:
-                self.states.check_free(overwrite=False)
-            saved = self._load(parameters)
+            saved = self.load(parameters)
             done, progress = 0, _Progress()
             for number, (phase, steps) in enumerate(config.phases()):
                 if saved is None or number >= saved.record["phase"]:
                     trainer = AlignTrainer(self.objective, parameters, config, self.accelerator, phase, steps)
-                    progress = self._phase(number, done, trainer, held_out, saved)
+                    if saved is None:
+                        part = self.begin(number, done, steps, trainer, held_out)
+                    else:
+                        part = self.go_on(number, done, steps, trainer, saved)
                     saved = None
+                    progress = self.train(part, held_out)
                 done += steps
             after = measure(self.objective, held_out)
             if not after.loss < before.loss:
@@ -231,154 +210,71 @@ class _Run:
             if config.train == "lora":
                 merge_lora(student)
 
-    def _phase(
-        self, number: int, done: int, trainer: AlignTrainer, held_out: list[dict[str, Tensor]], saved: RunState | None
-    ) -> _Progress:
-        """Train one phase from its start, or from a saved state in the middle of it; it ends with its best weights."""
-        config = self.config
-        if saved is None:
-            progress = _Progress(best_loss=trainer.evaluate(held_out))
-            best = trainer.snapshot()
-        else:
-            progress = _Progress(**saved.record["progress"])
-            trainer.restore({name: saved.tensors[f"trained/{name}"] for name in trainer.parameters})
-            # The state of a finished run has no copies: what is trained is the best.
-            kept = {
-                name: saved.tensors.get(f"best/{name}", saved.tensors[f"trained/{name}"]) for name in trainer.parameters
-            }
-            best = {name: tensor.to(trainer.device) for name, tensor in kept.items()}
-            prefix = "optimizer/"
-            moments = {k.removeprefix(prefix): v for k, v in saved.tensors.items() if k.startswith(prefix)}
-            trainer.load_optimizer_tensors(moments)
-            trainer.factor = progress.factor
-        batches = self.data.train_batches(
-            (done + progress.step) * config.gradient_accumulation,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
-        with trainer.interrupts:
-            while progress.step < trainer.steps and not progress.stopped:
-                try:
-                    best = self._step(done, progress, trainer, batches, held_out, best)
-                    if config.save_every and progress.step % config.save_every == 0:
-                        self._save(number, done, progress, trainer, best)
-                except KeyboardInterrupt:
-                    # What was learned is kept, unless the step is half done.
-                    if (number or progress.step) and not trainer.interrupts.held:
-                        self._save(number, done, progress, trainer, best)
-                    raise
-        trainer.restore(best)
-        progress.stopped = progress.stopped or "steps"
-        if number == len(config.phases()) - 1 and self.identity:
-            trained = {f"trained/{name}": tensor for name, tensor in trainer.snapshot().items()}
-            self.state = RunState(self._record(number, done, progress), trained)
-        return progress
+    def go_on(
+        self, number: int, before: int, steps: int, trainer: AlignTrainer, saved: RunState
+    ) -> Part[AlignTrainer, _Progress]:
+        """See `Run`; of weights in half precision a state has the fp32 ones."""
+        part = super().go_on(number, before, steps, trainer, saved)
+        trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in trainer.parameters})
+        trainer.factor = part.progress.factor
+        return part
 
-    def _step(
-        self,
-        done: int,
-        progress: _Progress,
-        trainer: AlignTrainer,
-        batches: Iterator[dict[str, Tensor]],
-        held_out: list[dict[str, Tensor]],
-        best: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Do one step with all that belongs to it; `progress` is moved on in place, the best weights are returned."""
-        config, step = self.config, progress.step + 1
-        evaluates = step % config.eval_every == 0 or step == trainer.steps
+    def step(self, part: Part[AlignTrainer, _Progress], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
+        """See `Run`."""
+        config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
+        evaluates = step % config.eval_every == 0 or step == part.steps
         try:
             terms, loss, rate = trainer.step(batches, step)
             found = trainer.evaluate(held_out) if evaluates else None
             if found is not None and not math.isfinite(found):
                 raise Diverged(f"the held-out loss became {found} at step {step}")
         except Diverged as reason:
-            trainer.restore(best)
+            trainer.restore(part.best)
             if progress.halved >= config.patience:
                 raise diverged(trainer.phase, str(reason)) from None
-            self._slow_down(progress, trainer)
+            self._slow_down(part)
             progress.step = step
             trainer.interrupts.release()
-            return best
+            return
         progress.step = step
         if found is not None:
-            best = self._judge(progress, found, trainer, best)
-        report = self._report(done + step, trainer.phase, terms, loss, found, rate)
-        trainer.interrupts.release()
-        if self.on_step is not None:
-            self.on_step(report)
-        return best
+            self._judge(part, found)
+        report = AlignStep(part.before + step, config.steps, trainer.phase, terms, loss, found, rate, self.seconds)
+        self.finish_step(report, trainer)
 
-    def _judge(
-        self, progress: _Progress, found: float, trainer: AlignTrainer, best: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _judge(self, part: Part[AlignTrainer, _Progress], found: float) -> None:
         """Hold an evaluation against the best one; two worse ones in a row halve the rate and go back to the best."""
-        if found < progress.best_loss:
-            progress.best_loss, progress.best_step, progress.rises = found, progress.step, 0
-            return trainer.snapshot()
-        progress.rises += 1
-        if progress.rises >= 2:
+        progress = part.progress
+        if progress.better(found):
+            part.best = part.trainer.snapshot()
+        elif progress.rises >= 2:
             if progress.halved >= self.config.patience:
                 progress.stopped = "early stopping"
-                return best
-            trainer.restore(best)
-            self._slow_down(progress, trainer)
-        return best
+                return
+            part.trainer.restore(part.best)
+            self._slow_down(part)
 
     @staticmethod
-    def _slow_down(progress: _Progress, trainer: AlignTrainer) -> None:
+    def _slow_down(part: Part[AlignTrainer, _Progress]) -> None:
+        progress, trainer = part.progress, part.trainer
         progress.halved, progress.rises = progress.halved + 1, 0
         progress.factor = trainer.factor = trainer.factor / 2
         # Moments that carried the weights away would do so again.
         trainer.optimizer.state.clear()
 
-    def _report(
-        self, step: int, phase: str, terms: dict[str, float], loss: float, held_out: float | None, rate: float
-    ) -> AlignStep:
-        seconds = self.earlier + time.perf_counter() - self.start
-        report = AlignStep(step, self.config.steps, phase, terms, loss, held_out, rate, seconds)
-        self.history.append(report)
-        return report
+    def options(self) -> dict[str, Any]:
+        """See `Run`; the teacher's weights are among them."""
+        return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
 
-    def _identity(self) -> dict[str, Any]:
-        """What has to be the same when a run is resumed, the models' weights among it."""
-        free = {"resume", "folder", "keep", "save_every"}
-        named = {name: value for name, value in asdict(self.config).items() if name not in free}
-        data = {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
-        named |= {"processes": self.accelerator.num_processes, **data}
-        named["teacher weights"] = weights_digest(self.pair.teacher, kernel=False)
-        return fingerprint(model=self.pair.student, data=self.data, options=named)
+    def weights(self, part: Part[AlignTrainer, _Progress]) -> dict[str, Tensor]:
+        """See `Run`."""
+        return part.trainer.snapshot()
 
-    def _load(self, parameters: dict[str, Any]) -> RunState | None:
-        """Read the newest state, if there is one to go on from, and put its weights into the student."""
-        saved = self.states.load() if self.states is not None and self.config.resume else None
-        if saved is None:
+    def last_state(self, part: Part[AlignTrainer, _Progress]) -> RunState | None:
+        """See `Run`: the weights alone, which are the best."""
+        if part.number < len(self.config.phases()) - 1:
             return None
-        check_same(saved.record.get("fingerprint") or {}, self.identity)
-        self.history = [AlignStep(**report) for report in saved.record["history"]]
-        self.earlier = self.history[-1].seconds if self.history else 0.0
-        for name, parameter in parameters.items():
-            parameter.data.copy_(saved.tensors[f"trained/{name}"])
-        return saved
-
-    def _save(
-        self, number: int, done: int, progress: _Progress, trainer: AlignTrainer, best: dict[str, Tensor]
-    ) -> None:
-        if self.states is None or not self.accelerator.is_main_process:
-            return
-        tensors = {f"trained/{name}": tensor for name, tensor in trainer.snapshot().items()}
-        tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in trainer.optimizer_tensors().items()}
-        state = RunState(self._record(number, done, progress), tensors)
-        self.states.save(state.step, state)
-
-    def _record(self, number: int, done: int, progress: _Progress) -> dict[str, Any]:
-        return {
-            "step": done + progress.step,
-            "phase": number,
-            "progress": asdict(progress),
-            "history": [asdict(report) for report in self.history],
-            "fingerprint": self.identity,
-        }
+        return RunState(self.record(part), {f"trained/{name}": one for name, one in self.weights(part).items()})
 
 
 __all__ = ["BLOCKWISE", "END_TO_END", "AlignConfig", "AlignResult", "AlignStep", "align"]

@@ -6,10 +6,9 @@ gradient is taken inside the frozen forward pass, as soon as the layer has run, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -17,37 +16,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
-from linearize.checkpoint.fingerprint import check_same, fingerprint
+from linearize.checkpoint.fingerprint import fingerprint
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.layer_loss import LayerLoss, layer_loss
 from linearize.distillation.processes import several
+from linearize.distillation.run import Batches, Part, Progress, Run, frozen
 from linearize.distillation.shard import frozen_model
-from linearize.distillation.state import RunState, StateFolder
+from linearize.distillation.state import RunState
 from linearize.distillation.trainer import KernelTrainer
-from linearize.errors import ConfigError, TrainingError
+from linearize.errors import ConfigError
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.modeling.model import is_linearized
 
 
-class Batches(Protocol):
-    """What stage one needs of a data source; `linearize.data.Source` is one."""
-
-    def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Return batches without end, from batch number `start` on."""
-
-    def holdout_batches(self) -> list[dict[str, Tensor]]:
-        """Return the batches that are never trained on."""
-
-
 @dataclass(frozen=True)
 class StepReport:
-    """Told to the caller after every step.
+    """Reported to the caller after every step.
 
     Attributes:
         step: steps done.
         steps: steps planned.
         losses: mean loss per layer, by host module.
-        held_out: mean held-out loss over layers, at the steps that look at it.
+        held_out: mean held-out loss over layers, at the steps that evaluate it.
         learning_rate: of the first layer.
         seconds: since the start, earlier parts of a resumed run included.
     """
@@ -139,19 +129,10 @@ def make_accelerator(model: PreTrainedModel) -> Accelerator:
     return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
 
 
-@dataclass
-class _Progress:
-    """Where a group of layers stands."""
-
-    step: int = 0
-    best_step: int = 0
-    best_loss: float = 0.0
-    looks: int = 0
-    stopped: str = ""
-
-
-class _Run:
+class _Run(Run[KernelTrainer, Progress]):
     """One run of stage one: groups of layers one after the other (one group, unless asked otherwise)."""
+
+    part_name, weights_name, report, progress = "group", "kernel", StepReport, Progress
 
     def __init__(
         self,
@@ -161,177 +142,88 @@ class _Run:
         on_step: Callable[[StepReport], None] | None,
         accelerator: Accelerator,
     ) -> None:
-        self.model, self.data, self.config = model, data, config
-        self.frozen = model
-        self.on_step, self.accelerator = on_step, accelerator
+        super().__init__(data, config, on_step, accelerator)
+        self.model = self.frozen = model
         layers = linear_attentions(model)
         learn = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.info.learnable]
         size = config.layers_at_a_time or max(1, len(learn))
         self.groups = [learn[i : i + size] for i in range(0, len(learn), size)]
-        self.history: list[StepReport] = []
-        self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
-        self.started: dict[str, Any] | None = None
-        self.state: RunState | None = None
-        self.start, self.earlier = time.perf_counter(), 0.0
 
     def run(self) -> DistillResult:
         """Measure, train, measure again."""
         home = next(self.model.parameters()).device
-        if self.states is not None or hasattr(self.data, "digest"):
-            self.started = fingerprint(model=self.model, data=self.data, options=self._options())
+        if self.identifiable:
+            self.identity = fingerprint(model=self.model, data=self.data, options=self.options())
         self.frozen = frozen_model(self.model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(self.frozen, held_out)
         if not self.groups or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if self.groups else "nothing to learn", before, before)
-        flags = {p: p.requires_grad for p in self.model.parameters()}
-        modes = {m: m.training for m in self.model.modules()}
-        try:
-            for side in {self.model, self.frozen}:
-                side.eval().requires_grad_(False)
-            place = self._train(held_out)
-        finally:
-            for parameter, flag in flags.items():
-                parameter.requires_grad_(flag)
-                parameter.grad = None
-            for module, mode in modes.items():
-                module.training = mode
+        with frozen(self.model):
+            # A spread-out copy is thrown away afterwards.
+            self.frozen.eval().requires_grad_(False)
+            progress = self._train(held_out)
         after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
             # A spread-out run is over: the kernels go back to the rest of the model that was given.
             self.model.to(home)  # type: ignore[arg-type]
-        seconds = self.earlier + time.perf_counter() - self.start
-        loss = place.best_loss
         return DistillResult(
-            len(self.history), place.best_step, loss, place.stopped, before, after, self.history, seconds, self.state
+            len(self.history),
+            progress.best_step,
+            progress.best_loss,
+            progress.stopped,
+            before,
+            after,
+            self.history,
+            self.seconds,
+            self.state,
         )
 
-    def _train(self, held_out: list[dict[str, Tensor]]) -> _Progress:
-        if self.states is not None and not self.config.resume and self.accelerator.is_main_process:
-            self.states.check_free(overwrite=False)
-        saved = self.states.load() if self.states is not None and self.config.resume else None
-        first, place = 0, _Progress()
-        if saved is not None and self.started is not None:
-            check_same(saved.record.get("fingerprint") or {}, self.started)
-            first = saved.record["group"]
-            self._put_back(saved)
-        for number, layers in enumerate(self.groups):
-            if number < first:
-                continue
+    def _train(self, held_out: list[dict[str, Tensor]]) -> Progress:
+        saved = self.load(self._all_kernels())
+        first = 0 if saved is None else saved.record["group"]
+        progress = Progress()
+        for number in range(first, len(self.groups)):
+            layers, steps = self.groups[number], self.config.steps
             for loss in layers:
                 loss.layer.train().requires_grad_(True)
             trainer = KernelTrainer(self.frozen, layers, self.config, self.accelerator)
-            place = self._group(number, trainer, held_out, saved)
+            if saved is None:
+                part = self.begin(number, number * steps, steps, trainer, held_out)
+            else:
+                part = self.go_on(number, number * steps, steps, trainer, saved)
             saved = None
+            progress = self.train(part, held_out)
             for loss in layers:
                 loss.layer.eval().requires_grad_(False)
-        return place
+        return progress
 
-    def _group(
-        self, number: int, trainer: KernelTrainer, held_out: list[dict[str, Tensor]], saved: RunState | None
-    ) -> _Progress:
-        """Train one group from its start, or from a saved state in the middle of it."""
-        config = self.config
-        if saved is None:
-            place, best = _Progress(best_loss=trainer.look(held_out, 0)), trainer.snapshot()
-        else:
-            place = _Progress(**saved.record["progress"])
-            best = {name: saved.tensors[f"best/{name}"] for name in trainer.kernels()}
-            prefix = "optimizer/"
-            moments = {k.removeprefix(prefix): v for k, v in saved.tensors.items() if k.startswith(prefix)}
-            trainer.load_optimizer_tensors(moments)
-        done = number * config.steps + place.step
-        batches = self.data.train_batches(
-            done * config.gradient_accumulation, self.accelerator.process_index, self.accelerator.num_processes
-        )
-        with trainer.interrupts:
-            while place.step < config.steps and not place.stopped:
-                try:
-                    self._step(number, place, trainer, batches, held_out, best)
-                    if config.save_every and place.step % config.save_every == 0:
-                        self._save(number, place, trainer, best)
-                except TrainingError:
-                    trainer.restore(best)
-                    raise
-                except KeyboardInterrupt:
-                    # What was learned is kept, unless the step is half done.
-                    if (number or place.step) and not trainer.interrupts.held:
-                        self._save(number, place, trainer, best)
-                    raise
-        trainer.restore(best)
-        place.stopped = place.stopped or "steps"
-        if number == len(self.groups) - 1 and self.started is not None:
-            self.state = self._state(number, place, trainer, best)
-        return place
-
-    def _step(
-        self,
-        number: int,
-        place: _Progress,
-        trainer: KernelTrainer,
-        batches: Iterator[dict[str, Tensor]],
-        held_out: list[dict[str, Tensor]],
-        best: dict[str, Tensor],
-    ) -> None:
-        """Do one step with all that belongs to it; `place` and `best` are moved on in place."""
-        config, step = self.config, place.step + 1
+    def step(self, part: Part[KernelTrainer, Progress], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
+        """See `Run`."""
+        config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
         rate = trainer.step(batches, step)
         losses = {loss.name: loss.mean for loss in trainer.layers}
-        look = step % config.eval_every == 0 or step == config.steps
-        found = trainer.look(held_out, step) if look else None
-        if found is not None and found < place.best_loss:
-            place.best_loss, place.best_step, place.looks = found, step, 0
-            best |= trainer.snapshot()
-        elif found is not None:
-            place.looks += 1
-            if config.patience and place.looks >= config.patience:
-                place.stopped = "early stopping"
-        place.step = step
-        report = self._report(number, step, losses, found, rate)
-        trainer.interrupts.release()
-        if self.on_step is not None:
-            self.on_step(report)
+        evaluates = step % config.eval_every == 0 or step == part.steps
+        found = trainer.evaluate(held_out, step) if evaluates else None
+        progress.step = step
+        if found is not None and progress.better(found):
+            part.best = trainer.snapshot()
+        elif config.patience and progress.rises >= config.patience:
+            progress.stopped = "early stopping"
+        steps = len(self.groups) * part.steps
+        self.finish_step(StepReport(part.before + step, steps, losses, found, rate, self.seconds), trainer)
 
-    def _report(
-        self, group: int, step: int, losses: dict[str, float], held_out: float | None, rate: float
-    ) -> StepReport:
-        steps = self.config.steps
-        seconds = self.earlier + time.perf_counter() - self.start
-        report = StepReport(group * steps + step, len(self.groups) * steps, losses, held_out, rate, seconds)
-        self.history.append(report)
-        return report
+    def options(self) -> dict[str, Any]:
+        """See `Run`."""
+        return super().options() | {"data": getattr(self.data, "description", None)}
 
-    def _options(self) -> dict[str, Any]:
-        """The options that have to be the same when a run is resumed."""
-        free = {"resume", "folder", "keep", "save_every"}
-        named = {name: value for name, value in asdict(self.config).items() if name not in free}
-        data = {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
-        data["data"] = getattr(self.data, "description", None)
-        return named | {"processes": self.accelerator.num_processes, **data}
+    def weights(self, part: Part[KernelTrainer, Progress]) -> dict[str, Tensor]:
+        """See `Run`: the kernels of all groups."""
+        return {name: tensor.detach() for name, tensor in self._all_kernels().items()}
 
-    def _save(self, group: int, place: _Progress, trainer: KernelTrainer, best: dict[str, Tensor]) -> None:
-        if self.states is not None and self.accelerator.is_main_process:
-            state = self._state(group, place, trainer, best)
-            self.states.save(state.step, state)
-
-    def _state(self, group: int, place: _Progress, trainer: KernelTrainer, best: dict[str, Tensor]) -> RunState:
-        tensors = {f"kernel/{name}": t.detach() for name, t in self._all_kernels().items()}
-        tensors |= {f"best/{name}": t for name, t in best.items()}
-        tensors |= {f"optimizer/{name}": t for name, t in trainer.optimizer_tensors().items()}
-        record = {
-            "step": group * self.config.steps + place.step,
-            "group": group,
-            "progress": asdict(place),
-            "history": [asdict(report) for report in self.history],
-            "fingerprint": self.started,
-        }
-        return RunState(record, tensors)
-
-    def _put_back(self, saved: RunState) -> None:
-        self.history = [StepReport(**report) for report in saved.record["history"]]
-        self.earlier = self.history[-1].seconds if self.history else 0.0
-        for name, tensor in self._all_kernels().items():
-            tensor.data.copy_(saved.tensors[f"kernel/{name}"])
+    def last_state(self, part: Part[KernelTrainer, Progress]) -> RunState | None:
+        """See `Run`."""
+        return self.state_of(part) if part.number == len(self.groups) - 1 else None
 
     def _all_kernels(self) -> dict[str, Tensor]:
         layers: list[LayerLoss] = [loss for group in self.groups for loss in group]

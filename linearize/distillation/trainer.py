@@ -81,7 +81,7 @@ class KernelTrainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
-    def look(self, held_out: Iterable[Mapping[str, Tensor]], step: int) -> float:
+    def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
         """Return the mean held-out loss over the layers.
 
         Raises:

@@ -76,7 +76,7 @@ def finetune(
         config: options.
         folder: for the trainer's checkpoints.
         resume: whether to go on from the last whole checkpoint in that folder, if there is one.
-        on_log: told every entry of the log.
+        on_log: called with every entry of the log.
         tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
         teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None: labels
             alone.

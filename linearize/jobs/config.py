@@ -1,4 +1,4 @@
-"""What each job is told: the only definition of the options of `convert`, `distill`, `align`, `finetune` and so on.
+"""The options of each job, defined here and in the configs that a job is made of, and nowhere else.
 
 Importing this loads nothing heavy: the help of the command line is made from it.
 """
@@ -73,7 +73,7 @@ def _layers() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StageOneJob(Job):
-    """What the jobs with a stage one are told."""
+    """Options of the jobs with a stage one."""
 
     model: str
     seed: int = option(0, "seed of kernels, data order and sampling", metavar="S")
@@ -113,7 +113,7 @@ class StageOneJob(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertJob(StageOneJob):
-    """What `convert` is told."""
+    """Options of `convert`."""
 
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
     kernel: str | None = option("hedgehog", "kernel for all layers; see `linearize kernels`", metavar="NAME")
@@ -157,7 +157,7 @@ class ConvertJob(StageOneJob):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillJob(StageOneJob):
-    """What `distill` is told: going on with stage one of a converted checkpoint."""
+    """Options of `distill`: going on with stage one of a converted checkpoint."""
 
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
     output: str | None = option(None, "folder to make (<folder>-distilled)", group=OUTPUT, metavar="DIR")
@@ -175,7 +175,7 @@ class DistillJob(StageOneJob):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignJob(Job):
-    """What `align` is told."""
+    """Options of `align`."""
 
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
     teacher: str | None = option(
@@ -266,7 +266,7 @@ def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TuneJob(Job):
-    """What `finetune` is told; `task` is a `linearize.finetune.tasks.Task`."""
+    """Options of `finetune`; `task` is a `linearize.finetune.tasks.Task`."""
 
     model: str = option(
         help="converted checkpoint, or any of transformers; folder or Hub name", positional=True, metavar="DIR"
@@ -298,7 +298,7 @@ class TuneJob(Job):
 
 @dataclass(frozen=True)
 class EvaluateJob(Job):
-    """What `evaluate` is told; `task` is a `linearize.finetune.tasks.Task`."""
+    """Options of `evaluate`; `task` is a `linearize.finetune.tasks.Task`."""
 
     model: str = option(
         help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
@@ -321,7 +321,7 @@ class EvaluateJob(Job):
 
 @dataclass(frozen=True)
 class InitJob(Job):
-    """What `init` is told."""
+    """Options of `init`."""
 
     config: str | Mapping[str, Any] = option(
         help="config of transformers, as a file or folder", positional=True, metavar="CONFIG"
@@ -341,7 +341,7 @@ class InitJob(Job):
 
 @dataclass(frozen=True)
 class DemoJob(Job):
-    """What `demo` is told."""
+    """Options of `demo`."""
 
     kernel: str = option("hedgehog", "kernel", metavar="NAME")
     steps: int = option(72, "steps of stage one; a sixth as many of alignment")

@@ -1,4 +1,4 @@
-"""What a job tells its caller while it runs, one class per kind of event."""
+"""Events of a job, which its callback gets while it runs, one class for each kind."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> TuneResult:
         )
     work = target.with_name(f"{target.name}.training")
     check_work(work, resume=job.resume, overwrite=job.overwrite)
-    # Read first: a damaged log is told before the first slow step, and the output may be the same folder.
+    # Read first: a damaged log is refused before the first slow step, and the output may be the same folder.
     earlier = read_log(job.model)
     processor = load_processor(job.model, job.task.modality)
     data = prepare(job.task, processor, job.data, data=job.dataset)

@@ -287,7 +287,7 @@ def test_it_never_ends_worse_than_it_began():
     assert result.stopped == "early stopping"
 
 
-def test_a_worse_look_twice_halves_the_rate_and_goes_back():
+def test_two_worse_evaluations_halve_the_rate_and_goes_back():
     model = sharp("bert")
     wild = AlignConfig(**QUICK | {"learning_rate": 0.3, "kernel_learning_rate": 0.3, "eval_every": 1, "blockwise": 0.0})
     rates = [step.learning_rate for step in align(model, Fixed(batches(model)), wild).history]

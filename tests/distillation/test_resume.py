@@ -1,5 +1,6 @@
 """Killed and resumed runs end with the very same kernels."""
 
+import json
 import os
 import random
 import shutil
@@ -49,6 +50,18 @@ def test_resumed_equals_uninterrupted_to_the_bit(stop_at, options, tmp_path):
     assert all(torch.equal(whole[k], resumed[k]) for k in whole)
     assert (again.steps, again.best_step, again.held_out) == (result.steps, result.best_step, result.held_out)
     assert [r.losses for r in again.history] == [r.losses for r in result.history]
+
+
+def test_a_state_of_an_older_version_goes_on(tmp_path):
+    """Those counted evaluations under another name."""
+    whole, _ = run(tmp_path / "whole")
+    assert run(tmp_path / "cut", stop_at=5) is None
+    for file in (tmp_path / "cut").glob("step-*/state.json"):
+        record = json.loads(file.read_text())
+        record["progress"]["looks"] = record["progress"].pop("rises")
+        file.write_text(json.dumps(record))
+    resumed, _ = run(tmp_path / "cut", resume=True)
+    assert all(torch.equal(whole[k], resumed[k]) for k in whole)
 
 
 def test_only_the_last_states_are_kept(tmp_path):
