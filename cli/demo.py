@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         progress.stop()
     comparison = result.comparison
     rows = [
-        ["softmax (SDPA)", f"{comparison.softmax_seconds:.2f}", f"{comparison.softmax_bytes / 2**20:.0f}"],
-        [f"linear ({job.kernel})", f"{comparison.linear_seconds:.2f}", f"{comparison.linear_bytes / 2**20:.0f}"],
+        ["softmax (SDPA)", f"{comparison.softmax_seconds:.2f}", mebibytes(comparison.softmax_bytes)],
+        [f"linear ({job.kernel})", f"{comparison.linear_seconds:.2f}", mebibytes(comparison.linear_bytes)],
     ]
     title = f"One document of {comparison.tokens:,} tokens, whole model: {comparison.speedup:.1f} times faster"
     out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
@@ -66,3 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     return 0
+
+
+def mebibytes(count: int | None) -> str:
+    """Write a peak of memory; "-" where it could not be measured."""
+    return "-" if count is None else f"{count / 2**20:.0f}"

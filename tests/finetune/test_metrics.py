@@ -24,6 +24,16 @@ def test_is_an_evaluate_metric(name):
     assert isinstance(metric(name), evaluate.Metric)
 
 
+def test_batches_added_one_by_one_give_the_same():
+    guess, true = classes(3, 0)
+    one = metric("accuracy")
+    for rows in np.array_split(np.arange(len(true)), 4):
+        one.add_batch(predictions=guess[rows], references=true[rows])
+    assert one.compute() == metric("accuracy").compute(predictions=guess, references=true)
+    with pytest.raises(ValueError, match="got 2 predictions and 1 references"):
+        one.compute(predictions=[0, 1], references=[0])
+
+
 def test_unknown_name():
     with pytest.raises(UnknownNameError, match="Did you mean 'accuracy'"):
         metric("acuracy")

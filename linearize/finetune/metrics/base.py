@@ -23,6 +23,18 @@ class PackageMetric(evaluate.Metric):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(keep_in_memory=True, **kwargs)
 
+    def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> Any:
+        """See `evaluate.Metric.compute`; whole arrays are read as they stand, without a copy into a table.
+
+        Raises:
+            ValueError: if predictions and references are of different lengths.
+        """
+        if predictions is None or references is None or kwargs or self.writer is not None:
+            return super().compute(predictions=predictions, references=references, **kwargs)
+        if len(predictions) != len(references):
+            raise ValueError(f"got {len(predictions)} predictions and {len(references)} references, expected as many")
+        return self._compute(predictions, references)
+
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=self.__doc__ or "",
