@@ -252,3 +252,16 @@ def test_every_package_is_installed():
     settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     found = {".".join(path.parent.relative_to(CHECKOUT).parts) for path in PACKAGE.rglob("__init__.py")}
     assert set(settings["packages"]) == found | {"linearize.cli", "linearize.recipes"}
+
+
+def test_every_file_is_installed():
+    """Templates, style sheets and C sources are read at run time: one that pyproject.toml forgets is missing there."""
+    import tomllib
+
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    installed = set()
+    for package, patterns in settings["package-data"].items():
+        folder = CHECKOUT / settings["package-dir"].get(package, package.replace(".", "/"))
+        installed |= {path for pattern in patterns for path in folder.glob(pattern)}
+    read = (".md", ".html", ".css", ".c", ".h", ".inc", ".typed")
+    assert [str(path) for path in PACKAGE.rglob("*") if path.suffix in read and path not in installed] == []
