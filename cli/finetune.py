@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "output": str(job.target()),
-                "metrics": result.figures,
+                "metrics": result.metrics,
                 "score": result.score,
                 "steps": result.steps,
                 "selection": result.selection,
@@ -100,11 +100,11 @@ def tune(job: Any, out: Any) -> Any:
 
     with on_interrupt(lambda: kept_checkpoint(job)):
         target, result = finetune_checkpoint(job, on_event)
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in result.figures.items())
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     chosen = result.selection
     out.print(
         f"Kept step {result.best_step} of {result.steps} ({result.stopped}), chosen by {chosen['by']} on "
-        f"{chosen['rows']} {chosen['on']}: {figures}",
+        f"{chosen['rows']} {chosen['on']}: {metrics}",
         markup=False,
     )
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)

@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         tune=TuneConfig(epochs=args.epochs, batch_size=16),
     )
     _, result = finetune_checkpoint(job)
-    print(f"validation: {result.figures}")
+    print(f"validation: {result.metrics}")
 
     # What comes out is an ordinary checkpoint.
     from transformers import pipeline
 
     classify = pipeline("text-classification", model=str(tuned), device="cpu")
     print(classify("A long film, and not one minute too long."))
-    return result.figures
+    return result.metrics
 
 
 if __name__ == "__main__":

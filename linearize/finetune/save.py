@@ -71,7 +71,7 @@ def tuning_record(
         "data": _without_folders(data.description),
         "facts": data.facts,
         "max_length": None if data.options is None else data.options.max_length,
-        "metrics": result.figures,
+        "metrics": result.metrics,
         "score": result.score,
         "steps": result.steps,
         "best_step": result.best_step,

@@ -33,7 +33,7 @@ class TuneResult:
     """What stage two did.
 
     Attributes:
-        figures: the task's metrics of the model that was kept, on the validation rows.
+        metrics: the task's metrics of the model that was kept, on the validation rows.
         score: the task's one figure.
         steps: optimizer steps done.
         best_step: the step whose weights were kept.
@@ -43,7 +43,7 @@ class TuneResult:
         seconds: duration; after a resume, of the last part only.
     """
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     score: float
     steps: int
     best_step: int
@@ -115,7 +115,7 @@ def finetune(
         trainer.add_callback(callback)
     _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
-    figures = _measured(trainer)
+    metrics = _measured(trainer)
     if config.lora is not None:
         merge_lora(model)
     elif config.freeze_kernels:
@@ -126,8 +126,8 @@ def finetune(
     stopped = "early stopping" if state.global_step < state.max_steps else "steps"
     seconds = time.perf_counter() - start
     chosen = selection_record(data, config, teacher is not None, state.best_metric)
-    score = main_metric(data.task, figures)
-    return TuneResult(figures, score, state.global_step, best, stopped, history, seconds, chosen)
+    score = main_metric(data.task, metrics)
+    return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen)
 
 
 def check_trains(data: TaskData) -> None:
@@ -159,7 +159,7 @@ def _train(trainer: Any, folder: Path, last: Path | None, started: dict[str, Any
 
 
 def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision: str = "no") -> dict[str, float]:
-    """Measure a model on a task's validation rows and return the figures."""
+    """Measure a model on a task's validation rows and return the metrics."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -195,8 +195,8 @@ def make_trainer(
     from linearize.finetune.tuner import Tuner
 
     def compute(prediction: Any) -> dict[str, float]:
-        figures = data.compute_metrics(prediction.predictions, prediction.label_ids)
-        return figures | {"score": main_metric(data.task, figures)}
+        metrics = data.compute_metrics(prediction.predictions, prediction.label_ids)
+        return metrics | {"score": main_metric(data.task, metrics)}
 
     callbacks: list[Any] = [_watch(on_log), loss_meter()]
     if config.patience:

@@ -78,11 +78,11 @@ def test_what_is_kept_depends_on_the_held_out_rows_alone(bert, glue, tmp_path, w
         model = load_for_task(bert, data)
         kept.append((model, finetune(model, data, config, folder=tmp_path / str(turn))))
     (one, first), (two, second) = kept
-    assert first.figures["matthews"] == 1.0
+    assert first.metrics["matthews"] == 1.0
     if which == "selection":
         assert first.best_step != second.best_step
         return
-    assert second.figures["matthews"] == -1.0
+    assert second.metrics["matthews"] == -1.0
     assert first.best_step == second.best_step and first.selection == second.selection
     assert all(map(torch.equal, one.state_dict().values(), two.state_dict().values()))
 
@@ -101,7 +101,7 @@ def test_the_selection_figure_is_the_mean_loss_of_the_held_out_rows(bert, glue, 
     assert result.selection == {
         "by": "loss", "on": "rows held out of the training rows", "rows": 12, "value": pytest.approx(expected, rel=1e-5)
     }  # fmt: skip
-    assert set(result.figures) == {"pearson", "spearman"}
+    assert set(result.metrics) == {"pearson", "spearman"}
     assert all("eval_score" in entry for entry in result.history if "eval_selection" in entry)
 
 

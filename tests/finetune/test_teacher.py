@@ -165,7 +165,7 @@ def test_resume_with_a_teacher_is_exact(bert, glue, tmp_path, lora):
         run(tmp_path / "cut", on_log=stop)
     resumed, result = run(tmp_path / "cut", resume=True)
     assert result.selection == expected.selection and result.best_step == expected.best_step
-    assert result.figures == pytest.approx(expected.figures, abs=1e-6)
+    assert result.metrics == pytest.approx(expected.metrics, abs=1e-6)
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
     assert {"loss_hidden", "loss_logits"} <= {key for entry in result.history for key in entry}

@@ -54,7 +54,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
         tune=TuneConfig(learning_rate=1e-2, epochs=10, batch_size=8, seed=1),
     )
     target, result = finetune_checkpoint(job)
-    assert result.figures["matthews"] == result.score == 1.0
+    assert result.metrics["matthews"] == result.score == 1.0
     record = json.loads((target / "finetuning.json").read_text())
     assert record["metrics"]["matthews"] == 1.0 and str(glue) not in json.dumps(record)
     assert not (tmp_path / "out.training").exists()
@@ -69,7 +69,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
 
 def test_pairs_have_two_metrics(bert, glue, tmp_path):
     _, data, result = tune("mrpc", bert, glue, tmp_path)
-    assert result.score == pytest.approx((result.figures["accuracy"] + result.figures["f1"]) / 2)
+    assert result.score == pytest.approx((result.metrics["accuracy"] + result.metrics["f1"]) / 2)
     assert int((data.collate([data.train[0]])["input_ids"] == 3).sum()) == 2, "both texts are there"
 
 
@@ -81,7 +81,7 @@ def test_pairs_under_usual_names_are_found(bert, glue):
 def test_regression(bert, glue, tmp_path):
     model, _, result = tune("stsb", bert, glue, tmp_path, TuneConfig(learning_rate=1e-2, epochs=20, batch_size=8))
     assert model.config.problem_type == "regression" and model.config.num_labels == 1
-    assert result.score == pytest.approx((result.figures["pearson"] + result.figures["spearman"]) / 2)
+    assert result.score == pytest.approx((result.metrics["pearson"] + result.metrics["spearman"]) / 2)
     assert result.score > 0.7
 
 
@@ -92,7 +92,7 @@ def test_any_text_classification_takes_names_and_holds_rows_out(bert, tmp_path):
     model, data, result = tune("text-classification", bert, tmp_path / "reviews.jsonl", tmp_path, **changes)
     assert data.task.labels == ("down", "up") and model.config.id2label[1] == "up"
     assert len(data.train) == 36 and len(data.validation) == 4
-    assert set(result.figures) == {"accuracy", "f1_macro"}
+    assert set(result.metrics) == {"accuracy", "f1_macro"}
 
 
 def test_masked_language_model(bert, tmp_path):
@@ -100,7 +100,7 @@ def test_masked_language_model(bert, tmp_path):
     write(tmp_path / "text.jsonl", lines)
     config = TuneConfig(learning_rate=1e-2, epochs=5, batch_size=4)
     _, data, result = tune("masked-lm", bert, tmp_path / "text.jsonl", tmp_path, config)
-    assert result.figures["perplexity"] < len(WORDS)
+    assert result.metrics["perplexity"] < len(WORDS)
     rows = [data.train[0], data.train[1]]
     one, two = data.collate(rows), data.collate(rows)
     assert torch.equal(one["input_ids"], two["input_ids"]) and (one["labels"] != -100).any()
@@ -146,7 +146,7 @@ def test_images(vit, tmp_path):
     config = TuneConfig(learning_rate=1e-2, epochs=4, batch_size=8)
     model, data, result = tune("image-classification", vit, tmp_path / "photos", tmp_path, config, options)
     assert data.task.labels == ("blue", "red") and model.config.num_labels == 2
-    assert result.figures == {"accuracy": 1.0}
+    assert result.metrics == {"accuracy": 1.0}
     once = TuneConfig(steps=1, batch_size=4)
     few = DataOptions(limit=8, validation_limit=6)
     chosen = task("image-classification")
@@ -168,7 +168,7 @@ def test_tags(bert, tmp_path):
     config = TuneConfig(learning_rate=1e-2, epochs=6, batch_size=8)
     _, data, result = tune("token-classification", bert, tmp_path / "tags.jsonl", tmp_path, config)
     assert data.task.labels == ("B-X", "O")
-    assert result.figures["entity_f1"] > 0.9
+    assert result.metrics["entity_f1"] > 0.9
 
 
 def test_questions(bert, tmp_path):
@@ -180,7 +180,7 @@ def test_questions(bert, tmp_path):
     write(tmp_path / "squad.jsonl", rows)
     config = TuneConfig(learning_rate=1e-2, epochs=6, batch_size=8)
     _, data, result = tune("question-answering", bert, tmp_path / "squad.jsonl", tmp_path, config)
-    assert set(result.figures) == {"exact_match", "span_f1"} and result.figures["span_f1"] > 0.5
+    assert set(result.metrics) == {"exact_match", "span_f1"} and result.metrics["span_f1"] > 0.5
     assert len(data.validation) >= 2
 
 
@@ -212,7 +212,7 @@ def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group
     broken.mkdir()
     (broken / "model.safetensors").write_bytes(b"")
     resumed, result = run(tmp_path / "cut", resume=True)
-    assert result.figures == pytest.approx(expected.figures, abs=1e-6)
+    assert result.metrics == pytest.approx(expected.metrics, abs=1e-6)
     assert result.steps == expected.steps and result.best_step == expected.best_step
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
@@ -299,7 +299,7 @@ def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path)
     assert any(name.endswith(tuple(f"{e}.weight" for e in expected)) for name in moved)
     assert any("linear_attention" in name for name in moved) == bool(kernel)
     assert not any("embedding" in name or "wte" in name for name in moved)
-    assert measure_task(model, data) == pytest.approx(result.figures, abs=1e-6)
+    assert measure_task(model, data) == pytest.approx(result.metrics, abs=1e-6)
 
 
 def test_merging_changes_no_output(bert, glue):
@@ -333,7 +333,7 @@ def test_converted_models_are_tuned_saved_and_loaded(bert, glue, tmp_path):
     job = TuneJob(str(tmp_path / "linear"), task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, result = finetune_checkpoint(job)
     found = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), data=SHORT))
-    assert found.figures == pytest.approx(result.figures, abs=1e-6)
+    assert found.figures == pytest.approx(result.metrics, abs=1e-6)
     config = json.loads((target / "config.json").read_text())
     assert config["linearize"]["provenance"]["finetuning"]["task"] == "cola"
     first, *rest = read_log(target)
