@@ -1,0 +1,215 @@
+"""Command lines and Python blocks of README.md and docs/*.md, run as they stand on tiny inputs.
+
+Most lines run as they stand: in a working folder lie tiny things under the documents' names (`FOLDERS`, `CONVERTED`,
+`reviews.jsonl`, `glue/`), and what one line writes the next ones of its document read. Three tables say what differs,
+and a line that they do not cover fails:
+
+- `WORDS` replaces what cannot lie in a folder under its own name;
+- `QUICK`, `EXAMPLES` and `RECIPES` put options behind a line that make it small (the last one of a kind counts);
+- `make` and `pip` lines are not run but checked against Makefile and pyproject.toml; of a make target its lines with
+  `linearize` are run. Nothing is uploaded: `push` is a stand-in.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import itertools
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+from PIL import Image
+
+import linearize
+from linearize.cli import main
+from linearize.cli.main import build_parser
+from linearize.native import build
+from support.checkpoints import WORDS as VOCABULARY
+from support.checkpoints import make_original, make_text
+
+CHECKOUT = Path(linearize.__file__).parent.parent
+
+FOLDERS = {
+    # Stage two takes rows of 128 tokens unless asked otherwise.
+    "roberta-base": ("roberta", "AutoModelForMaskedLM", {"max_position_embeddings": 140}),
+    "bert-base-uncased": ("bert", "AutoModelForMaskedLM", {}),
+    "my-bert": ("bert", "AutoModelForMaskedLM", {}),
+    "MINILM": ("bert", "AutoModel", {}),
+    "gpt2": ("gpt2", "AutoModelForCausalLM", {}),
+}
+CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
+"""Converted checkpoints under the names that README.md gives them, for the other documents."""
+WORDS = {"vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2"}
+
+SMALL = "--device cpu --distill-steps 2 --distill-length 16 --batch-size 4 --holdout 8"
+LOOK = "--device cpu --lengths 16 --inputs 2 --max-length 16"
+TASK = "--device cpu --batch-size 8 --max-length 16"
+QUICK = {
+    "convert": SMALL, "distill": SMALL, "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
+    "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
+    "recipes": "", "results": "", "kernels": "", "inspect": "", "push": "", "report": LOOK, "compare": LOOK,
+    "demo": "--steps 2 --tokens 200", "native": "",
+    "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
+}  # fmt: skip
+ONLY_PARSED = {
+    "--goals": "measures every figure that the project promises, which takes minutes",
+    "bert-base": "a model of real size",
+}
+EXAMPLES = {
+    "classification": "--distill-steps 2",
+    "long_documents": "--distill-steps 2 --tokens 200",
+    "generation": "--distill-steps 2 --tokens 8 --dataset corpus.txt",
+    "images": "--distill-steps 1 --untrained",
+}
+TINY_TUNING = "batch_size: 8, epochs: 1, eval_every: 2"
+RECIPES = {
+    "minilm-glue": ["tasks=[cola]", "model={name: MINILM}", "rows.max_length=16", "device=cpu",
+                    f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                    "distil={steps: 2, batch_size: 4, holdout: 8}", "seeds=0",
+                    "align={steps: 2, batch_size: 4, holdout: 8}"],
+    "minilm-embedding": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
+                         "distil={steps: 2, batch_size: 4, holdout: 8}", "align={steps: 2, batch_size: 4, holdout: 8}"],
+    "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
+                    "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
+                    f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                    "distil={steps: 1, batch_size: 4, holdout: 4}"],
+    "gpt2-small-wikitext2": ["kernels=[softmax,hedgehog]", "model.config={model_type: gpt2, n_embd: 16, n_layer: 1, "
+                             "n_head: 2}", "model.tokenizer.size=300", "rows={max_length: 16}", "device=cpu",
+                             f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                             "distil={steps: 1, batch_size: 4, holdout: 4}"],
+    "associative-recall": ["tasks.recall.options={train: 32, validation: 8, vocabulary: 6, length: 16}",
+                           "rows.max_length=16", "model.config.n_embd=16", "device=cpu",
+                           "finetune={batch_size: 8, steps: 2, eval_every: 2}"],
+}  # fmt: skip
+
+
+def blocks(text):
+    """Return (language, content) of all fenced blocks."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert all(language in ("bash", "python") for language, _ in found), "a block is neither bash nor python"
+    return found
+
+
+def inline(text):
+    """Return the commands that stand inside sentences and tables."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [span for span in re.findall(r"`([^`\n]+)`", text) if re.match(r"(linearize|make|pip|python) ", span)]
+
+
+def lines(block):
+    """Return the commands of a block, without comments."""
+    joined = block.replace("\\\n", " ").splitlines()
+    return [line for line in joined if shlex.split(line, comments=True)]
+
+
+def make_place(root: Path, *, converted: bool) -> None:
+    """Put tiny things under the documents' names into a folder; with the conversions of README.md, or without."""
+    for name, (kind, head, overrides) in FOLDERS.items():
+        make_original(root / name, kind, head, **overrides)
+    for name in CONVERTED if converted else ():
+        kind, head, overrides = FOLDERS[name.removesuffix("-hedgehog")]
+        make_text(root / name, kind, head=head, config=overrides)
+    rows = [{"text": " ".join(VOCABULARY[i % 11 :] + VOCABULARY[: i % 13]), "label": i % 2} for i in range(96)]
+    write_texts(root, rows)
+    write_glue(root / "glue", rows)
+    for split in ("train", "validation"):
+        own = "".join(f"{split} {row['text']}\n" for row in rows)
+        (root / "data" / "wikitext2").mkdir(parents=True, exist_ok=True)
+        (root / "data" / "wikitext2" / f"{split}.txt.gz").write_bytes(gzip.compress(own.encode()))
+    for split, name, number in itertools.product(("train", "test"), ("cat", "ship"), range(8)):
+        folder = root / "data" / "cifar10" / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (30 * number, 99, 7)).save(folder / f"{number}.png")
+
+
+def write_texts(root, rows):
+    reviews = "".join(json.dumps(row) + "\n" for row in rows)
+    (root / "reviews.jsonl").write_text(reviews)
+    (root / "reviews.jsonl.gz").write_bytes(gzip.compress(reviews.encode()))
+    for name in ("sst2", "cola", "imdb"):
+        # No text of one is in another: the same text would be left out of the training rows.
+        own = "".join(json.dumps({"text": f"{name} {row['text']}"}) + "\n" for row in rows)
+        (root / f"{name}.jsonl.gz").write_bytes(gzip.compress(own.encode()))
+    (root / "corpus.txt").write_text("".join(row["text"] + "\n" for row in rows))
+
+
+def write_glue(root, rows):
+    for name in ("cola", "stsb"):
+        (root / name).mkdir(parents=True)
+    for split, count in (("train", 24), ("validation", 8)):
+        single = [{"sentence": row["text"], "label": row["label"]} for row in rows[:count]]
+        pairs = [
+            {"sentence1": one["text"], "sentence2": other["text"], "label": number % 6}
+            for number, (one, other) in enumerate(itertools.pairwise(rows[: count + 1]))
+        ]
+        for name, found in (("cola", single), ("stsb", pairs)):
+            (root / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def make_cheap(patch, root: Path) -> None:
+    """Leave out what takes long and says nothing about a line: peaks of the machine, optimisation, fresh processes."""
+    patch.chdir(root)
+    patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+    patch.setattr("linearize.demo.minilm_folder", lambda: root / "MINILM")
+    patch.setattr("linearize.native.build.FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS))
+    patch.setattr("linearize.bench.machine.peak_rate", lambda *_: 1e11)
+    patch.setattr("linearize.bench.job.peak_rate", lambda *_: 1e11)
+    patch.setattr("linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1))
+    patch.setattr("linearize.checkpoint.push.push", lambda folder, repo, private=False: "https://example.org")
+
+
+def run_line(line, capsys):
+    """Run, or check, one command; an AssertionError says that it fails or is not covered."""
+    words = [WORDS.get(word, word) for word in shlex.split(line, comments=True)]
+    if words[0] == "linearize":
+        run_linearize(line, words[1:], capsys)
+    elif words[:2] == ["python", "-m"]:
+        run_example(line, words[2], words[3:])
+    elif words[0] == "make":
+        check_make(line, words[1:], capsys)
+    elif words[:2] == ["pip", "install"]:
+        check_pip(line, words[2:])
+    else:
+        raise AssertionError(f"no way to run {line!r}; add one to this test")
+
+
+def run_linearize(line, words, capsys):
+    assert words and words[0] in QUICK, f"verb of {line!r} is not covered; add it to QUICK"
+    build_parser(words[0]).parse_args(words[1:])
+    if set(words) & set(ONLY_PARSED):
+        return
+    if words[0] == "run":
+        assert words[1] in RECIPES, f"recipe of {line!r} is not covered; add it to RECIPES"
+        words = [*words[:2], *[w for w in words[2:] if "=" in w], *RECIPES[words[1]], *[
+            w for w in words[2:] if "=" not in w
+        ]]  # fmt: skip
+    code = main([*words, *QUICK[words[0]].split()])
+    captured = capsys.readouterr()
+    assert code == 0, f"{line!r} ends with {code}: {captured.err[-600:]}"
+
+
+def run_example(line, module, words):
+    name = module.removeprefix("linearize.examples.")
+    assert name in EXAMPLES, f"example of {line!r} is not covered; add it to EXAMPLES"
+    importlib.import_module(module).main([*words, *EXAMPLES[name].split()])
+
+
+def check_make(line, targets, capsys):
+    makefile = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
+    for target in targets:
+        found = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n)*)", makefile, re.MULTILINE)
+        assert found, f"{line!r}: the Makefile has no target {target}"
+        for command in re.findall(r"\$\(BIN\)/(linearize .*)", found.group(1)):
+            run_line(command, capsys)
+
+
+def check_pip(line, words):
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [word for word in words if not word.startswith("-")]
+    for word in named:
+        name, extras = re.fullmatch(r"([\w.-]+)(?:\[([\w,-]+)\])?", word).groups()
+        known = set((extras or "").split(",")) <= {"", *project["optional-dependencies"]}
+        assert name in (".", project["name"]) and known, f"{line!r}: pyproject.toml has no {word}"
