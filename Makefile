@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test install lint types unit slow sanitize wheel format clean
+.PHONY: demo test quick gpu install lint types unit slow sanitize wheel format clean
 
 install: $(VENV)/.installed
 
@@ -28,8 +28,17 @@ types: install
 unit: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# A part for while you work, in a minute or so: two cases of each test, no command lines, jobs, compilers or processes.
+quick: install
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --quick
+
 slow: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow --timeout 1800
+
+# On a CUDA device: op, kernel and checkpoint tests, a conversion, figures beside SDPA; elsewhere it says what it would do.
+GPU_RESULTS ?= gpu-results
+gpu: install
+	$(BIN)/python scripts/gpu_check.py --output $(GPU_RESULTS)
 
 # The native op under the address and undefined-behaviour sanitizers of gcc; takes some minutes.
 sanitize: install

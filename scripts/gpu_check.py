@@ -1,0 +1,211 @@
+"""Check and measure linearize on a CUDA device: `make gpu`.
+
+    python scripts/gpu_check.py --output gpu-results
+
+Runs the steps of `plan` one after the other, each a command of its own, and writes into the output folder what each
+printed as JSON, `tests.json`, and `summary.json`: device, versions, and for every step its exit code and seconds. A
+step that fails does not keep the next ones from running; the exit code is then 1. All together are allowed ten
+minutes; what is left after that is not started, and the summary says so. Without a CUDA device the plan is printed,
+nothing is run, and the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+LENGTHS = "512,1024,2048,4096,8192,16384,32768"
+MINUTES = 10.0
+"""Budget of the whole plan."""
+
+COMMAND_LINE = ("-c", "import sys; from linearize.cli import main; sys.exit(main(sys.argv[1:]))")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: of its files in the output folder.
+        what: for people.
+        words: arguments for Python.
+        limit: seconds after which it is killed.
+        needs: module without which it is left out, or None.
+    """
+
+    name: str
+    what: str
+    words: tuple[str, ...]
+    limit: float = 120.0
+    needs: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The command for people."""
+        if self.words[:2] == COMMAND_LINE:
+            return shlex.join(["linearize", *self.words[2:]])
+        return shlex.join(["python", *self.words])
+
+
+def plan(output: Path, *, model: str | None) -> list[Step]:
+    """Return the steps.
+
+    Args:
+        output: folder that they write to.
+        model: folder of the demo's MiniLM, or None where it is not installed.
+    """
+    junit = output / "tests.xml"
+    tests = ("-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={junit}", "--durations=10", "--timeout=120")
+    steps = [Step("tests", "ops, kernels and checkpoints on the device, fp32 and bf16", tests, 300.0)]
+    if model is not None:
+        steps.append(_conversion(output, model))
+    suites = {
+        "attention-bf16": ["--dtype", "bfloat16"],
+        "attention-fp32": [],
+        "causal-bf16": ["--causal", "--dtype", "bfloat16"],
+        "causal-fp32": ["--causal"],
+        "backward-bf16": ["--backward", "--dtype", "bfloat16"],
+        "causal-backward-bf16": ["--causal", "--backward", "--dtype", "bfloat16"],
+        "decode-bf16": ["--decode", "--dtype", "bfloat16"],
+    }
+    for name, options in suites.items():
+        words = ["bench", "--device", "cuda", "--kernel", "hedgehog", "--kernel", "flexformer_n", *options]
+        words += ["--lengths", LENGTHS, "--repeats", "20", "--json"]
+        steps.append(Step(f"bench-{name}", "beside SDPA, 512 to 32,768 tokens", (*COMMAND_LINE, *words)))
+    return steps
+
+
+def _conversion(output: Path, model: str) -> Step:
+    words = ["convert", model, "--kernel", "hedgehog", "--max-length", "8192", "--distill-steps", "60"]
+    words += ["--distill-length", "128", "--align-steps", "20", "--batch-size", "16", "--overwrite"]
+    words += ["--device", "cuda", "--json", "--output", str(output / "minilm-hedgehog")]
+    return Step("convert", "MiniLM: stage one and alignment on the device", (*COMMAND_LINE, *words), 180.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the plan, or say what it would be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="gpu-results", metavar="DIR", help="folder for the JSON (gpu-results)")
+    output = Path(parser.parse_args(argv).output).absolute()
+    steps = plan(output, model=demo_model())
+    device = cuda_device()
+    if device is None:
+        print(f"No CUDA device here. On a machine with one, this would run, within {MINUTES:.0f} minutes:")
+        for step in steps:
+            print(f"  {step.name}: {step.what}\n    {step.line}")
+        print(f"and put the JSON of each into {output}. Nothing was run.")
+        return 0
+    output.mkdir(parents=True, exist_ok=True)
+    results = run_all(steps, output)
+    (output / "summary.json").write_text(json.dumps({"device": device, "steps": results}, indent=2) + "\n")
+    failed = [result["name"] for result in results if result["code"] != 0]
+    print(f"{len(results) - len(failed)} of {len(results)} steps went well; figures in {output}")
+    if failed:
+        print(f"failed or not started: {', '.join(failed)}; see the .log files there", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run_all(steps: Sequence[Step], output: Path, minutes: float = MINUTES) -> list[dict[str, Any]]:
+    """Run steps in order until the time is up; what would begin after that gets no exit code."""
+    start, results = time.monotonic(), []
+    for number, step in enumerate(steps, 1):
+        left = minutes * 60 - (time.monotonic() - start)
+        print(f"[{number}/{len(steps)}] {step.name}: {step.what}", flush=True)
+        began = time.monotonic()
+        code = run_step(step, output, min(left, step.limit)) if left > 0 else None
+        seconds = time.monotonic() - began
+        said = {0: "well", None: "not started, the time is up"}.get(code, f"exit code {code}")
+        print(f"    {said}, {seconds:.0f} s", flush=True)
+        results.append({"name": step.name, "line": step.line, "code": code, "seconds": round(seconds, 1)})
+    return results
+
+
+def run_step(step: Step, output: Path, limit: float) -> int:
+    """Run one step; its stdout becomes NAME.json where that is JSON, all else NAME.log. 124: it took too long."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *step.words],
+            cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=limit, check=False,
+        )  # fmt: skip
+        code, out, err = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:
+        code, out, err = 124, _text(late.stdout), _text(late.stderr)
+    try:
+        found = json.loads(out)
+        (output / f"{step.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        out = ""
+    except ValueError:
+        pass
+    (output / f"{step.name}.log").write_text(out + err)
+    junit = output / f"{step.name}.xml"
+    if junit.is_file():
+        (output / f"{step.name}.json").write_text(json.dumps(summary_of_tests(junit), indent=2) + "\n")
+    return code
+
+
+def _text(said: str | bytes | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+
+
+def summary_of_tests(junit: Path) -> dict[str, Any]:
+    """Count pytest's results, and name what failed and why something was skipped."""
+    root = ElementTree.parse(junit).getroot()
+    cases = list(root.iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    reasons = sorted({case.find("skipped").get("message", "") for case in skipped})  # type: ignore[union-attr]
+    return {
+        "tests": len(cases),
+        "passed": len(cases) - len(bad) - len(skipped),
+        "failed": [f"{case.get('classname')}.{case.get('name')}" for case in bad],
+        "skipped": len(skipped),
+        "skipped_because": reasons,
+        "seconds": sum(float(case.get("time", 0)) for case in cases),
+    }
+
+
+def demo_model() -> str | None:
+    """Return the folder of the demo's MiniLM, or None."""
+    from linearize.demo import minilm_folder
+    from linearize.errors import CheckpointError
+
+    try:
+        return str(minilm_folder())
+    except CheckpointError:
+        return None
+
+
+def cuda_device() -> Mapping[str, Any] | None:
+    """Describe the CUDA device, or return None."""
+    import torch
+    import transformers
+
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    from linearize.attention.backends.fla import chunk_kernel
+
+    return {
+        "name": found.name,
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "flash_linear_attention": chunk_kernel(torch.device("cuda")) is not None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
