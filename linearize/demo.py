@@ -11,6 +11,9 @@ from linearize.errors import CheckpointError
 from linearize.jobs.config import ConvertJob, DemoJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
+SIZES: dict[str, Any] = {"batch_size": 32, "holdout": 64}
+"""Rows per step, and rows that fidelity is measured on."""
+
 
 @dataclass
 class DemoResult:
@@ -71,6 +74,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
             align_steps=job.steps // 6,
             align_blockwise=1.0,
             distill_length=128,
+            **SIZES,
             output=output,
             overwrite=True,
             device="cpu",

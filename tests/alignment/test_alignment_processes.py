@@ -1,13 +1,11 @@
 """Several processes: two align as one does with the doubled batch; FSDP is refused."""
 
-import sys
-
 import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from support.children import alignment
-from support.processes import launch
+from support.forks import together
 from support.training import ALIGN as QUICK
 from support.training import Fixed, batches
 from support.training import loud_converted as sharp
@@ -20,7 +18,7 @@ from linearize.errors import ConfigError
 
 @pytest.mark.timeout(900)
 def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):
-    launch([sys.executable, "-m", "support.children.alignment", tmp_path / "two"], 2, tmp_path / "logs")
+    together(alignment.main, str(tmp_path / "two"))
     one, two = alignment.run(), load_file(tmp_path / "two")
     assert one.keys() == two.keys() and one["losses"].shape == (6,)
     for name in one:

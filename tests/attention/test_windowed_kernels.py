@@ -23,6 +23,8 @@ BOTH = [
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(("info", "arguments", "direction"), BOTH)
+@pytest.mark.sampled("values")
+@pytest.mark.sampled("pairs", "info", "direction", "padded")
 def test_fast_equals_naive(info, arguments, direction, padded):
     mixer = make_mixer(info, arguments, causal=direction == "causal", window=WINDOW)
     inputs = [x.requires_grad_() for x in make_inputs(TOKENS)]

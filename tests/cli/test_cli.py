@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from support import forks
 from support.checkpoints import FAMILIES, tokenizer
 from support.command_lines import run
 from support.tiny import original
@@ -216,7 +217,7 @@ def test_a_kill_during_the_save_leaves_no_half_checkpoint(folders, tmp_path):
         "main(sys.argv[1:])"
     )
     arguments = ["convert", folders / "gpt2", "--distill-steps", "0", "--output", tmp_path / "out"]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, check=False)
+    done = forks.python(code, *arguments)
     assert done.returncode == 9
     assert not (tmp_path / "out").exists()
     assert all(path.name.startswith((".new-out-", ".lock-out")) for path in tmp_path.iterdir())

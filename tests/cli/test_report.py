@@ -1,11 +1,9 @@
 """The verbs `report` and `compare`."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from support import forks
 from support.checkpoints import make_text, texts
 from support.command_lines import run
 
@@ -61,10 +59,10 @@ def test_longer_inputs_and_lengths_than_the_model_takes(made, tmp_path, capsys):
 
 def test_no_display_is_needed(made, tmp_path):
     """Neither a display nor a backend for one, whatever the environment asks for."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
-    environment |= {"MPLBACKEND": "TkAgg", "HF_HUB_OFFLINE": "1"}
     code = (
-        "import sys; from linearize.cli import main; done = main(sys.argv[1:]); "
+        "import os, sys; assert 'matplotlib' not in sys.modules\n"
+        "for name in ('DISPLAY', 'WAYLAND_DISPLAY'): os.environ.pop(name, None)\n"
+        "from linearize.cli import main; done = main(sys.argv[1:]); "
         "sys.exit(done or 3 * ('matplotlib.pyplot' in sys.modules or 'tkinter' in sys.modules))"
     )
     words = [
@@ -77,8 +75,7 @@ def test_no_display_is_needed(made, tmp_path):
         "--output",
         tmp_path / "out",
     ]
-    command = [sys.executable, "-c", code, *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = forks.python(code, *words, environment={"MPLBACKEND": "TkAgg"})
     assert done.returncode == 0, done.stderr[-1000:]
     assert (tmp_path / "out" / "comparison.png").is_file()
 

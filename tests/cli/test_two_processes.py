@@ -7,28 +7,30 @@ import sys
 import pytest
 import torch
 import transformers
+from support.command_lines import run
 from support.processes import launch
 
 SCRIPT = os.path.join(os.path.dirname(sys.executable), "linearize")
 
 
-def start(processes, root, logs, *arguments):
-    """Run the console script and return its output."""
-    line = [SCRIPT, "convert", root / "gpt2", "--dataset", root / "data.jsonl", *arguments]
-    return launch(line, processes, logs)
+def line(root, *arguments):
+    return ["convert", root / "gpt2", "--dataset", root / "data.jsonl", *arguments]
 
 
 def test_a_childs_own_error_is_shown(folders, tmp_path):
+    """One that is found before anything heavy is imported, as the launcher alone takes long enough."""
     with pytest.raises(AssertionError, match=r"process 0 said:\n(.|\n)*linearize: error: .*nowhere"):
-        start(2, folders, tmp_path / "logs", "--dataset", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
+        launch([SCRIPT, *line(folders, "--nowhere", "--output", tmp_path / "out")], 2, tmp_path / "logs")
 
 
 @pytest.mark.timeout(900)
-def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory):
+def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory, capsys):
     logs = tmp_path_factory.mktemp("logs")
     common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--bucket-by-length", "--json"]
-    one = start(1, folders, logs, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one")
-    two = start(2, folders, logs, *common, "--batch-size", 4, "--output", tmp_path / "two")
+    alone = line(folders, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one")
+    code, one, _ = run(capsys, *alone)
+    assert code == 0
+    two = launch([SCRIPT, *line(folders, *common, "--batch-size", 4, "--output", tmp_path / "two")], 2, logs)
     whole, parts = json.loads(one), json.loads(two)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     for time in ("before", "after"):

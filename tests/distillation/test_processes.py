@@ -1,13 +1,11 @@
 """Several processes: two equal one with the doubled batch, also when FSDP spreads the frozen model over them."""
 
-import sys
-
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from support.children import stage_one
-from support.processes import launch
+from support.forks import together
 from support.training import Fixed, batches, sharp
 
 from linearize.distillation import DistillConfig
@@ -24,7 +22,7 @@ def two(tmp_path_factory):
     """What two processes trained, started once for all models and kinds."""
     folder = tmp_path_factory.mktemp("two")
     jobs = [f"{model}:{kind}" for model in MODELS for kind in KINDS]
-    launch([sys.executable, "-m", "support.children.stage_one", folder, *jobs], 2, folder / "logs")
+    together(stage_one.main, str(folder), jobs)
     return {job: load_file(folder / f"{job}.safetensors") for job in jobs}
 
 

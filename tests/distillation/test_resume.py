@@ -5,14 +5,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import environment
+from support import forks
+from support.children import resumed
 from support.training import Fixed, batches, sharp
 
 from linearize.distillation import DistillConfig
@@ -98,13 +97,20 @@ def test_layers_one_after_the_other_learn_as_well():
 
 
 def child(states, result):
-    words = [sys.executable, "-m", "support.children.resumed", states, result]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
+    """Start one, and return it once the model is made and training begins."""
+    ready = result.with_suffix(".ready")
+    ready.unlink(missing_ok=True)
+    process = forks.start(resumed.main, str(states), str(result), said=result.with_suffix(".said"))
+    while process.is_alive() and not ready.exists():
+        time.sleep(0.005)
+    return process
 
 
 def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
     """Kills runs at random moments, again and again; they always go on, and end where an unharmed one ends."""
-    assert child(tmp_path / "whole", tmp_path / "whole.safetensors").wait(120) == 0
+    first = child(tmp_path / "whole", tmp_path / "whole.safetensors")
+    first.join(120)
+    assert first.exitcode == 0, (tmp_path / "whole.said" / "stderr").read_text()
     whole, ended = load_file(tmp_path / "whole.safetensors"), tmp_path / "cut.safetensors"
     dice = random.Random(int(os.environ.get("LINEARIZE_KILL_SEED", "0")))
     kills = int(os.environ.get("LINEARIZE_KILLS", "4"))
@@ -115,15 +121,16 @@ def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
             ended.unlink()
             shutil.rmtree(tmp_path / "cut")
         process = child(tmp_path / "cut", ended)
-        assert process.stdout.readline() == "ready\n"
         if not kills:
-            assert process.wait(120) == 0
+            process.join(120)
+            assert process.exitcode == 0
             break
         time.sleep(dice.uniform(0.05, 0.8))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+        if process.is_alive():
+            process.kill()
             kills -= 1
-        assert process.wait() in (0, -signal.SIGKILL)
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
     same_tensors(whole, load_file(ended))
 
 

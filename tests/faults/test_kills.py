@@ -6,7 +6,6 @@ The moments follow from a seed: LINEARIZE_KILL_SEED. Ten kills run with the othe
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,14 +18,10 @@ import torch
 from safetensors.torch import load_file
 from support.command_lines import line_of, run_words
 from support.fake_hub import TOKEN, FakeHub
+from support.forks import context
 
 from linearize.checkpoint.ownership import check_ours
 
-# One process that has imported everything: each run is a fork of it and begins at once.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "transformers", "linearize.cli", "linearize.jobs.convert", "linearize.jobs.finetune"]
-)
 KILLS = {"convert": 7, "report": 3}
 MANY = {"convert": 10, "distill": 6, "align": 6, "finetune": 10, "run": 8, "report": 5, "push": 5, "native": 4}
 MORE = {

@@ -172,6 +172,7 @@ def test_fast_equals_naive_forward_and_gradients(info, arguments, direction):
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 @pytest.mark.parametrize("prefill", [0, 7])
+@pytest.mark.sampled("values")
 def test_step_by_step_equals_at_once(info, arguments, prefill):
     if not (info.causal and info.streamable):
         pytest.skip("the kernel says that it does not stream")

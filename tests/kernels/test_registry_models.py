@@ -44,6 +44,7 @@ def assert_same(model, again):
 
 
 @pytest.mark.parametrize(("info", "name"), CASES)
+@pytest.mark.sampled("values")
 def test_reload_is_exact(info, name, tmp_path):
     model = converted(name, MODELS[name], info.name)
     again = reload(model, MODELS[name], tmp_path)
@@ -55,6 +56,7 @@ def test_reload_is_exact(info, name, tmp_path):
 
 
 @pytest.mark.parametrize(("info", "name"), WINDOW_CASES)
+@pytest.mark.sampled("values")
 def test_reload_with_a_window_is_exact(info, name, tmp_path):
     model = converted(name, MODELS[name], info.name, window=4)
     again = reload(model, MODELS[name], tmp_path)

@@ -44,6 +44,7 @@ def assert_finite(mixer, inputs, mask=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
+@pytest.mark.sampled("pairs")
 def test_large_inputs(info, direction, window, dtype):
     mixer = make_mixer(info, causal=direction == "causal", window=window)
     assert_finite(mixer, extreme(150, dtype))
@@ -51,12 +52,14 @@ def test_large_inputs(info, direction, window, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(("info", "arguments"), FORMS)
+@pytest.mark.sampled("values")
 def test_large_inputs_of_other_forms(info, arguments, dtype):
     for direction in directions(info):
         assert_finite(make_mixer(info, arguments, causal=direction == "causal"), extreme(150, dtype))
 
 
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
+@pytest.mark.sampled("pairs")
 def test_a_model_of_half_parameters(info, direction, window):
     """`model.half()` by hand: parameters and buffers in fp16 too; they are read in fp32."""
     mixer = make_mixer(info, causal=direction == "causal", window=window).half()
@@ -74,6 +77,7 @@ def test_decoding_large_inputs(info):
 
 
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
+@pytest.mark.sampled("values")
 def test_long_texts(info, direction, window):
     """32,768 tokens of one head (8,192 with a window): T x T would be 4 GiB."""
     sizes = {"batch": 1, "heads": 1, "key_heads": 1, "dim": 4, "width": 2}
@@ -84,6 +88,7 @@ def test_long_texts(info, direction, window):
 
 
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
+@pytest.mark.sampled("pairs")
 def test_fully_padded_rows(info, direction, window):
     mixer = make_mixer(info, causal=direction == "causal", window=window)
     mask = torch.ones(2, 30, dtype=torch.bool)

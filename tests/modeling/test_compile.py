@@ -29,6 +29,7 @@ def fresh_dynamo():
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled("values")
 def test_compile_has_no_graph_break(name, mask):
     model, inputs = model_and_inputs(name, mask)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -63,6 +64,7 @@ def test_traced_autograd_gives_the_same(name):
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "clip"])
+@pytest.mark.sampled("values")
 def test_export(name, mask):
     model, inputs = model_and_inputs(name, mask)
     model.config.use_cache = False

@@ -37,6 +37,7 @@ def decode(mixer, q, k, v, state, mask=None):
 @GROUPS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("pairs")
 def test_equals_the_ops_in_pytorch(switch, name, args, causal, key_heads):
     mixer = learned(name, args, causal=causal, key_heads=key_heads)
     for count, masked in itertools.product(LENGTHS[1:], (False, True)):
@@ -65,6 +66,7 @@ def test_really_runs_natively(switch, watch, name, args):
 @GROUPS
 @pytest.mark.parametrize("value", [V, 64, 3])
 @pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("pairs")
 def test_steps_and_pieces_equal_the_whole(switch, name, args, value, key_heads):
     count, cut = 90, 70
     mixer = learned(name, args, causal=True, value=value, key_heads=key_heads)
@@ -84,6 +86,7 @@ def test_steps_and_pieces_equal_the_whole(switch, name, args, value, key_heads):
 
 @GROUPS
 @pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("values")
 def test_later_tokens_do_not_change_a_bit(switch, name, args, key_heads):
     mixer = learned(name, args, causal=True, key_heads=key_heads)
     q, k, v = tokens(150, key_heads=key_heads)
@@ -98,6 +101,7 @@ def test_later_tokens_do_not_change_a_bit(switch, name, args, key_heads):
 @GROUPS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("pairs")
 def test_padding_does_not_change_real_tokens(switch, name, args, causal, key_heads):
     mixer = learned(name, args, causal=causal, key_heads=key_heads)
     q, k, v = tokens(100, key_heads=key_heads)
@@ -123,6 +127,7 @@ def round_projections(mixer):
 @pytest.mark.parametrize("size", [64, 36, 17], ids=lambda size: f"head_dim={size}")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("pairs")
 def test_bfloat16(switch, name, args, causal, size):
     mixer = learned(name, args, causal=causal, size=size)
     inputs = tokens(130, size=size, dtype=torch.bfloat16)

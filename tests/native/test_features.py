@@ -25,6 +25,7 @@ def weights(mixer, count, *, dtype=torch.float32, **shape):
 
 @pytest.mark.parametrize("count", [1, 15, 64, 130])
 @pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("values")
 def test_equal_the_maps_in_pytorch(switch, watch, name, args, count):
     calls = watch("features", "features_gradient")
     mixer = learned(name, args)

@@ -43,6 +43,7 @@ def finite(mixer, inputs, mask=None):
 @ENGINES
 @pytest.mark.parametrize("limit", [60.0, 10_000.0])
 @pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)
+@pytest.mark.sampled("pairs")
 def test_large_numbers(switch, info, arguments, direction, window, limit, native):
     switch(native)
     mixer = make_mixer(info, arguments, causal=direction == "causal", window=window)
@@ -52,6 +53,7 @@ def test_large_numbers(switch, info, arguments, direction, window, limit, native
 
 @ENGINES
 @pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)
+@pytest.mark.sampled("pairs")
 def test_few_tokens_and_none(switch, info, arguments, direction, window, native):
     """One token, two, and rows in which all are padding."""
     switch(native)
@@ -104,6 +106,7 @@ def same_natively(switch, info, direction, size):
 @pytest.mark.parametrize("size", [1, 2, 17, 64, 256])
 @pytest.mark.parametrize("direction", ["bidirectional", "causal"])
 @pytest.mark.parametrize("name", native_kernels())
+@pytest.mark.sampled("pairs")
 def test_head_sizes(switch, name, direction, size):
     same_natively(switch, kernel_info(name), direction, size)
 

@@ -26,6 +26,7 @@ def reached(mixer, at):
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)
 @torch.no_grad()
+@pytest.mark.sampled("pairs")
 def test_inputs(switch, info, arguments, direction, window, which, native):
     """One number of one head of one batch entry: what depends on it is NaN, nothing else is another number."""
     switch(native)
@@ -81,6 +82,7 @@ def test_weights(switch, info, arguments, direction, window):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", native_kernels())
 @pytest.mark.parametrize("which", ["q", "k", "v", "weights"])
+@pytest.mark.sampled("pairs")
 def test_gradients(switch, name, causal, which):
     """Where PyTorch's gradients are NaN, native ones are; where those are numbers, these are NaN or the same."""
     mixer = make_mixer(kernel_info(name), causal=causal)

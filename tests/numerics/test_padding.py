@@ -55,6 +55,7 @@ def everything(mixer, inputs, mask):
 
 @ENGINES
 @pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)
+@pytest.mark.sampled("pairs")
 def test_no_kernel_sees_it(switch, info, arguments, direction, window, native):
     switch(native)
     mixer = make_mixer(info, arguments, causal=direction == "causal", window=window)
@@ -91,6 +92,7 @@ def test_written_out_weights_do_not_see_it(info, arguments, direction, window):
     ("info", "arguments", "direction", "window"), [case for case in MIXERS if case.values[2] == "causal"]
 )
 @torch.no_grad()
+@pytest.mark.sampled("pairs")
 def test_a_padded_step_leaves_the_state_alone(switch, info, arguments, direction, window, native):
     if not info.streamable:
         pytest.skip("the kernel says that it does not stream")

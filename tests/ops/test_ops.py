@@ -24,6 +24,7 @@ OPS = {
 @pytest.mark.parametrize("padded", [None, "left", "right"])
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.sampled("pairs")
 def test_forward_state_and_gradients_equal_naive(name, tokens, padded, scaled):
     op, causal = OPS[name]
     if tokens == 1000 and padded == "left":

@@ -76,6 +76,7 @@ def gradients(out, leaves, mask=None):
 @pytest.mark.parametrize("padded", [None, "left", "right", "holes"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(("tokens", "window"), [(1, 4), (9, 1), (33, 2), (63, 5), (100, 8), (70, 64), (20, 200)])
+@pytest.mark.sampled("pairs")
 def test_forward_and_gradients_equal_naive(tokens, window, causal, padded, signed):
     if padded and tokens == 1:
         pytest.skip("one token has no padding")
@@ -121,6 +122,7 @@ def test_a_window_over_everything_is_softmax(causal):
 @pytest.mark.parametrize("padded", [None, "left", "holes"])
 @pytest.mark.parametrize("prefill", [0, 1, 3, 11, 30])
 @pytest.mark.parametrize("window", [1, 4, 16])
+@pytest.mark.sampled("pairs")
 def test_prefill_and_decode_equal_at_once(window, prefill, padded):
     tokens = 40
     inputs, options, _ = make(tokens, padded=padded)

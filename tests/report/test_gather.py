@@ -7,6 +7,7 @@ import stat
 import pytest
 import torch
 from support.checkpoints import make_image, make_original, make_text, texts
+from support.forks import in_forked_process
 
 from linearize.errors import CheckpointError, ConfigError, DataError
 from linearize.fidelity.whole import output_difference
@@ -36,7 +37,8 @@ def options(made, name, **more):
     return ReportOptions(str(made / name), inputs=inputs, lengths=more.pop("lengths", ()), device="cpu", **more)
 
 
-def test_a_text_report_has_everything(made, tmp_path):
+def test_a_text_report_has_everything(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("linearize.bench.measure.in_fresh_process", in_forked_process)
     out = tmp_path / "out"
     found = write_report(
         options(made, "bert-hedgehog", original=str(made / "bert-original"), lengths=(8, 16, 99)), str(out)

@@ -7,6 +7,7 @@
 import os
 
 import pytest
+from filelock import FileLock
 
 from linearize import native
 from linearize.native import locate
@@ -20,10 +21,14 @@ if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
 def cache(tmp_path_factory):
     if compiler() is None:
         pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
+    # The workers of one run share it: it takes a while to compile.
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "native-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, FileLock(f"{folder}.lock"):
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        build()
+        if not any(folder.rglob("*.so")):
+            build()
     return folder
 
 

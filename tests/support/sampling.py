@@ -1,8 +1,9 @@
 """Fewer cases of large matrices by default, all of them in `make slow`; and the selection of `make quick`.
 
 A test under `@pytest.mark.sampled("pairs")` runs by default on a seeded part of its cases in which every pair of
-values of two parameters occurs, one under `sampled("values")` on one in which every value does (what `parametrize`
-binds together is one parameter). The other cases are marked `slow`. LINEARIZE_SAMPLE_SEED draws another part.
+values of two parameters occurs, one under `sampled("values")` on one in which every value does; names behind that say
+which parameters count, and several marks add up. The other cases are marked `slow`. LINEARIZE_SAMPLE_SEED draws another
+part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 
 NOT_QUICK = (
-    *("tests/alignment/test_alignment_processes.py", "tests/checkpoint/test_standalone.py", "tests/cli"),
+    *("tests/alignment/test_alignment_processes.py", "tests/alignment/test_verb.py", "tests/bench"),
+    *("tests/checkpoint/test_push.py", "tests/checkpoint/test_standalone.py", "tests/cli"),
     *("tests/distillation/test_memory.py", "tests/distillation/test_processes.py", "tests/distillation/test_resume.py"),
     *("tests/examples", "tests/experiments", "tests/faults", "tests/finetune", "tests/modeling/test_compile.py"),
     *("tests/native", "tests/numerics", "tests/report", "tests/test_demo.py", "tests/test_readme.py"),
@@ -32,7 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "sampled(by): cases that cover 'values' or 'pairs' of parameters; others slow")
+    config.addinivalue_line(
+        "markers", "sampled(by, *names): cases that cover 'values' or 'pairs' of parameters; others slow"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,10 +44,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what is not in the sample as slow; for `--quick`, leave out the rest."""
     seed = int(os.environ.get("LINEARIZE_SAMPLE_SEED", "0"))
     for group in groups(items):
-        mark = group[0].get_closest_marker("sampled")
-        if mark is not None:
+        marks = list(group[0].iter_markers("sampled"))
+        if marks:
             ready = [item for item in group if item.get_closest_marker("slow") is None]
-            kept = cover(values_of(ready), mark.args[0], seed)
+            kept = set().union(*(cover(values_of(ready, mark.args[1:]), mark.args[0], seed) for mark in marks))
             for number, item in enumerate(ready):
                 if number not in kept:
                     item.add_marker("slow")
@@ -70,13 +74,13 @@ def quick_part(group: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     return random.Random(seed).sample(ready, min(QUICK_CASES, len(ready)))
 
 
-def values_of(group: Sequence[pytest.Item]) -> list[frozenset[Hashable]]:
+def values_of(group: Sequence[pytest.Item], only: Sequence[str] = ()) -> list[frozenset[Hashable]]:
     """Return for each case of a function which value of each parameter it has, values numbered as they appear."""
     numbers: dict[str, dict[int, int]] = {}
     found = []
     for item in group:
         spec = getattr(item, "callspec", None)
-        values = {} if spec is None else spec.params
+        values = {} if spec is None else {n: v for n, v in spec.params.items() if n in only or not only}
         # The cases of a matrix share the very objects; not all of them can be compared.
         places = {name: numbers.setdefault(name, {}) for name in values}
         found.append(frozenset((n, places[n].setdefault(id(v), len(places[n]))) for n, v in values.items()))

@@ -1,1 +1,1 @@
-"""Programs that tests start as processes of their own: `python -m support.children.NAME`, with tests/ on the path."""
+"""What tests run in processes of its own, see `support.forks`."""

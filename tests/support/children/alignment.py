@@ -1,9 +1,8 @@
-"""Align a tiny model in these processes: `python -m support.children.alignment TARGET`."""
+"""Align a tiny model in one process or in several."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 from safetensors.torch import save_file
@@ -22,8 +21,9 @@ def run() -> dict[str, torch.Tensor]:
     return state | {"losses": losses, "after": torch.tensor(result.after.loss)}
 
 
-if __name__ == "__main__":
+def main(target: str) -> None:
+    """Align, and save what was trained, once."""
     torch.set_num_threads(1)
     found = run()
     if int(os.environ.get("RANK", "0")) == 0:
-        save_file(found, sys.argv[1])
+        save_file(found, target)

@@ -1,9 +1,9 @@
-"""Distil a tiny model, going on where the last process stopped: `python -m support.children.resumed STATES TARGET`."""
+"""Distil a tiny model, going on where the last process stopped."""
 
 from __future__ import annotations
 
 import os
-import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +18,8 @@ def main(states: str, target: str) -> None:
     torch.set_num_threads(1)
     model = sharp("bert")
     config = DistillConfig(steps=60, eval_every=7, save_every=1, query_sample=5, folder=states, resume=True)
-    print("ready", flush=True)
+    Path(target).with_suffix(".ready").touch()
     distill(model, Fixed(batches(model)), config)
     kernels = {k: v.clone() for k, v in model.state_dict().items() if ".linear_attention." in k}
     save_file(kernels, target + ".new")
     os.replace(target + ".new", target)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

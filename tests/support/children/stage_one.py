@@ -1,12 +1,9 @@
-"""Distil tiny models in these processes; each job is `model:kind`, kind `one`, `ddp` or `fsdp`.
-
-Usage: python -m support.children.stage_one FOLDER JOB..., results into FOLDER/<job>.safetensors.
-"""
+"""Distil tiny models in one process or in several: kind `one`, `ddp` or `fsdp`."""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -48,14 +45,10 @@ def run(name: str, kind: str) -> dict[str, torch.Tensor]:
     return state | {"losses": losses, "after": torch.tensor(result.after.mean("kl"))}
 
 
-def main() -> None:
-    """Run the jobs one after the other."""
+def main(folder: str, jobs: Sequence[str]) -> None:
+    """Run the jobs one after the other; each is `model:kind`, and goes to FOLDER/<job>.safetensors."""
     torch.set_num_threads(1)
-    for job in sys.argv[2:]:
+    for job in jobs:
         found = run(*job.split(":"))
         if int(os.environ.get("RANK", "0")) == 0:
-            save_file(found, Path(sys.argv[1]) / f"{job}.safetensors")
-
-
-if __name__ == "__main__":
-    main()
+            save_file(found, Path(folder) / f"{job}.safetensors")
