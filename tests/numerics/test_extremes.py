@@ -83,6 +83,10 @@ def test_very_many_tokens(switch, info, arguments, direction, window, native):
     finite(mixer, spread(65_537, 3.0, torch.float32, batch=1, **sizes))
 
 
+KINKED = ("luna", "t2r")
+"""Kernels with relu in them: fp32 may fall on the other side of a kink, where the slope is another."""
+
+
 def same_natively(switch, info, direction, size):
     """The native op and PyTorch are as exact at a head size as fp32 allows, forward and backward."""
     causal = direction == "causal"
@@ -91,16 +95,22 @@ def same_natively(switch, info, direction, size):
     inputs = make_inputs(tokens, batch=1, heads=2, key_heads=1, dim=size, width=size)
     towards = torch.linspace(-1, 1, 2 * tokens * size).reshape(1, 2, tokens, size)
     written_out = gradients_in_double(mixer, None, DIM**-0.5)
-    exact, moves = deviation(written_out, [*inputs, towards, *mixer.parameters()])
     # As in tests/native/test_gradients.py: two query heads and their keys, one batch entry.
     terms = size + mixer.feature_dim + size + 2 * tokens + 3 * tokens
+    leaves = [*inputs, towards, *mixer.parameters()]
+    exact, moves = deviation(written_out, leaves)
+    bounds = [allowed(move, terms) for move in moves]
+    if info.name in KINKED:
+        # What the whole bound's worth of roundings does takes numbers over kinks, and their slopes with them.
+        _, far = deviation(written_out, leaves, roundings=allowed(1.0, terms))
+        bounds = [bound + jump for bound, jump in zip(bounds, far, strict=True)]
     for native in (True, False):
         switch(native)
         leaves = [x.detach().requires_grad_() for x in inputs]
         out, _ = run(mixer, *leaves)
         found = [out, *torch.autograd.grad(out, [*leaves, *mixer.parameters()], towards)]
-        for number, (ours, wanted, move) in enumerate(zip(found, exact, moves, strict=True)):
-            assert (ours - wanted).abs().max().item() <= allowed(move, terms), (number, native)
+        for number, (ours, wanted, bound) in enumerate(zip(found, exact, bounds, strict=True)):
+            assert (ours - wanted).abs().max().item() <= bound, (size, number, native)
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 64, 256])

@@ -15,9 +15,9 @@ CONFIDENCE = 5.0
 class InDouble(TorchFunctionMode):
     """Code that asks for fp32 gets fp64; with a generator, every result and every gradient is moved by one roundoff."""
 
-    def __init__(self, generator=None):
+    def __init__(self, generator=None, roundings=1.0):
         super().__init__()
-        self.generator = generator
+        self.generator, self.roundings = generator, roundings
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
@@ -28,33 +28,36 @@ class InDouble(TorchFunctionMode):
         changes = name.endswith("_") or name == "__get__"
         if self.generator is None or changes or not isinstance(found, torch.Tensor) or found.dtype != torch.float64:
             return found
-        return Moved.apply(found, self.generator)
+        return Moved.apply(found, self.generator, self.roundings)
 
 
 class Moved(torch.autograd.Function):
     """Change every number by a random part of one roundoff, and every number of its gradient."""
 
     @staticmethod
-    def forward(ctx, x, generator):
-        ctx.generator = generator
-        return moved(x, generator)
+    def forward(ctx, x, generator, roundings):
+        ctx.generator, ctx.roundings = generator, roundings
+        return moved(x, generator, roundings)
 
     @staticmethod
     def backward(ctx, grad):
-        return moved(grad, ctx.generator), None
+        return moved(grad, ctx.generator, ctx.roundings), None, None
 
 
-def moved(x, generator):
-    return x * (1 + UNIT * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1))
+def moved(x, generator, roundings=1.0):
+    return x * (1 + roundings * UNIT * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1))
 
 
-def deviation(function, inputs, draws=4):
+def deviation(function, inputs, draws=4, roundings=1.0):
     """Return a function's results in fp64, and how far rounding moves them, were every sum rounded but once.
 
     Args:
         function: mode and fp64 tensors -> fp64 tensors; computes under the mode, an `InDouble`.
         inputs: its tensors; taken to fp64.
         draws: how often everything is moved at random; the largest deviation of a result's numbers counts.
+        roundings: how many roundoffs everything is moved by. `allowed(1, terms)` of them measure the whole bound, where
+            functions with kinks (relu) are not linear in it: fp32 may fall on the other side of one, where the slope
+            is another.
 
     Returns:
         The results, and for each the largest deviation of any of its numbers.
@@ -62,7 +65,10 @@ def deviation(function, inputs, draws=4):
     inputs = [x.detach().double() for x in inputs]
     exact = function(InDouble(), *inputs)
     generator = torch.Generator().manual_seed(11)
-    found = [function(InDouble(generator), *(moved(x, generator) for x in inputs)) for _ in range(draws)]
+    found = [
+        function(InDouble(generator, roundings), *(moved(x, generator, roundings) for x in inputs))
+        for _ in range(draws)
+    ]
     return exact, [max((other[i] - x).abs().max().item() for other in found) for i, x in enumerate(exact)]
 
 
