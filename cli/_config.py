@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,27 @@ NEVER = ("help", "json", "config")
 """What is typed, and not an option of the work itself."""
 
 
+EXAMPLES = (
+    *("distill_steps: 500", "epochs: 3", "steps: 500", "lengths: [512, 4096]", "device: cpu", "output: made"),
+    *("private: true", "build: true"),
+)
+"""Lines for the help: a verb shows the first whose option it has."""
+
+
 def add_config_file(parser: argparse.ArgumentParser) -> None:
     """Declare `--config`, if the verb has options that a file could hold."""
-    if any(action.option_strings and action.dest not in NEVER for action in parser._actions):
+    names = {action.dest for action in parser._actions if action.option_strings} - set(NEVER)
+    if names:
+        example = example_for(names)
+        said = f", such as the line `{example}`" if example else ""
         parser.add_argument(
-            FLAG,
-            metavar="FILE",
-            help="options from a YAML file, such as {distill_steps: 500, kernel: elu}; those of the line come first",
+            FLAG, metavar="FILE", help=f"options from a YAML file{said}; those of the command line come first"
         )
+
+
+def example_for(names: Collection[str]) -> str | None:
+    """Return a line for a file, of one of these options."""
+    return next((line for line in EXAMPLES if line.partition(":")[0] in names), None)
 
 
 def config_file(words: list[str]) -> str | None:
