@@ -114,14 +114,24 @@ def call(
     Every tensor is as the op reads it: `mask` bool, log-scales `given`, `start` and `state` fp32, all in one piece.
     """
     batch, heads, tokens, _ = q.shape
+    # Written out, without a function for it: this is run at every decoding step.
+    mask_at = 0 if mask is None else mask.data_ptr()
+    given_at = 0 if given is None else given.data_ptr()
     head = HEAD.pack(
         *(batch, heads, k.shape[1], tokens, maps.features, v.shape[3]),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
-        *(TYPES[q.dtype], TYPES[v.dtype], _address(mask), _address(given)),
+        *(TYPES[q.dtype], TYPES[v.dtype], mask_at, given_at),
     )
-    pointers = (_address(start[0]), _address(start[1]), _address(state[0]), _address(state[1]))
-    return head + maps.data + TAIL.pack(*pointers, eps, threads, exact)
+    (start_kv, start_scale), (kv, log_scale) = start, state
+    tail = TAIL.pack(
+        0 if start_kv is None else start_kv.data_ptr(),
+        0 if start_scale is None else start_scale.data_ptr(),
+        0 if kv is None else kv.data_ptr(),
+        0 if log_scale is None else log_scale.data_ptr(),
+        *(eps, threads, exact),
+    )
+    return head + maps.data + tail
 
 
 def _address(tensor: Tensor | None) -> int:
