@@ -21,7 +21,6 @@ from linearize.errors import ConfigError, unknown_name
 
 Config = TypeVar("Config")
 PLAIN = (bool, int, float, str)
-LONGEST_PATH = 4096
 _SECTION = "section"
 
 
@@ -235,9 +234,17 @@ def recorded(job: Any) -> dict[str, Any]:
     return {name: _without_folder(value) for name, value in found.items() if value not in (None, [], {})}
 
 
+def on_disk(name: str) -> bool:
+    """Tell whether something of this name is there; text that is too long for a name is not."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _without_folder(value: Any) -> Any:
     if isinstance(value, str):
-        return Path(value).name if len(value) < LONGEST_PATH and Path(value).exists() else value
+        return Path(value).name if on_disk(value) else value
     if isinstance(value, list) and all(isinstance(one, tuple) for one in value):
         return {_without_folder(name): weight for name, weight in value}
     return [_without_folder(one) for one in value] if isinstance(value, list) else value

@@ -18,6 +18,7 @@ from linearize.errors import CheckpointError, TrainingError
 from linearize.jobs.config import AlignJob, StageOneJob
 from linearize.jobs.events import Callback, DataOpened
 from linearize.loading import Loaded, quiet
+from linearize.options import on_disk
 
 
 @dataclass
@@ -144,4 +145,4 @@ def _begun_anew(job: StageOneJob | AlignJob) -> list[StateFolder]:
 
 def name_of(source: str) -> str:
     """Return a Hub name as it is, and of a folder its name: where it lies is nobody's business."""
-    return Path(source).name if Path(source).exists() else source
+    return Path(source).name if on_disk(source) else source

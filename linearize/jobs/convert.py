@@ -23,7 +23,7 @@ from linearize.jobs.train import (
 from linearize.loading import Loaded, load_model
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
-from linearize.options import recorded
+from linearize.options import on_disk, recorded
 from linearize.registry import kernel_info, make_config
 from linearize.surgery.apply import convert_model
 from linearize.surgery.plan import plan
@@ -122,7 +122,7 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
 
 def _made_from(job: ConvertJob) -> dict[str, Any]:
     # A folder's name alone must not be taken for a name on the Hub later.
-    local = Path(job.model).exists()
+    local = on_disk(job.model)
     found = {"base_model": name_of(job.model), "base_is_local": local, "max_length": job.max_length}
     return found | {"options": recorded(job)}
 

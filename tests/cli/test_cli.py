@@ -31,7 +31,7 @@ def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, ca
     head, task = FAMILIES[name]
     kept = {}
     # What the conversion holds in memory just before it saves, to compare with what comes back.
-    import linearize.checkpoint.save as save_module
+    import linearize.jobs.context as save_module
 
     real = save_module.save
 

@@ -128,7 +128,9 @@ def test_the_tuned_softmax_model_is_the_teacher(tiny, sets, tmp_path):
     for row in rows:
         taught = row["row"] == "hedgehog"
         assert row["finetune"]["teacher"] == ("softmax" if taught else None)
-        assert row["finetune"]["selection"]["by"] == ("divergence from the teacher" if taught else "loss")
+        assert row["finetune"]["selection"]["by"] == (
+            "divergence from the teacher and loss on the labels" if taught else "loss"
+        )
         assert row["finetune"]["selection"]["rows"] == 9
     (table,) = tables(tmp_path / "run")
     ours = [100 * row["score"] for row in rows if row["row"] == "hedgehog"]
