@@ -242,9 +242,14 @@ def on_disk(name: str) -> bool:
         return False
 
 
+def name_of(source: str) -> str:
+    """Return a Hub name as it is, and of a folder its name: where it lies is nobody's business."""
+    return Path(source).name if on_disk(source) else source
+
+
 def _without_folder(value: Any) -> Any:
     if isinstance(value, str):
-        return Path(value).name if on_disk(value) else value
+        return name_of(value)
     if isinstance(value, list) and all(isinstance(one, tuple) for one in value):
         return {_without_folder(name): weight for name, weight in value}
     return [_without_folder(one) for one in value] if isinstance(value, list) else value

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linearize.alignment.config import AlignConfig
 from linearize.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
 from linearize.alignment.pair import Block, Outputs, Pair, first_tensor
-from linearize.attention.interface import linear_attentions
+from linearize.attention.interface import observed
 from linearize.teacher.observe import run_body
 
 POOLED, LOGITS = "pooled", "logits"
@@ -142,7 +142,7 @@ class Objective:
                     return
                 terms[block.name] = 0.0
                 target, attended = first_tensor(output).detach(), kept[block.name]
-                with torch.set_grad_enabled(train), _as_kernel(student), self._kept_attentions(block) as mine:
+                with torch.set_grad_enabled(train), observed(student, None), self._kept_attentions(block) as mine:
                     found = first_tensor(student(*args, **kwargs))
                     scales = self.scales
                     error = self._error(found, target, mask, scales.states[block.name])
@@ -215,20 +215,6 @@ class Objective:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-@contextlib.contextmanager
-def _as_kernel(block: nn.Module) -> Iterator[None]:
-    """Have a block attend with its kernels, also where the model that it is part of runs as its own teacher."""
-    layers = list(linear_attentions(block).values())
-    observers = [layer.observer for layer in layers]
-    try:
-        for layer in layers:
-            layer.observer = None
-        yield
-    finally:
-        for layer, observer in zip(layers, observers, strict=True):
-            layer.observer = observer
 
 
 def flat(states: Tensor) -> Tensor:

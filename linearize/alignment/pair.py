@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions
+from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.errors import ConfigError
 from linearize.fidelity.whole import check_original
 from linearize.modeling.plan import Plan
 from linearize.surgery.apply import apply
-from linearize.teacher.observe import body_of, observed, run_module, softmax_output
+from linearize.teacher.observe import body_of, run_module, softmax_output
 
 OUTPUT = "output"
 """Name of the last hidden state among the layers."""

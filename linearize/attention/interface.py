@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils.output_capturing import _active_collector
 
-from linearize.attention.layer import LinearAttention
+from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.errors import CheckpointError, UnsupportedModelError
 
@@ -189,6 +190,20 @@ def register_interface() -> None:
     """Make transformers know the implementation. Doing it twice changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
+
+
+@contextlib.contextmanager
+def observed(model: nn.Module, observer: Observer | None) -> Iterator[None]:
+    """Show every converted layer of `model` to `observer` while the block runs; None: its layers attend as kernels."""
+    layers = list(linear_attentions(model).values())
+    before = [layer.observer for layer in layers]
+    try:
+        for layer in layers:
+            layer.observer = observer
+        yield
+    finally:
+        for layer, earlier in zip(layers, before, strict=True):
+            layer.observer = earlier
 
 
 def linear_attentions(model: nn.Module) -> dict[str, LinearAttention]:

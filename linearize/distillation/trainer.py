@@ -11,13 +11,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.layer_loss import LayerLoss
 from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
-from linearize.teacher.observe import observed, run_body, softmax_output
+from linearize.teacher.observe import run_body, softmax_output
 
 
 class KernelTrainer:

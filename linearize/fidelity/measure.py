@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions
+from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.ops.floored import held
-from linearize.teacher.observe import has_rows, observed, run_body, softmax_output
+from linearize.teacher.observe import has_rows, run_body, softmax_output
 from linearize.teacher.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
 
 LOG_FLOOR = 1e-6

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions
+from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.teacher.observe import observed, run_body
+from linearize.teacher.observe import run_body
 from linearize.teacher.rows import group, row_blocks, softmax_rows
 
 RATIOS = tuple(i / 20 for i in range(1, 21))

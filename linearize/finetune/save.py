@@ -16,6 +16,7 @@ from linearize.finetune.prepared import TaskData
 from linearize.finetune.trainer import TuneResult
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
+from linearize.options import name_of
 
 
 def save_model(
@@ -91,4 +92,4 @@ def tuning_files(record: dict[str, Any], result: TuneResult, earlier: list[dict[
 def _without_folders(description: str) -> str:
     """A checkpoint travels: the folder on somebody's disk is nobody's business, its name says what the data is."""
     name, colon, rest = description.partition(": ")
-    return Path(name).name + colon + rest if Path(name).exists() else description
+    return name_of(name) + colon + rest

@@ -23,6 +23,8 @@ from linearize.finetune.prepared import IGNORED
 from linearize.modeling.model import kernel_parameters
 
 LABELS = ("labels", "start_positions", "end_positions")
+BY_ROW = ("classification", "regression")
+"""Kinds of tasks with one label per row, which rows made anew have none of."""
 KERNEL_RATE = 3e-4
 """Peak rate of the kernels where a teacher guides them (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
 FAR_BELOW = -1e4
@@ -80,7 +82,7 @@ class Tuner(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         weight = self.label_weight()
         fields = {name: value for name, value in inputs.items() if name not in LABELS}
-        alone = weight == 0 or self.kind in ("classification", "regression")
+        alone = weight == 0 or self.kind in BY_ROW
         hidden = self.tune.teacher_hidden_weight > 0
         outputs = model(**(fields if alone else inputs), output_hidden_states=hidden)
         theirs = self._taught(fields, hidden=hidden)
@@ -95,7 +97,7 @@ class Tuner(Trainer):
             start=torch.zeros((), device=self.args.device),
         )
         if weight:
-            parts["task"] = label_loss(self.kind, outputs.logits, inputs["labels"]) if alone else outputs.loss
+            parts["task"] = self._label_loss(outputs, inputs)
             loss = loss + weight * parts["task"]
         self._note(parts)
         return (loss, outputs) if return_outputs else loss
@@ -156,13 +158,18 @@ class Tuner(Trainer):
         """Return the divergence from the teacher on a batch, and the loss on its labels where they join."""
         fields = {name: value for name, value in inputs.items() if name not in LABELS}
         weight = self.tune.final_labels_weight
-        alone = self.kind in ("classification", "regression")
-        mine = model(**(fields if alone or not weight else inputs))
+        mine = model(**(fields if self.kind in BY_ROW or not weight else inputs))
         value = output_loss(self.kind, mine, self._taught(fields), inputs)
         if not weight:
             return value
-        labels = label_loss(self.kind, mine.logits, inputs["labels"]) if alone else mine.loss
-        return self.tune.teacher_logits_weight * value + weight * labels
+        return self.tune.teacher_logits_weight * value + weight * self._label_loss(mine, inputs)
+
+    def _label_loss(self, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss on a batch's labels: the model's own, but of rows of which some have none."""
+        if self.kind in BY_ROW:
+            return label_loss(self.kind, outputs.logits, inputs["labels"])
+        loss: Tensor = outputs.loss
+        return loss
 
     def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
         """Run the teacher on a batch in the student's precision."""

@@ -71,8 +71,28 @@ def _layers() -> Any:
     return option(None, "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n", metavar="PLAN")
 
 
+def _target(output: str | None, model: str, ending: str) -> str:
+    """Return the output folder: as asked, or `<model-name>-<ending>`."""
+    return output or f"{Path(model).name}-{ending}"
+
+
+class TrainingJob(Job):
+    """What the jobs share that train a conversion, and keep states of it."""
+
+    stage: Any
+    """The options that say how states are kept."""
+
+    def __post_init__(self) -> None:
+        check(self, "options")
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are written or read."""
+        return self.stage.save_every is not None or self.stage.resume
+
+
 @dataclass(frozen=True, kw_only=True)
-class StageOneJob(Job):
+class StageOneJob(TrainingJob):
     """Options of the jobs with a stage one."""
 
     model: str
@@ -85,9 +105,6 @@ class StageOneJob(Job):
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
 
-    def __post_init__(self) -> None:
-        check(self, "options")
-
     def target(self) -> str:
         """Return the output folder."""
         raise NotImplementedError
@@ -96,11 +113,6 @@ class StageOneJob(Job):
     def stage(self) -> DistillConfig:
         """The options that say how states are kept."""
         return self.distill
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether states are written or read."""
-        return self.stage.save_every is not None or self.stage.resume
 
     def state_folders(self) -> list[str]:
         """Return where states are kept."""
@@ -141,13 +153,13 @@ class ConvertJob(StageOneJob):
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<model-name>-<kernel>`."""
-        return self.output or f"{Path(self.model).name}-{self.kernel or 'mixed'}"
+        return _target(self.output, self.model, self.kernel or "mixed")
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the alignment's steps, and the folders of states."""
         kernel = values.get("kernel", "hedgehog")
-        target = values.get("output") or f"{Path(values['model']).name}-{kernel or 'mixed'}"
+        target = _target(values.get("output"), values["model"], kernel or "mixed")
         steps = values.get("distill_steps", DistillConfig.steps)
         found = _states(values, target)
         # Of another type it is refused by stage one's own checks.
@@ -164,17 +176,17 @@ class DistillJob(StageOneJob):
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<folder>-distilled`."""
-        return self.output or f"{Path(self.model).name}-distilled"
+        return _target(self.output, self.model, "distilled")
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the folder of states."""
-        target = values.get("output") or f"{Path(values['model']).name}-distilled"
+        target = _target(values.get("output"), values["model"], "distilled")
         return {"distill": _states(values, target)["distill"]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignJob(Job):
+class AlignJob(TrainingJob):
     """Options of `align`."""
 
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
@@ -190,22 +202,14 @@ class AlignJob(Job):
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
 
-    def __post_init__(self) -> None:
-        check(self, "options")
-
     def target(self) -> str:
         """Return the output folder: as asked, or `<folder>-aligned`."""
-        return self.output or f"{Path(self.model).name}-aligned"
+        return _target(self.output, self.model, "aligned")
 
     @property
     def stage(self) -> AlignConfig:
         """The options that say how states are kept."""
         return self.align
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether states are written or read."""
-        return self.stage.save_every is not None or self.stage.resume
 
     def state_folders(self) -> list[str]:
         """Return where states are kept."""
@@ -218,7 +222,7 @@ class AlignJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the folder of states."""
-        target = values.get("output") or f"{Path(values['model']).name}-aligned"
+        target = _target(values.get("output"), values["model"], "aligned")
         return {"align": _states(values, target)["align"]}
 
 

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.output import check_room, check_target, claim
@@ -18,7 +17,6 @@ from linearize.errors import CheckpointError, TrainingError
 from linearize.jobs.config import AlignJob, StageOneJob
 from linearize.jobs.events import Callback, DataOpened
 from linearize.loading import Loaded, quiet
-from linearize.options import on_disk
 
 
 @dataclass
@@ -141,8 +139,3 @@ def _state_folders(job: StageOneJob | AlignJob) -> list[StateFolder]:
 def _begun_anew(job: StageOneJob | AlignJob) -> list[StateFolder]:
     """The folders of states that a run which is not resumed begins with empty."""
     return _state_folders(job) if job.keeps_states and not job.stage.resume else []
-
-
-def name_of(source: str) -> str:
-    """Return a Hub name as it is, and of a folder its name: where it lies is nobody's business."""
-    return Path(source).name if on_disk(source) else source

@@ -10,7 +10,7 @@ from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
 from linearize.errors import TrainingError
 from linearize.jobs.config import ConvertJob, StageOneJob
-from linearize.jobs.context import Context, first_device, make_room, name_of, open_data, reserved, write
+from linearize.jobs.context import Context, first_device, make_room, open_data, reserved, write
 from linearize.jobs.events import Callback, Planned, PositionsExtended, Saved, ignore
 from linearize.jobs.train import (
     align_behind_stage_one,
@@ -23,7 +23,7 @@ from linearize.jobs.train import (
 from linearize.loading import Loaded, load_model
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
-from linearize.options import on_disk, recorded
+from linearize.options import name_of, on_disk, recorded
 from linearize.registry import kernel_info, make_config
 from linearize.surgery.apply import convert_model
 from linearize.surgery.plan import plan

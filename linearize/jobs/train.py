@@ -15,8 +15,9 @@ from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 from linearize.distillation.processes import is_main, several
 from linearize.errors import TrainingError
-from linearize.jobs.context import Context, name_of
+from linearize.jobs.context import Context
 from linearize.jobs.events import Aligned, Distilled, Noted, StepDone
+from linearize.options import name_of
 from linearize.trackers import reporter
 
 

@@ -8,14 +8,14 @@ word, and stage one would imitate something else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions
+from linearize.attention.interface import observed
 from linearize.errors import UnsupportedModelError
 from linearize.surgery.probe import example_inputs
 
@@ -61,7 +61,8 @@ def check(model: PreTrainedModel, recorded: Recorded | None) -> None:
     name = type(model).__name__.removeprefix("Linearized")
     advice = "so it is not converted; load it again, as this object has been changed"
     try:
-        with _softmax(model):
+        # An observer that gives nothing back leaves softmax's output.
+        with observed(model, lambda *call: None):
             after = _outputs(model, batch)
     except Exception as error:
         raise UnsupportedModelError(
@@ -127,17 +128,3 @@ def _difference(old: Tensor, new: Tensor, mask: Tensor | None) -> float:
         return 0.0
     old, new = old[known].double(), new[known].double()
     return float((old - new).abs().max() / old.abs().max().clamp_min(1e-12))
-
-
-@contextlib.contextmanager
-def _softmax(model: PreTrainedModel) -> Iterator[None]:
-    """Have a converted model attend with softmax: an observer that gives nothing back leaves softmax's output."""
-    layers = list(linear_attentions(model).values())
-    before = [layer.observer for layer in layers]
-    try:
-        for layer in layers:
-            layer.observer = lambda *call: None
-        yield
-    finally:
-        for layer, observer in zip(layers, before, strict=True):
-            layer.observer = observer

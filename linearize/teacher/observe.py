@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,23 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.attention.interface import linear_attentions
-from linearize.attention.layer import LinearAttention, Observer
+from linearize.attention.layer import LinearAttention
 from linearize.attention.redirect import REDIRECTED
 from linearize.teacher.rows import pieces, put, take
-
-
-@contextlib.contextmanager
-def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Show every converted layer of `model` to `observer` while the block runs."""
-    layers = linear_attentions(model)
-    try:
-        for layer in layers.values():
-            layer.observer = observer
-        yield
-    finally:
-        for layer in layers.values():
-            layer.observer = None
 
 
 def body_of(model: PreTrainedModel) -> Any:
