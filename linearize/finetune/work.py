@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
-from linearize.checkpoint.ownership import remove_parts
+from linearize.checkpoint.ownership import TRANSFORMERS, remove_parts
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 
 STARTED = "started.json"
 PARTS = re.compile(r"checkpoint-\d+|\.?started\.json")
+TRAINERS = re.compile(
+    r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth|trainer_state\.json|training_args\.bin"
+    r"|adapter_config\.json|adapter_model\.safetensors|" + TRANSFORMERS.pattern
+)
+"""Files of the trainer's checkpoints; after a kill any one of them may be the first, or the last that is left."""
 CALLED = "a tuning run of linearize"
 FREE = ("report_to",)
 """Options that may differ between a run and its continuation."""
@@ -43,9 +48,9 @@ def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def _foreign(path: Path) -> bool:
-    """Tell whether a folder is no checkpoint: the trainer writes config and weights first."""
-    there = {one.name for one in path.iterdir()}
-    return bool(there) and not there & {"config.json", "model.safetensors", "model.safetensors.index.json"}
+    """Tell whether a folder is no checkpoint, not even a part of one that was being written or removed."""
+    there = [one.name for one in path.iterdir()]
+    return bool(there) and not any(TRAINERS.fullmatch(name) for name in there)
 
 
 def remove_work(folder: Path) -> None:

@@ -44,10 +44,15 @@ def lines_of(verb, models, out):
 class Program:
     """A program of its own, with the face of a `multiprocessing.Process`: huggingface_hub reads its settings once."""
 
-    def __init__(self, words, environment):
+    def __init__(self, words, environment, said):
         code = "import sys; from linearize.cli import main; sys.exit(main(sys.argv[1:]))"
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen([sys.executable, "-c", code, *words], env=os.environ | environment, **silent)
+        with said.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, *words],
+                env=os.environ | environment,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+            )
         self.kill = self.process.kill
 
     def is_alive(self):
@@ -61,20 +66,20 @@ class Program:
         return self.process.returncode
 
 
-def start(words, environment):
+def start(words, environment, said):
     if words[0] == "push":
-        return Program(words, environment)
-    child = context.Process(target=run_words, args=(words, environment))
+        return Program(words, environment, said)
+    child = context.Process(target=run_words, args=(words, environment, str(said)))
     child.start()
     return child
 
 
-def ends(words, environment):
+def ends(words, environment, said):
     """Run to the end and return the seconds that it took."""
     begin = time.monotonic()
-    child = start(words, environment)
+    child = start(words, environment, said)
     child.join(240)
-    assert child.exitcode == 0, words
+    assert child.exitcode == 0, (words, said.read_text())
     return time.monotonic() - begin
 
 
@@ -122,25 +127,25 @@ def kill_again_and_again(verb, kills, models, tmp_path):
     if verb == "push":
         environment |= {"HF_ENDPOINT": hub.start(), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
         environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(tmp_path / "home")}
-    out, there = tmp_path / "work" / "out", tmp_path / "whole"
+    out, there, said = tmp_path / "work" / "out", tmp_path / "whole", tmp_path / "stderr"
     (out.parent / "mine").mkdir(parents=True)
     (out.parent / "mine" / "thesis.txt").write_text("years of work")
     try:
         # The first process of all imports everything, which no later one does.
-        ends(["kernels"], environment)
-        seconds = ends(lines_of(verb, models, there)[0], environment)
+        ends(["kernels"], environment, said)
+        seconds = ends(lines_of(verb, models, there)[0], environment, said)
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         first, again = lines_of(verb, models, out)
         words = first
         done = 0
         while done < kills:
-            child = start(words, environment)
+            child = start(words, environment, said)
             time.sleep(dice.uniform(0.05, 0.95) * seconds)
             if child.is_alive():
                 child.kill()
                 done += 1
             child.join(60)
-            assert child.exitcode in (0, -9), (words, child.exitcode)
+            assert child.exitcode in (0, -9), (words, child.exitcode, said.read_text())
             whole(verb, out, models)
             assert (out.parent / "mine" / "thesis.txt").read_text() == "years of work"
             words = again
@@ -149,7 +154,7 @@ def kill_again_and_again(verb, kills, models, tmp_path):
                 for path in out.parent.glob("out*"):
                     shutil.rmtree(path)
                 words = first
-        ends(words, environment)
+        ends(words, environment, said)
         if verb == "push":
             assert hub.files["model.safetensors"] == (models / "hedgehog" / "model.safetensors").read_bytes()
             assert hub.files["config.json"] == (models / "hedgehog" / "config.json").read_bytes()

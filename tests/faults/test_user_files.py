@@ -16,6 +16,7 @@ import linearize
 from linearize.checkpoint.output import atomic_folder, check_target, claim
 from linearize.checkpoint.ownership import MARKER, check_ours
 from linearize.errors import CheckpointError
+from linearize.finetune.work import check_work
 
 
 def tree(folder):
@@ -146,6 +147,20 @@ def test_an_interrupted_tuning_run_outlives_a_mistyped_data_set(models, tmp_path
     # With everything in order, the word counts.
     assert cli(line)[0] == 0
     assert not work.exists()
+
+
+@pytest.mark.parametrize("left", ["linearize_errors.py", "optimizer.pt", "rng_state_1.pth", "tokenizer.json", None])
+def test_a_checkpoint_that_was_being_written_or_removed_stops_no_resume(left, tmp_path):
+    """A kill leaves any part of it: the first file written is the model's code, the last removed any."""
+    checkpoint = tmp_path / "out.training" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    if left is not None:
+        (checkpoint / left).write_bytes(b"")
+    check_work(tmp_path / "out.training", resume=True, overwrite=True)
+    (checkpoint.parent / "checkpoint-9").mkdir()
+    (checkpoint.parent / "checkpoint-9" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="holds 'checkpoint-9', which is no checkpoint of the trainer"):
+        check_work(tmp_path / "out.training", resume=True, overwrite=True)
 
 
 def test_an_interrupted_distillation_outlives_a_mistyped_data_set(models, tmp_path, cli):

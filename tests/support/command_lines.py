@@ -81,13 +81,11 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def run_words(words: list[str], environment: dict[str, str]) -> None:
-    """Run a command line in a process of its own, silently, and end with its exit code."""
+def run_words(words: list[str], environment: dict[str, str], said: str) -> None:
+    """Run a command line in a process of its own, its stderr in a file, and end with its exit code."""
     os.environ.update(environment)
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    if "LINEARIZE_KILL_DEBUG" not in os.environ:
-        os.dup2(silent, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     from linearize.cli import main
 
     sys.exit(main(words))
