@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.mixer import IMPLEMENTATION
+from linearize.attention.packing import SEGMENTS, attend_apart, whole_documents
 from linearize.errors import CheckpointError, UnsupportedModelError
 
 UNSUPPORTED_SCORE_MODS = {
@@ -46,7 +47,8 @@ def attention_forward(
         query: [B, H, T, D].
         key: [B, K, S, D].
         value: [B, K, S, V].
-        attention_mask: key padding mask [B, S] or None (see `mask_function`); 4-D for layers left as they are.
+        attention_mask: key padding mask [B, S] or None (see `mask_function`); the documents of packed rows
+            [B, 1, T] (see `linearize.attention.packing`); 4-D for layers left as they are.
         scaling: what scores are multiplied with; None: D^-1/2.
         dropout: used by softmax layers only: linear attention has no weights to drop.
         **kwargs: whatever else the host hands over.
@@ -59,6 +61,27 @@ def attention_forward(
         CheckpointError: if the sizes or the direction are not those of the plan.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None and attention_mask.ndim == 3:
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return _attend(module, q, k, v, mask, scaling, dropout, **kwargs)
+
+        return attend_apart(attend, query, key, value, attention_mask)
+    _check_documents(module, query, attention_mask)
+    return _attend(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what `attention_forward` does, in rows of one document each."""
     layer = getattr(module, "linear_attention", None)
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -77,6 +100,18 @@ def attention_forward(
         weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
     out = layer(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
+    """Refuse packed rows where the host handed on nothing of them: they would be attended to as one, without a word."""
+    if torch.compiler.is_compiling() or (segments := SEGMENTS.get()) is None or (mask is not None and mask.ndim == 4):
+        return
+    if segments.shape == (query.shape[0], query.shape[2]):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: got several documents packed into one row (position_ids that start again, or "
+            "cu_seq_lens), but this architecture does not hand its mask on; expected one document per row: pad them "
+            "(DataCollatorWithPadding)"
+        )
 
 
 def _check_call(
@@ -174,16 +209,27 @@ def mask_function(
 ) -> Tensor | None:
     """Hand the 2-D padding mask through as it is, so that no T x T mask is ever built.
 
-    Masks of another kind (sliding windows, chunks, packed sequences) are built as SDPA wants them: they are for layers
-    that stay softmax, and a converted layer refuses them.
+    Of packed rows it is the number of every token's document [B, 1, T] (see `linearize.attention.packing`). Masks of
+    another kind (sliding windows, chunks) are built as SDPA wants them: they are for layers that stay softmax, and a
+    converted layer refuses them.
     """
-    if mask_function in (causal_mask_function, bidirectional_mask_function):
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    segments = None if torch.compiler.is_compiling() else SEGMENTS.get()
+    if segments is not None and segments.shape != (batch_size, q_length):
+        # Of another part of the model, such as its images.
+        segments = None
+    if segments is not None and (plain or (not kwargs.get("use_vmap") and whole_documents(mask_function, segments))):
+        return segments[:, None]
+    if plain:
         return attention_mask
     # The skips would hand out None, which here means "no padding", not "local".
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(
+    mask = sdpa_mask(
         batch_size, q_length, kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
+    if segments is None or mask is None:
+        return mask
+    return mask & (segments[:, None, :, None] == segments[:, None, None, :])
 
 
 def register_interface() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +15,15 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
+from linearize.attention import packing
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
-from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError
+from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_seal
-from linearize.modeling.plan import ABSENT, CALLED, Plan, contradiction
+from linearize.modeling.plan import ABSENT, CALLED, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
 if TYPE_CHECKING:
@@ -216,24 +218,32 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             continue
         if hasattr(host, "linear_attention"):
             continue
-        attention = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window)
-        if not any(t.is_meta for t in [*attention.parameters(), *attention.buffers()]):
-            attention.reset_parameters(plan.seed + (layer.index or 0))
-            reference = next(host.parameters(), None)
-            if reference is not None and not reference.is_meta:
-                attention.to(reference.device)
-        attention.declares_direction = CALLED in layer.host
-        host.linear_attention = attention
-        attention.train(host.training)
-        if plan.base_model_type in REDIRECTED:
-            redirect(host)
-        else:
-            host.register_forward_pre_hook(_hand_over_cache, with_kwargs=True)
-    if any(layer.shape.causal for layer in plan.converted):
-        root.register_forward_pre_hook(_refuse_packed_rows, with_kwargs=True)
+        _attach_kernel(host, layer, plan)
+    causal = any(layer.shape.causal for layer in plan.converted)
+    if plan.base_model_type not in REDIRECTED:
+        root.register_forward_pre_hook(functools.partial(packing.enter, causal=causal), with_kwargs=True)
+        root.register_forward_hook(packing.leave, always_call=True)
+    if causal:
         root.register_forward_pre_hook(_mask_while_tracing, with_kwargs=True)
         if not model.config.is_encoder_decoder:
             root.register_forward_pre_hook(_default_cache, with_kwargs=True)
+
+
+def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
+    """Put the kernel of one layer into its host."""
+    attention = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window)
+    if not any(t.is_meta for t in [*attention.parameters(), *attention.buffers()]):
+        attention.reset_parameters(plan.seed + (layer.index or 0))
+        reference = next(host.parameters(), None)
+        if reference is not None and not reference.is_meta:
+            attention.to(reference.device)
+    attention.declares_direction = CALLED in layer.host
+    host.linear_attention = attention
+    attention.train(host.training)
+    if plan.base_model_type in REDIRECTED:
+        redirect(host)
+    else:
+        host.register_forward_pre_hook(_hand_over_cache, with_kwargs=True)
 
 
 def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -269,28 +279,6 @@ def _mask_while_tracing(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[A
     if tokens is None or any(kwargs.get(name) is not None for name in given):
         return None
     return args, kwargs | {"attention_mask": torch.ones_like(tokens)}
-
-
-def _refuse_packed_rows(root: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse several documents in one row: a running sum would carry each into those behind it, without a word.
-
-    As transformers does for softmax, positions count only where no attention mask is given.
-
-    Raises:
-        UnsupportedModelError: if positions restart inside a row, or lengths of documents are given.
-    """
-    if torch.compiler.is_compiling():
-        return
-    positions = kwargs.get("position_ids")
-    packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None
-    if positions is not None and positions.ndim == 2 and kwargs.get("attention_mask") is None:
-        packed = packed or bool((positions[:, 1:] < positions[:, :-1]).any())
-    if packed:
-        raise UnsupportedModelError(
-            "got several documents packed into one row (position_ids that start again, or cu_seq_lens), expected one "
-            "document per row: linear attention would carry each into those behind it; use a padding collator "
-            "(DataCollatorWithPadding) in place of DataCollatorWithFlattening, and no packing"
-        )
 
 
 def _cache_indices(model: nn.Module) -> set[int]:

@@ -12,7 +12,7 @@ from support.tiny import TEXT, converted, inputs_of
 from transformers import AutoModel, AutoModelForImageTextToText
 
 import linearize
-from linearize.errors import CheckpointError, UnsupportedModelError
+from linearize.errors import CheckpointError
 from linearize.surgery.probe import probe
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
@@ -66,21 +66,6 @@ def test_eight_threads_generate_what_one_does():
     for thread in threads:
         thread.join()
     assert found == [[one] * 3 for one in expected]
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_packed_rows_are_refused(name, training):
-    model = causal(name).train(training)
-    ids = torch.arange(3, 11)[None]
-    rows = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
-    with pytest.raises(UnsupportedModelError, match="several documents packed into one row"):
-        model(**rows)
-    with pytest.raises(UnsupportedModelError, match="several documents packed into one row"):
-        model(ids, cu_seq_lens_q=torch.tensor([0, 4, 8], dtype=torch.int32))
-    model.eval()
-    apart = {"input_ids": ids, "position_ids": torch.arange(8)[None]}
-    assert torch.equal(model(**apart).logits, model(ids).logits)
 
 
 def test_a_model_without_its_pooler_comes_back(tmp_path):

@@ -1,0 +1,238 @@
+"""Several documents in one row (padding-free training): every document is attended to as a row of its own.
+
+Where documents begin is read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again. It goes
+to the attentions as their mask, [B, 1, T] whole numbers: gradient checkpointing calls layers again with it, long after
+the forward. There the documents are laid out as padded rows of like lengths, attended to, and put back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from linearize.errors import UnsupportedModelError
+
+SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=None)
+"""The document of every token [B, T], from 1 (0: padding), while the forward of a model runs on packed rows."""
+
+_SHORT = 64
+"""Documents of up to this many tokens are laid out together, longer ones with those of at most twice their length."""
+
+
+class Bucket(NamedTuple):
+    """Documents of like lengths.
+
+    Attributes:
+        tokens: [N, L] where their tokens stand among the B T of the batch.
+        mask: [N, L] true where there is a token; None: everywhere.
+        documents: row, first token and length of each.
+    """
+
+    tokens: Tensor
+    mask: Tensor | None
+    documents: list[tuple[int, int, int]]
+
+
+def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Number the documents of packed rows.
+
+    As transformers does for softmax, positions count only where no attention mask is given, and for causal models; a
+    document begins wherever they do not go on by one.
+
+    Args:
+        causal: whether the model is.
+        tokens: its tokens [B, T], or their embeddings [B, T, X].
+        kwargs: keyword arguments of the model's forward.
+
+    Returns:
+        [B, T] from 1 on; None where no row is packed.
+
+    Raises:
+        UnsupportedModelError: if the documents' lengths do not add up to the tokens.
+    """
+    batch, count = tokens.shape[:2]
+    lengths, index, positions = (kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids"))
+    if lengths is not None:
+        if int(lengths[0]) or int(lengths[-1]) != batch * count or bool((lengths.diff() < 0).any()):
+            raise UnsupportedModelError(
+                f"cu_seq_lens_q: got {lengths.tolist()[:8]}, expected numbers that go up from 0 to {batch * count}, "
+                "the tokens of the batch"
+            )
+        begins = torch.zeros(batch * count + 1, dtype=torch.bool, device=tokens.device)
+        begins[lengths.to(tokens.device).long()] = True
+        begins = begins[:-1].view(batch, count)
+    elif index is not None:
+        index = index.to(tokens.device)
+        begins = (index.diff(prepend=index[:, :1]) != 0).expand(batch, count)
+    else:
+        if not causal or positions is None or kwargs.get("attention_mask") is not None:
+            return None
+        # Qwen-VL's: the text's positions, then those of time, height and width.
+        positions = positions[0] if positions.ndim == 3 and positions.shape[0] == 4 else positions
+        if positions.ndim != 2 or positions.shape[1] != count:
+            return None
+        begins = (positions.diff(prepend=positions[:, :1] - 1) != 1).expand(batch, count)
+    begins = begins.clone()
+    begins[:, 0] = True
+    if bool((begins.sum() == batch).item()):
+        return None
+    segments = begins.cumsum(dim=1)
+    mask = kwargs.get("attention_mask")
+    return segments if mask is None or mask.shape != segments.shape else segments.masked_fill(mask == 0, 0)
+
+
+def positions_of(segments: Tensor) -> Tensor:
+    """Count the tokens [B, T] of every document from 0."""
+    counted = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    first = segments.diff(prepend=segments.new_full((len(segments), 1), -1)) != 0
+    return counted - counted.masked_fill(~first, 0).cummax(dim=1).values
+
+
+def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tuple[Any, dict[str, Any]] | None:
+    """Before a converted model's forward: find packed rows, and let the masks and the attentions know.
+
+    Args:
+        root: the model.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        causal: whether it is causal.
+
+    Returns:
+        Other arguments; None where they stay.
+
+    Raises:
+        UnsupportedModelError: for packed rows with a generation cache, or in an encoder-decoder.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    SEGMENTS.set(None)
+    if len(args) > 1:
+        names = list(inspect.signature(root.forward).parameters)
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        args = ()
+    tokens = args[0] if args else next((kwargs[x] for x in ("input_ids", "inputs_embeds") if _given(kwargs, x)), None)
+    if tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
+        return None
+    cache = kwargs.get("past_key_values")
+    if cache is not None and not any(_given(kwargs, name) for name in ("cu_seq_lens_q", "seq_idx")):
+        # A few positions may stand still in what a cache follows; where they go back, a document begins.
+        positions = kwargs.get("position_ids")
+        if positions is None or positions.ndim != 2 or not bool((positions.diff() < 0).any()):
+            return None
+    segments = find_segments(causal, tokens, kwargs)
+    if segments is None:
+        return None
+    if cache is not None or root.config.is_encoder_decoder:
+        what = "a generation cache" if cache is not None else "an encoder-decoder"
+        raise UnsupportedModelError(
+            f"got several documents packed into one row (position_ids that start again, or cu_seq_lens) with {what}, "
+            "expected one document per row; pad them (DataCollatorWithPadding)"
+        )
+    SEGMENTS.set(segments)
+    names = inspect.signature(root.forward).parameters
+    changed: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+    if causal and "position_ids" in names and not _given(kwargs, "position_ids"):
+        changed["position_ids"] = positions_of(segments)
+    return args, kwargs | changed
+
+
+def leave(root: Any, args: Any, output: Any) -> None:
+    """After a converted model's forward, whether it went well or not."""
+    if not torch.compiler.is_compiling():
+        SEGMENTS.set(None)
+
+
+def _given(kwargs: Mapping[str, Any], name: str) -> bool:
+    return kwargs.get(name) is not None
+
+
+def whole_documents(mask_function: Callable[..., Any], segments: Tensor) -> bool:
+    """Tell whether a mask function of transformers says no more than: causal, inside a document [B, T].
+
+    Windows, chunks and parts that see ahead say more. It is asked at each document's ends alone, not at T x T pairs.
+    """
+    batch, count = segments.shape
+    rows = torch.arange(batch, device=segments.device)[:, None].expand(batch, count)
+    here = torch.arange(count, device=segments.device).expand(batch, count)
+    head, first = torch.zeros_like(here), here - positions_of(segments)
+    before, after = (here - 1).clamp(min=0), (here + 1).clamp(max=count - 1)
+    same = segments == segments.gather(1, before)
+    sees_first, sees_last = mask_function(rows, head, here, first), mask_function(rows, head, here, before)
+    sees_next = mask_function(rows, head, here, after) & (after != here)
+    sees_other = mask_function(rows, head, here, (first - 1).clamp(min=0)) & (first > 0)
+    return bool(sees_first.all() & (sees_last == same).all() & ~sees_next.any() & ~sees_other.any())
+
+
+_BUCKETS = WeakIdKeyDictionary()
+
+
+def buckets(segments: Tensor) -> list[Bucket]:
+    """Lay out the documents of packed rows [B, 1, T]; done once for all layers."""
+    found = _BUCKETS.get(segments)
+    if found is None:
+        _BUCKETS[segments] = found = _lay_out(segments[:, 0])
+    return found
+
+
+def _lay_out(segments: Tensor) -> list[Bucket]:
+    alike: dict[int, list[tuple[int, int, int]]] = {}
+    for row, numbers in enumerate(segments):
+        values, lengths = torch.unique_consecutive(numbers, return_counts=True)
+        start = 0
+        for value, length in zip(values.tolist(), lengths.tolist(), strict=True):
+            if value:
+                size = max(_SHORT, 1 << (length - 1).bit_length())
+                alike.setdefault(size, []).append((row, start, length))
+            start += length
+    found = []
+    for documents in alike.values():
+        row, start, length = torch.tensor(documents).T
+        counted = torch.arange(int(length.max()))
+        mask = counted < length[:, None]
+        tokens = torch.where(mask, row[:, None] * segments.shape[1] + start[:, None] + counted, 0)
+        whole = bool(mask.all())
+        found.append(Bucket(tokens.to(segments.device), None if whole else mask.to(segments.device), documents))
+    return found
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""q [N, H, L, D], k [N, K, L, D], v [N, K, L, V], mask [N, L] or None -> [N, L, H, V], weights [N, H, L, L] or None."""
+
+
+def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attend in every document of packed rows as if it were a row of its own.
+
+    Args:
+        attend: attends in ordinary rows.
+        q: [B, H, T, D].
+        k: [B, K, T, D].
+        v: [B, K, T, V].
+        segments: [B, 1, T], see `SEGMENTS`.
+
+    Returns:
+        [B, T, H, V], and weights [B, H, T, T] where `attend` gives them.
+    """
+    batch, heads, count, _ = q.shape
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    out: Tensor | None = None
+    weights: Tensor | None = None
+    for tokens, mask, documents in buckets(segments):
+        rows = [x[tokens].transpose(1, 2) for x in flat]
+        found, seen = attend(*rows, mask)
+        if out is None:
+            out = found.new_zeros(batch * count, *found.shape[2:])
+        real = (tokens, found) if mask is None else (tokens[mask], found[mask])
+        out = out.index_put((real[0],), real[1])
+        if seen is not None:
+            weights = seen.new_zeros(batch, heads, count, count) if weights is None else weights
+            for number, (row, start, length) in enumerate(documents):
+                part = slice(start, start + length)
+                weights[row, :, part, part] = seen[number, :, :length, :length]
+    assert out is not None
+    return out.view(batch, count, *out.shape[1:]), weights

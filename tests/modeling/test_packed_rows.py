@@ -1,0 +1,202 @@
+"""Several documents in one row: outputs and gradients are those of rows of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.generation import causal
+from support.tiny import converted
+from transformers import DataCollatorWithFlattening
+
+from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.packing import find_segments, positions_of
+from linearize.errors import UnsupportedModelError
+
+LENGTHS = (1, 13, 70, 2, 5)
+"""Odd ones, one of a single token, one longer than a chunk."""
+LONG = {"max_position_embeddings": 128}
+SIZES = {"llama": LONG, "gpt2": {"n_positions": 128}, "gemma3": LONG, "bert": LONG, "mistral": LONG}
+
+
+def documents():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 90, (1, n), generator=generator) for n in LENGTHS]
+
+
+def packed():
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return {"input_ids": torch.cat(documents(), dim=1), "position_ids": positions}
+
+
+def lengths(**more):
+    """The same row by the lengths of its documents."""
+    return {
+        "input_ids": packed()["input_ids"],
+        "cu_seq_lens_q": torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32),
+        **more,
+    }
+
+
+def alone(model):
+    """The outputs of the documents as rows of their own, put behind each other."""
+    return torch.cat([model(input_ids=row, use_cache=False)[0] for row in documents()], dim=1)
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "elu", "cosformer", "performer", "flexformer_n", "diag_softmax"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_outputs_and_gradients_are_those_of_separate_rows(name, kernel):
+    model = causal(name, kernel, config=SIZES[name])
+    expected = alone(model)
+    got = model(**packed())[0]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(6))
+    names = [key for key, x in model.named_parameters() if x.requires_grad]
+    learned = [x for _, x in model.named_parameters() if x.requires_grad]
+    mine = torch.autograd.grad((got * weights).sum(), learned, allow_unused=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), learned, allow_unused=True)
+    assert any("linear_attention" in key for key in names) or kernel in (
+        "elu",
+        "cosformer",
+        "performer",
+        "diag_softmax",
+    )
+    for key, one, other in zip(names, mine, theirs, strict=True):
+        assert (one is None) == (other is None), key
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4 * float(other.abs().max()), msg=key)
+
+
+def test_without_packing_the_outputs_would_differ():
+    model = causal("llama", config=LONG)
+    row = {"input_ids": packed()["input_ids"]}
+    assert float((model(**row)[0] - alone(model)).detach().abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("native", [True, False])
+def test_without_a_gradient_natively_and_in_pytorch(native, window, monkeypatch):
+    if not native:
+        monkeypatch.setattr("linearize.attention.backends.native.engine", lambda: None)
+    model = causal("llama", config=LONG, window=window)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**packed())[0], alone(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_by_the_collators_lengths_alone(name):
+    model = causal(name, config=SIZES[name])
+    rows = [{"input_ids": row[0].tolist()} for row in documents()]
+    collate = DataCollatorWithFlattening(return_position_ids=False, return_flash_attn_kwargs=True)
+    batch = {key: value for key, value in collate(rows).items() if key != "labels"}
+    assert "position_ids" not in batch
+    with torch.no_grad():
+        expected = alone(model)
+        torch.testing.assert_close(model(**batch)[0], expected, rtol=1e-5, atol=1e-5)
+        both = model(**batch, position_ids=packed()["position_ids"])[0]
+        torch.testing.assert_close(both, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_packed_rows_of_other_documents():
+    model = causal("llama", config=LONG)
+    one, other = packed(), {key: torch.cat([x[:, 14:], x[:, :14]], dim=1) for key, x in packed().items()}
+    with torch.no_grad():
+        both = model(**{key: torch.cat([one[key], other[key]]) for key in one})[0]
+        torch.testing.assert_close(both[:1], model(**one)[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(both[1:], model(**other)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_stay_softmax_keep_to_documents_and_windows():
+    model = causal("gemma3", config=LONG | {"sliding_window": 8})
+    with torch.no_grad():
+        torch.testing.assert_close(model(**packed())[0], alone(model), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(**lengths())[0], alone(model), rtol=1e-5, atol=1e-5)
+    model = causal("llama", config=LONG, keep_softmax=[1])
+    with torch.no_grad():
+        torch.testing.assert_close(model(**packed())[0], alone(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bidirectional_model_by_lengths():
+    model = converted("bert", config=LONG)
+    with torch.no_grad():
+        got = model(**lengths(position_ids=packed()["position_ids"])).last_hidden_state
+        torch.testing.assert_close(got, alone(model), rtol=1e-5, atol=1e-5)
+        # Positions alone are no more than positions there, as for softmax.
+        assert not torch.allclose(model(**packed()).last_hidden_state, got, atol=1e-3)
+
+
+def test_gradient_checkpointing_calls_layers_again_with_their_documents():
+    model = causal("llama", config=LONG).train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(**packed(), labels=packed()["input_ids"]).loss.backward()
+        found.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
+    assert len(found[0]) > 10
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_observers_see_rows_of_one_document():
+    model, seen = causal("llama", config=LONG), []
+    with observed(model, lambda layer, q, k, v, mask, scaling: seen.append((q.shape, mask))), torch.no_grad():
+        model(**packed())
+    per_layer = seen[: len(seen) // len(linear_attentions(model))]
+    counted = [shape[0] * shape[2] if mask is None else int(mask.sum()) for shape, mask in per_layer]
+    assert sum(counted) == sum(LENGTHS)
+    assert max(shape[2] for shape, _ in per_layer) == max(LENGTHS)
+
+
+def test_attention_weights_are_blocks_on_the_diagonal():
+    model = causal("llama", config=LONG)
+    with torch.no_grad():
+        weights = model(**packed(), output_attentions=True).attentions[0]
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]))
+        one = model(input_ids=documents()[1], output_attentions=True, use_cache=False).attentions[0]
+    torch.testing.assert_close(weights[:, :, 1:14, 1:14], one, rtol=1e-5, atol=1e-5)
+    assert float(weights[:, :, 14:, :14].abs().max()) == 0.0
+
+
+def test_a_row_of_one_document_is_left_alone():
+    model = causal("llama", config=LONG)
+    row = {"input_ids": packed()["input_ids"]}
+    count = row["input_ids"].shape[1]
+    with torch.no_grad():
+        assert torch.equal(model(**row, position_ids=torch.arange(count)[None])[0], model(**row)[0])
+        assert model(**row, position_ids=torch.arange(count)[None]).past_key_values.get_seq_length() == count
+
+
+def test_what_cannot_be_honoured_is_refused():
+    model = causal("llama", config=LONG)
+    with pytest.raises(UnsupportedModelError, match=r"packed into one row .* with a generation cache"):
+        model(**packed(), past_key_values=model.new_cache())
+    with pytest.raises(UnsupportedModelError, match="expected numbers that go up from 0 to 91"):
+        model(input_ids=packed()["input_ids"], cu_seq_lens_q=torch.tensor([0, 4, 8]))
+    # The refusal left nothing behind.
+    plain = {"input_ids": documents()[1]}
+    assert model(**plain)[0].shape[1] == 13
+    encoder_decoder = converted("bart")
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        encoder_decoder(**lengths())
+
+
+def test_a_host_that_hands_no_mask_on_is_refused():
+    model = causal("llama", config=LONG)
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"attention_mask": None}), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedModelError, match="does not hand its mask on"):
+        model(**packed())
+
+
+def test_positions_and_documents():
+    tokens = torch.zeros(2, 6)
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
+    segments = find_segments(True, tokens, {"position_ids": positions})
+    assert segments.tolist() == [[1, 1, 2, 2, 2, 3], [1] * 6]
+    assert torch.equal(positions_of(segments), positions)
+    assert find_segments(False, tokens, {"position_ids": positions}) is None
+    assert find_segments(True, tokens, {"position_ids": positions, "attention_mask": torch.ones(2, 6)}) is None
+    index = torch.tensor([[7, 7, 7, 8, 8, 8]])
+    assert find_segments(False, tokens, {"seq_idx": index}).tolist() == [[1, 1, 1, 2, 2, 2]] * 2
