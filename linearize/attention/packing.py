@@ -1,8 +1,8 @@
 """Several documents in one row (padding-free training): every document is attended to as a row of its own.
 
-Where documents begin is read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again. It goes
-to the attentions as their mask, [B, 1, T] whole numbers: gradient checkpointing calls layers again with it, long after
-the forward. There the documents are laid out as padded rows of like lengths, attended to, and put back.
+Where documents begin is read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again. It
+goes to the attentions as their mask, [B, 1, T] whole numbers: gradient checkpointing calls layers again with it, long
+after the forward. There the documents are laid out as padded rows of like lengths, attended to, and put back.
 """
 
 from __future__ import annotations
