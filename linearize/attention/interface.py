@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
-from linearize.attention.mixer import IMPLEMENTATION
+from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, whole_documents
 from linearize.errors import CheckpointError, UnsupportedModelError
 
@@ -89,7 +89,7 @@ def _attend(
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
     _check_call(module, layer, query, key, value, kwargs.get("is_causal"))
-    mask = _key_padding_mask(module, attention_mask)
+    mask = _key_padding_mask(module, layer, attention_mask)
     if layer.observer is not None:
         instead = layer.observer(layer, query, key, value, mask, scaling)
         if instead is not None:
@@ -132,10 +132,13 @@ def _check_call(
         )
 
 
-def _key_padding_mask(module: nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Check that a mask says nothing but where the padding is."""
+def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | None) -> Tensor | None:
+    """Check that a mask says nothing but where the padding is, and whatever window is to be left out."""
     if mask is None or mask.ndim == 2:
         return mask
+    if layer.local_as_full and mask.dtype == torch.bool and (torch.compiler.is_compiling() or SEGMENTS.get() is None):
+        # Other layers need the window's mask: a token that is none does not see itself.
+        return mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
     raise UnsupportedModelError(
         f"{type(module).__name__}: got an attention mask of shape {tuple(mask.shape)}, expected a key padding mask "
         "[batch, tokens]; linear attention cannot follow a mask per pair of tokens (4-D masks, packed position_ids)"
@@ -199,6 +202,13 @@ def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
     return collected is not None and any("attentions" in name for name in collected)
 
 
+def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """Do what `mask_function` does for a model whose local layers were all converted as full attention."""
+    if local_size is not None and not kwargs.get("use_vmap"):
+        kwargs["mask_function"] = causal_mask_function
+    return mask_function(*args, **kwargs)
+
+
 def mask_function(
     batch_size: int,
     q_length: int,
@@ -236,6 +246,8 @@ def register_interface() -> None:
     """Make transformers know the implementation. Doing it twice changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
+    AttentionInterface.register(LOCAL_AS_FULL, attention_forward)
+    AttentionMaskInterface.register(LOCAL_AS_FULL, mask_without_window)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ class LinearAttention(nn.Module):
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
         declares_direction: whether the host says at every call whether it is causal.
+        local_as_full: whether its masks may be those of a window, which is left out.
     """
 
     def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> None:
@@ -45,6 +46,7 @@ class LinearAttention(nn.Module):
         self.observer: Observer | None = None
         self._handed: dict[int, LinearStateLayer] = {}
         self.declares_direction = False
+        self.local_as_full = False
 
     def reset_parameters(self, seed: int) -> None:
         """Initialise the kernel from a seed, always with the same numbers."""

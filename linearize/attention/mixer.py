@@ -15,6 +15,8 @@ from linearize.registry import KernelInfo
 
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
+LOCAL_AS_FULL = "linearize_local_as_full"
+"""The same where every layer with a sliding window or chunks was converted as full attention."""
 
 
 class Mixer(nn.Module, abc.ABC):

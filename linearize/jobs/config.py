@@ -134,6 +134,11 @@ class ConvertJob(StageOneJob):
     keep_softmax: tuple[int, ...] = option(
         (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=_parse_layers
     )
+    local_as_full: bool = option(
+        False,
+        "convert layers with a sliding window or chunks too (Mistral, Gemma), as attention without it: they see all "
+        "tokens then, so that the result equals the original at most up to the window's length",
+    )
     window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
     task: str | None = option(
         None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"

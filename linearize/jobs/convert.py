@@ -103,6 +103,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan]:
         window=job.window,
         max_length=job.max_length,
         seed=job.seed,
+        local_as_full=job.local_as_full,
     )
     return loaded, decided
 

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
-from linearize.attention.mixer import IMPLEMENTATION
+from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.modeling.plan import ABSENT, Plan
+from linearize.modeling.plan import ABSENT, LOCAL, SOFTMAX, Plan
 from linearize.modeling.portable import ENTRY, code_files, why_not
 
 MODEL_TYPE = "linearize"
@@ -255,7 +255,7 @@ class _Mixin(_Original):
 
     def __post_init__(self, **kwargs: Any) -> None:
         requested = kwargs.pop("attn_implementation", None)
-        if requested not in (None, IMPLEMENTATION):
+        if requested not in (None, IMPLEMENTATION, LOCAL_AS_FULL):
             raise ConfigError(
                 f"got attn_implementation={requested!r}, but a converted model runs its own linear attention; "
                 "leave the argument out"
@@ -282,18 +282,26 @@ class _Mixin(_Original):
 
     def __setattr__(self, key: str, value: Any) -> None:
         # transformers writes "sdpa" here where a caller named nothing; that would run softmax silently.
-        if key == "_attn_implementation_internal" and value not in (None, IMPLEMENTATION):
-            value = IMPLEMENTATION
+        if key == "_attn_implementation_internal" and value is not None:
+            value = implementation(self)
         super().__setattr__(key, value)
 
 
-def use_linear_attention(config: Any) -> None:
-    """Set the attention implementation on a config and on the configs inside it."""
-    config._attn_implementation_internal = IMPLEMENTATION
+def implementation(config: Any) -> str:
+    """Return the name of the attention implementation that a converted model's config asks for."""
+    layers = (getattr(config, "linearize", None) or {}).get("layers", ())
+    local = [layer["kernel"] for layer in layers if LOCAL in layer.get("host", ())]
+    return LOCAL_AS_FULL if local and SOFTMAX not in local else IMPLEMENTATION
+
+
+def use_linear_attention(config: Any, name: str | None = None) -> None:
+    """Set the attention implementation on a converted model's config and on the configs inside it."""
+    name = implementation(config) if name is None else name
+    config._attn_implementation_internal = name
     for key in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, key, None)
         if inner is not None:
-            use_linear_attention(inner)
+            use_linear_attention(inner, name)
 
 
 _CLASSES: dict[Any, Any] = {}

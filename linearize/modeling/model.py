@@ -23,7 +23,7 @@ from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_seal
-from linearize.modeling.plan import ABSENT, CALLED, LayerPlan, Plan, contradiction
+from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class LinearizedModel(_Original):
         Raises:
             ConfigError: always, unless the name is linearize's own.
         """
-        if attn_implementation != IMPLEMENTATION:
+        if attn_implementation not in (IMPLEMENTATION, self.config._attn_implementation):
             raise ConfigError(
                 f"got attn_implementation={attn_implementation!r}, but a converted model runs its own linear "
                 "attention; load the original checkpoint for softmax"
@@ -238,6 +238,7 @@ def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
         if reference is not None and not reference.is_meta:
             attention.to(reference.device)
     attention.declares_direction = CALLED in layer.host
+    attention.local_as_full = LOCAL in layer.host
     host.linear_attention = attention
     attention.train(host.training)
     if plan.base_model_type in REDIRECTED:

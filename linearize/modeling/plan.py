@@ -14,6 +14,8 @@ from linearize.registry import kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that stays as it is."""
+LOCAL = "local mask"
+"""Fact of a host that attends inside a sliding window or chunks, in a plan that may convert it as full attention."""
 ABSENT = "absent"
 """Key of config.json's section for the weights that the saved model was built without."""
 
@@ -71,6 +73,11 @@ class Plan:
     def converted(self) -> tuple[LayerPlan, ...]:
         """The layers that get a kernel."""
         return tuple(layer for layer in self.layers if layer.converted)
+
+    @property
+    def local_as_full(self) -> tuple[LayerPlan, ...]:
+        """The layers that attended inside a window and are converted as full attention."""
+        return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for config.json."""
@@ -183,7 +190,7 @@ def _unsaid(kernel: str) -> dict[str, Any]:
 
 def _one_direction(host: Any) -> bool:
     """Whether a list names facts, and exactly one of them says where the direction comes from."""
-    known = (*ATTRIBUTES, CALLED, MASKED)
+    known = (*ATTRIBUTES, CALLED, MASKED, LOCAL)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
     return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
 

@@ -13,6 +13,7 @@ from linearize.modeling.model import attach, model_class
 from linearize.modeling.plan import Plan
 from linearize.surgery.check import check, record
 from linearize.surgery.plan import plan as make_plan
+from linearize.surgery.probe import probe
 from linearize.surgery.timm import is_timm, wrap
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def convert(
     positions: str = "tile",
     seed: int = 0,
     example_inputs: Mapping[str, Tensor] | None = None,
+    local_as_full: bool = False,
 ) -> PreTrainedModel:
     """Replace the softmax self-attentions of a model by linear ones, in place.
 
@@ -48,6 +50,8 @@ def convert(
         positions: how learned positions are extended, "tile" or "interpolate".
         seed: for the kernels' starting values.
         example_inputs: inputs for the trial run, where they cannot be made up from the config.
+        local_as_full: whether layers with a sliding window or chunks are converted too, as full attention: they see
+            everything then, and equal the original at most up to the window's length.
 
     Returns:
         The same model, still an instance of its original class.
@@ -72,6 +76,7 @@ def convert(
         max_length=max_length,
         seed=seed,
         example_inputs=example_inputs,
+        local_as_full=local_as_full,
     )
     convert_model(model, decided, max_length=max_length, positions=positions, example_inputs=example_inputs)
     return model
@@ -112,7 +117,8 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     Raises:
         UnsupportedModelError: if the model, with softmax in place of the kernels, is no longer what it was.
     """
-    recorded = record(model, example_inputs)
+    longest = _shortest_window(model, example_inputs) if plan.local_as_full else None
+    recorded = record(model, example_inputs, longest)
     config = model.config
     made = config_class(base_config_class(plan.base_model_type))
     # The same config object is held by every submodule: it changes class where it stands.
@@ -129,6 +135,11 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     _record_outputs(model)
     check(model, recorded)
     return model
+
+
+def _shortest_window(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None) -> int | None:
+    """Return the length up to which local layers, converted as full attention, are still what they were."""
+    return min((call.window for call in probe(model, inputs) if call.window is not None), default=None)
 
 
 def _record_outputs(model: PreTrainedModel) -> None:

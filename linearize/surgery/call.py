@@ -16,10 +16,12 @@ class Call:
         query: shape of q, [B, H, T, D].
         key: shape of k, [B, K, S, D].
         value: shape of v, [B, K, S, V].
-        mask: "causal", "bidirectional", "none", "local" (windows, chunks) or "bias" (something added to the scores).
+        mask: "causal", "bidirectional", "none", "local" (windows, chunks), "own" (any other that
+            transformers made) or "bias" (something added to the scores).
         altered: what else changes the scores, in words.
         is_causal: what holds for the host: what it says at the call, or else its module's own flag.
         declared: what it says at the call; None: nothing.
+        window: up to how many tokens a local mask hides nothing that a full one shows; None: none.
     """
 
     module: nn.Module
@@ -30,3 +32,4 @@ class Call:
     altered: str
     is_causal: bool
     declared: bool | None = None
+    window: int | None = None

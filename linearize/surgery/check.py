@@ -28,20 +28,25 @@ Recorded = tuple[dict[str, Any], list[Tensor]]
 """A batch, and what the original gave on it."""
 
 
-def record(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> Recorded | None:
+def record(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None, longest: int | None = None
+) -> Recorded | None:
     """Run the original on a batch, with padding where it takes a padding mask.
 
     Args:
         model: the original, not yet converted.
         inputs: keyword arguments for its forward; made up from the config where None.
+        longest: texts are cut to so many tokens, up to which layers that lose their window are what they were.
 
     Returns:
         For `check`; None where it cannot be run on made-up inputs.
     """
-    candidates = [dict(inputs)] if inputs is not None else []
+    if longest is not None and longest <= PADDED:
+        return None
+    candidates = [_cut(inputs, longest)] if inputs is not None else []
     if inputs is None:
         with contextlib.suppress(Exception):
-            made = _varied(example_inputs(model))
+            made = _varied(_cut(example_inputs(model), longest))
             candidates = [padded, made] if (padded := _with_padding(model, made)) else [made]
     for batch in candidates:
         with contextlib.suppress(Exception):
@@ -78,6 +83,12 @@ def check(model: PreTrainedModel, recorded: Recorded | None) -> None:
                 f"softmax in place of the kernels its outputs differ by {difference:.2g} of the largest, expected at "
                 f"most {allowed:g}), {advice}"
             )
+
+
+def _cut(inputs: Mapping[str, Tensor], longest: int | None) -> dict[str, Tensor]:
+    """Cut the tokens of a batch to `longest`."""
+    texts = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()}
+    return dict(inputs) | {key: x[:, :longest] for key, x in texts.items()}
 
 
 def _varied(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from linearize.attention.factory import build_mixer, check_window
 from linearize.attention.shape import HeadShape
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.model import is_linearized
-from linearize.modeling.plan import CALLED, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
+from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
 from linearize.registry import WINDOW, KernelInfo, kernel_info, make_config
 from linearize.surgery.call import Call
 from linearize.surgery.layers import assign
@@ -32,6 +32,7 @@ def plan(
     max_length: int | None = None,
     seed: int = 0,
     example_inputs: Mapping[str, Tensor] | None = None,
+    local_as_full: bool = False,
 ) -> Plan:
     """Plan the conversion of a model.
 
@@ -46,6 +47,8 @@ def plan(
         max_length: longest input that the model shall take, for kernels that depend on it; None: what it takes now.
         seed: for the kernels' starting values.
         example_inputs: inputs for the trial run, where they cannot be made up from the config.
+        local_as_full: whether layers with a sliding window or chunks are converted too, as full attention: they see
+            everything then, and equal the original at most up to the window's length.
 
     Returns:
         The plan; `apply` carries it out.
@@ -62,7 +65,7 @@ def plan(
         raise UnsupportedModelError(
             f"{type(model).__name__} is converted already; start from the original checkpoint (or distil it further)"
         )
-    found = _attentions(model, probe(model, example_inputs))
+    found = _attentions(model, probe(model, example_inputs), local_as_full)
     reachable = [layer for layer in found if layer.index is not None]
     if not reachable:
         raise UnsupportedModelError(_why_none(model, found))
@@ -78,7 +81,7 @@ def plan(
     return Plan(type(model).__name__, model.config.model_type, decided, seed)
 
 
-def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
+def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) -> list[LayerPlan]:
     """Turn calls into undecided layers, one per module, numbered where they can be converted."""
     root = model.base_model
     names: dict[nn.Module, str] = {module: name for name, module in root.named_modules()}
@@ -89,7 +92,8 @@ def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
         if id(call.module) in seen or call.module not in names:
             continue
         seen.add(id(call.module))
-        reason = _why_kept(call, names[call.module])
+        local = local_as_full and call.mask == "local"
+        reason = _why_kept(call, names[call.module], local_as_full)
         shape = HeadShape(
             call.query[1], call.key[1], call.query[3], call.value[3], call.mask == "causal" or call.is_causal
         )
@@ -104,7 +108,7 @@ def _attentions(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
                 shape=shape,
                 reason=reason,
                 cache_index=cache_index,
-                host=_host(call, shape, cache_index),
+                host=(*_host(call, shape, cache_index), *((LOCAL,) if local else ())),
             )
         )
         count += not reason
@@ -119,7 +123,10 @@ def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, .
     return (CALLED if call.declared == shape.causal else MASKED, *facts)
 
 
-def _why_kept(call: Call, name: str) -> str:
+_LOCAL_KEPT = "local attention (sliding window or chunks), linear already"
+
+
+def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
     """Say why an attention, which the model holds under a name, cannot be converted; empty if it can."""
     if call.altered:
         return f"scores carry {call.altered}, which a kernel cannot honour"
@@ -127,8 +134,10 @@ def _why_kept(call: Call, name: str) -> str:
         return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
     if call.query[2] != call.key[2] or _attends_across(call, name):
         return "cross-attention"
-    if call.mask == "local":
-        return "local attention (sliding window or chunks), linear already"
+    if call.mask == "local" and not local_as_full:
+        return _LOCAL_KEPT
+    if call.mask == "own":
+        return "a mask of the model's own (such as parts that see ahead), which a kernel cannot honour"
     if call.query[1] % call.key[1]:
         return f"{call.query[1]} query heads over {call.key[1]} key heads"
     return ""
@@ -183,8 +192,13 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
 
 
 def expectations(plan: Plan) -> list[str]:
-    """Say in a line each what to expect of kernels whose weights can be negative; nothing of others."""
+    """Say in a line each what to expect of layers without their window, and of kernels with negative weights."""
     found = []
+    if count := len(plan.local_as_full):
+        found.append(
+            f"{count} of {len(plan.converted)} converted layers attended inside a window; without it they see all "
+            "tokens, which is what the original computes only up to the window's length"
+        )
     for layer in plan.converted:
         info = kernel_info(layer.kernel)
         config = make_config(info, layer.arguments)
@@ -221,4 +235,7 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan]) -> str:
     reasons = sorted({layer.reason for layer in found})
     if reasons == ["cross-attention"]:
         return f"{name} has only cross-attention; only self-attention can be converted"
-    return f"{name} has no attention that can be converted: {'; '.join(reasons)}"
+    more = ""
+    if _LOCAL_KEPT in reasons:
+        more = "; local_as_full=True (--local-as-full) converts it all the same, as attention without its window"
+    return f"{name} has no attention that can be converted: {'; '.join(reasons)}{more}"

@@ -36,16 +36,17 @@ _TOKENS, _DECODER_TOKENS = 7, 5
 @dataclass
 class _Recorder:
     calls: list[Call] = field(default_factory=list)
-    masks: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    masks: dict[int, tuple[str, Tensor, int | None]] = field(default_factory=dict)
 
     def mask_function(self, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor:
         """Build a real mask and remember of which kind it is."""
         kinds = {causal_mask_function: "causal", bidirectional_mask_function: "bidirectional"}
-        kind = kinds.get(kwargs.get("mask_function", causal_mask_function), "local")
+        window = kwargs.get("local_size")
+        kind = kinds.get(kwargs.get("mask_function", causal_mask_function), "own" if window is None else "local")
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = sdpa_mask(batch_size, q_length, kv_length, **kwargs)
         assert mask is not None
-        self.masks[id(mask)] = (kind, mask)
+        self.masks[id(mask)] = (kind, mask, window)
         return mask
 
     def attention(
@@ -60,12 +61,15 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         """Write the call down and attend with softmax."""
         mask = attention_mask
-        kind = "none" if mask is None else self.masks.get(id(mask), ("bias", mask))[0]
+        kind, _, window = ("none", None, None) if mask is None else self.masks.get(id(mask), ("bias", mask, None))
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+        if kind == "local" and mask is not None:
+            causal = not bool(mask.triu(1).any())
         q, k, v = (tuple(t.shape) for t in (query, key, value))
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
-        self.calls.append(Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared))
+        call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
+        self.calls.append(call)
         # What alters the scores is left out here: only the shapes of what follows matter.
         kept = {name: value for name, value in kwargs.items() if name not in UNSUPPORTED_SCORE_MODS}
         if mask is not None and mask.shape[-1] != key.shape[2]:
