@@ -71,6 +71,11 @@ def run(args: argparse.Namespace) -> int:
             out.print(f"{'problem':<20}{facts['problem']}", markup=False, soft_wrap=True)
         if facts["built"] and not facts["used"]:
             out.print(f"It was built and is not used: {SWITCH}=0, or it does not load here.", markup=False)
+        if found is not None and not found.parallel:
+            out.print(
+                "It runs in one thread: its OpenMP is not that of torch. gcc's is (CC=gcc linearize native --build).",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
         if rows:
             cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
             out.print(
