@@ -42,7 +42,7 @@ def show(
     """
     from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, plan_table, print_json
     from linearize.distillation.processes import is_main
-    from linearize.jobs.events import Planned, PositionsExtended
+    from linearize.jobs.events import Concluded, Planned, PositionsExtended
 
     # With --json, stdout is for the program that reads it and people look at stderr.
     out = console(to_stderr=as_json)
@@ -50,9 +50,12 @@ def show(
     out.quiet = not is_main()
     progress = StepProgress(out)
     beat = Heartbeat(out, "loading the model")
+    found: list[Any] = []
 
     def on_event(event: Event) -> None:
-        if isinstance(event, Planned):
+        if isinstance(event, Concluded):
+            found.append(event.findings)
+        elif isinstance(event, Planned):
             out.print(plan_table(event.plan))
             if planned is not None:
                 planned(out)
@@ -68,10 +71,17 @@ def show(
         progress.stop()
     added, seconds = result.parameters_added, result.seconds
     out.print(f"Saved {result.output} ({added:,} parameters added, {seconds:.0f} s).", markup=False)
-    out.print("Load it: import linearize; AutoModel.from_pretrained(...) or pipeline(task, ...).", markup=False)
+    show_findings(out, found)
     if as_json and is_main():
         print_json(result.to_dict())
     return 0
+
+
+def show_findings(out: Any, found: list[Any]) -> None:
+    """Print what a job has found, and what comes next; what is to be copied is not folded."""
+    for findings in found:
+        for line in findings.lines():
+            out.print(line, markup=False, soft_wrap=True)
 
 
 def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Align."""
     from linearize.cli._output import StepProgress, closeness_table, console, on_interrupt, print_json
-    from linearize.cli._progress import kept_states
+    from linearize.cli._progress import kept_states, show_findings
     from linearize.distillation.processes import is_main
     from linearize.jobs import events
     from linearize.jobs.align import align_checkpoint
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.stop()
     out.print(f"Saved {saved.output} ({saved.seconds:.0f} s).", markup=False)
+    show_findings(out, [saved.findings])
     if args.json and is_main():
         print_json(saved.to_dict())
     return 0

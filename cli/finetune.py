@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     job = take_options(args, TuneJob)
     out = console(to_stderr=args.json)
-    result = tune(job, out)
+    result, found = tune(job, out)
     if args.json:
         print_json(
             {
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
                 "score": result.score,
                 "steps": result.steps,
                 "selection": result.selection,
+                "findings": found.to_dict(),
             }
         )
     return 0
@@ -85,14 +86,19 @@ def kept_checkpoint(job: Any) -> str:
     return f"{kept}; go on with the same line and --resume"
 
 
-def tune(job: Any, out: Any) -> Any:
-    """Tune, and print what happens."""
+def tune(job: Any, out: Any) -> tuple[Any, Any]:
+    """Tune, print what happens, and return the result and the findings."""
     from linearize.cli._output import on_interrupt
+    from linearize.cli._progress import show_findings
     from linearize.jobs import events
     from linearize.jobs.finetune import finetune_checkpoint
 
+    found: list[Any] = []
+
     def on_event(event: Event) -> None:
         match event:
+            case events.Concluded(findings):
+                found.append(findings)
             case events.DataOpened(description):
                 out.print(f"Data: {description}", markup=False)
             case events.Logged(entry):
@@ -108,7 +114,8 @@ def tune(job: Any, out: Any) -> Any:
         markup=False,
     )
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)
-    return result
+    show_findings(out, found)
+    return result, found[0]
 
 
 def log_line(entry: dict[str, Any]) -> str:

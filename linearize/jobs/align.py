@@ -10,11 +10,14 @@ from linearize.alignment.pair import check_teacher
 from linearize.checkpoint.inspect import weights_were_trained
 from linearize.checkpoint.log import ALIGNMENT, log_file, read_log
 from linearize.errors import ConfigError
+from linearize.jobs.conclude import after_training
 from linearize.jobs.config import AlignJob
 from linearize.jobs.context import Context, first_device, make_room, open_data, reserved, write
-from linearize.jobs.events import Callback, Saved, ignore
+from linearize.jobs.events import Callback, Concluded, Saved, ignore
+from linearize.jobs.findings import Findings
 from linearize.jobs.train import alignment_record, run_alignment
 from linearize.loading import load_converted, load_model, model_type
+from linearize.modeling.plan import Plan
 from linearize.options import recorded
 from linearize.surgery.positions import current_length
 
@@ -28,12 +31,14 @@ class AlignmentSaved:
         data: one line about the data.
         alignment: see `linearize.alignment.loop.AlignResult`.
         seconds: duration of everything.
+        findings: what it has found, and what to do next.
     """
 
     output: Path
     data: str
     alignment: Any
     seconds: float
+    findings: Findings
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -42,6 +47,7 @@ class AlignmentSaved:
             "data": self.data,
             "alignment": alignment_record(self.alignment),
             "seconds": self.seconds,
+            "findings": self.findings.to_dict(),
         }
 
 
@@ -71,8 +77,10 @@ def save_aligned(context: Context, job: AlignJob) -> AlignmentSaved:
     record = alignment_record(result, teacher=job.teacher, data=job.data, config=job.align)
     record["options"] = recorded(job)
     write(context, {**context.provenance, "alignment": record}, log_file(ALIGNMENT, result.history, context.earlier))
-    saved = AlignmentSaved(Path(context.target), context.source.description, result, context.seconds)
+    found = after_training(context, Plan.from_dict(context.loaded.model.config.linearize))
+    saved = AlignmentSaved(Path(context.target), context.source.description, result, context.seconds, found)
     context.on_event(Saved(saved.output))
+    context.on_event(Concluded(found))
     return saved
 
 

@@ -9,9 +9,11 @@ from typing import Any
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
 from linearize.errors import TrainingError
+from linearize.jobs.conclude import after_training
 from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.jobs.context import Context, first_device, make_room, open_data, reserved, write
-from linearize.jobs.events import Callback, Planned, PositionsExtended, Saved, ignore
+from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, ignore
+from linearize.jobs.findings import Findings
 from linearize.jobs.train import (
     align_behind_stage_one,
     alignment_record,
@@ -42,6 +44,7 @@ class ConvertResult:
     parameters_added: int
     seconds: float
     alignment: Any = None
+    findings: Findings | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -54,6 +57,7 @@ class ConvertResult:
             "distillation": None if self.distillation is None else distillation_record(self.distillation),
             "alignment": None if self.alignment is None else alignment_record(self.alignment),
             "seconds": self.seconds,
+            "findings": None if self.findings is None else self.findings.to_dict(),
         }
 
 
@@ -151,6 +155,8 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
     context.on_event(Saved(result.output))
     if context.failure is not None:
         raise TrainingError(f"{context.failure}; {str(result.output)!r} holds that state") from context.failure
+    result.findings = after_training(context, decided)
+    context.on_event(Concluded(result.findings))
     return result
 
 

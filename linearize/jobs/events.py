@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult, AlignStep
     from linearize.distillation.loop import DistillResult, StepReport
+    from linearize.jobs.findings import Findings
     from linearize.modeling.plan import Plan
     from linearize.surgery.positions import PositionReport
 
@@ -86,6 +87,13 @@ class Saved(Event):
     """The result is written."""
 
     output: Path
+
+
+@dataclass(frozen=True)
+class Concluded(Event):
+    """The job is over; what it has found, and the command that comes next."""
+
+    findings: Findings
 
 
 Callback = Callable[[Event], None]

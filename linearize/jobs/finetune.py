@@ -18,8 +18,10 @@ from linearize.finetune.selection import hold_out
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import TuneResult, check_trains, finetune, last_checkpoint
 from linearize.finetune.work import check_work, remove_work
+from linearize.jobs.conclude import after_tuning
 from linearize.jobs.config import TuneJob
-from linearize.jobs.events import Callback, DataOpened, Logged, Saved, ignore
+from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, ignore
+from linearize.jobs.findings import Findings
 from linearize.loading import check_device
 
 
@@ -36,12 +38,13 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     in_place = os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
     sources = [None if in_place else job.model, job.dataset, job.teacher]
     with claim(target, overwrite=job.overwrite, sources=sources):
-        result = _finetune(job, target, on_event)
+        result, found = _finetune(job, target, on_event)
     on_event(Saved(target))
+    on_event(Concluded(found))
     return target, result
 
 
-def _finetune(job: TuneJob, target: Path, on_event: Callback) -> TuneResult:
+def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResult, Findings]:
     device = check_device(job.device)
     check_report_to(job.tune.report_to)
     if job.data.extra_pairs and job.teacher is None:
@@ -87,4 +90,4 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> TuneResult:
         raise NotSavedError(str(error), str(work)) from error
     with contextlib.suppress(CheckpointError, OSError):
         remove_work(work)
-    return result
+    return result, after_tuning(model, job, data, result)

@@ -14,10 +14,10 @@ TASK = "--task text-classification --dataset texts.jsonl --columns text --max-le
 LOOK = "--dataset texts.jsonl --text-column text --inputs 2 --max-length 16 --lengths none --device cpu"
 # Verb -> what is typed behind it, and keys that the document has (of its first entry, where it is a list).
 CASES = {
-    "convert": (f"bert {STAGE_ONE} --output a", {"plan", "distillation", "parameters_added"}),
-    "distill": (f"linear {STAGE_ONE} --output b", {"plan", "distillation", "parameters_added"}),
-    "align": (f"linear {ALIGN} --output b2", {"output", "data", "alignment"}),
-    "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps"}),
+    "convert": (f"bert {STAGE_ONE} --output a", {"plan", "distillation", "parameters_added", "findings"}),
+    "distill": (f"linear {STAGE_ONE} --output b", {"plan", "distillation", "parameters_added", "findings"}),
+    "align": (f"linear {ALIGN} --output b2", {"output", "data", "alignment", "findings"}),
+    "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps", "findings"}),
     "evaluate": (f"classifier {TASK}", {"figures", "score", "facts"}),
     "init": ("config.json --kernel elu --output d", {"output", "plan"}),
     "run": ("recipe.yaml --output runs/one", {"cell", "score", "metrics"}),

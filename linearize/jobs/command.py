@@ -1,0 +1,131 @@
+"""A job as the command line that does it: what was given, without the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from linearize.options import Option, name_of, options_of
+
+AGAIN = ("resume", "overwrite")
+"""Options that say something of one run, not of the job."""
+OF_THE_PLACE = ("output", "device", "report_to")
+"""Options that say where it is done."""
+
+
+def command_of(
+    verb: str,
+    job: Any,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    leave_out: Collection[str] = (),
+    travels: bool = False,
+) -> str:
+    """Return the command line of a job: the options that differ from their defaults.
+
+    Args:
+        verb: the verb, such as "convert".
+        job: the job's config.
+        changes: options with other values, by name.
+        leave_out: options that are left out.
+        travels: whether the line is to be read elsewhere: what lies on this disk is named without its folder, and the
+            output and the device are left out.
+    """
+    out = {*leave_out, *AGAIN, *(OF_THE_PLACE if travels else ())}
+    given = {name: value for name, value in given_options(job).items() if name not in out}
+    if travels:
+        given = {name: _without_folder(value) for name, value in given.items()}
+    return line(verb, type(job), given | dict(changes or {}))
+
+
+def line(verb: str, config: type, given: Mapping[str, Any]) -> str:
+    """Return a command line.
+
+    Args:
+        verb: the verb.
+        config: the config of its job.
+        given: options by name; those that are None are left out.
+    """
+    words = ["linearize", verb]
+    known = options_of(config)
+    for name in sorted(given, key=lambda name: not known[name].metadata.get("positional", False)):
+        words += [] if given[name] is None else _words(known[name], given[name])
+    return shlex.join(words)
+
+
+def data_options(job: Any) -> dict[str, Any]:
+    """Return what a job was told of its data, for a job that goes on with the same."""
+    known = options_of(type(job))
+    return {
+        name: value
+        for name, value in given_options(job).items()
+        if known[name].places[0][0] == "data" or name in ("device", "seed")
+    }
+
+
+def given_options(job: Any) -> dict[str, Any]:
+    """Return the options of a job that differ from what they would be if nobody had said anything."""
+    found: dict[str, Any] = {}
+    for name, one in options_of(type(job)).items():
+        place, inner = one.places[0]
+        owner = getattr(job, place) if place else job
+        if place != "task" and hasattr(owner, inner):
+            value = getattr(owner, inner)
+            if one.required or (value != one.default and value not in (None, (), {})):
+                found[name] = value
+    if getattr(getattr(job, "data", None), "text_pair_column", None):
+        # Typed as one option.
+        found["text_column"] = f"{job.data.text_column},{job.data.text_pair_column}"
+    if hasattr(getattr(job, "task", None), "type"):
+        # What the length would be otherwise is written in a checkpoint, which may be another one by now.
+        return found | task_options(job.task) | {"max_length": job.data.max_length}
+    derive = getattr(type(job), "derive", None)
+    for name in [] if derive is None else list(found):
+        place, inner = options_of(type(job))[name].places[0]
+        others = {key: value for key, value in found.items() if key != name}
+        if "model" in others and derive(others).get(place, {}).get(inner) == found[name]:
+            del found[name]
+    return found
+
+
+def task_options(task: Any) -> dict[str, Any]:
+    """Return a task as options of the verbs that take one: its name, and what differs from the task of that name."""
+    from linearize.finetune.tasks import TASKS
+
+    usual = TASKS[task.name]
+    found = {"task": task.name}
+    for option, name in (("columns", "columns"), ("label_column", "label"), ("labels", "labels")):
+        if getattr(task, name) != getattr(usual, name):
+            found[option] = getattr(task, name)
+    return found | ({"split": task.validation[0]} if task.exact_validation else {})
+
+
+def _without_folder(value: Any) -> Any:
+    if isinstance(value, str):
+        return name_of(value)
+    return tuple(map(_without_folder, value)) if isinstance(value, tuple) else value
+
+
+def _words(one: Option, value: Any) -> list[str]:
+    """Return an option with its value as words."""
+    if one.metadata.get("positional"):
+        return [str(value)]
+    flag = f"--{one.name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"] if value is not one.default else []
+    if one.metadata.get("repeat"):
+        return [word for key, its in value.items() for word in (flag, f"{key}={_text(its)}")]
+    return [flag, _text(value)]
+
+
+def _text(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={_text(its)}" for key, its in value.items() if its is not None)
+    if isinstance(value, tuple | list):
+        pairs = [one for one in value if isinstance(one, tuple)]
+        return ",".join([f"{key}={_text(its)}" for key, its in pairs] if pairs else map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
