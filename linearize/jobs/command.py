@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from linearize.options import Option, name_of, options_of
@@ -81,8 +81,8 @@ def given_options(job: Any) -> dict[str, Any]:
     if hasattr(getattr(job, "task", None), "type"):
         # What the length would be otherwise is written in a checkpoint, which may be another one by now.
         return found | task_options(job.task) | {"max_length": job.data.max_length}
-    derive = getattr(type(job), "derive", None)
-    for name in [] if derive is None else list(found):
+    derive: Callable[[Mapping[str, Any]], Any] = getattr(type(job), "derive", lambda values: {})
+    for name in list(found):
         place, inner = options_of(type(job))[name].places[0]
         others = {key: value for key, value in found.items() if key != name}
         if "model" in others and derive(others).get(place, {}).get(inner) == found[name]:

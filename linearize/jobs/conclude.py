@@ -134,10 +134,10 @@ def _long_rows(lengths: Lengths) -> dict[str, Any]:
 
 def _look(context: Context) -> Step:
     data = data_options(context.job)
-    given = {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
+    options: dict[str, Any] = {"checkpoint": context.target, "original": _original(context)}
+    options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
     if "text_column" in data:
-        given["text_column"] = data["text_column"].partition(",")[0]
-    options = {"checkpoint": context.target, "original": _original(context), **given}
+        options["text_column"] = data["text_column"].partition(",")[0]
     return "to look at every layer", line("report", ReportOptions, options)
 
 
