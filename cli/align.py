@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.config import AlignJob
 
@@ -18,6 +19,7 @@ EPILOG = """examples:
   linearize align ./bert-hedgehog --dataset mrpc.jsonl.gz --text-column sentence1,sentence2 --extra-pairs 0.5
   linearize align ./vit-hedgehog --dataset ./photos --train kernels
   linearize align ./roberta-base-hedgehog --config mine.yaml --steps 2000                         # options from a file
+  linearize align ./roberta-base-hedgehog --dataset reviews.jsonl --dry-run                       # what it would cost
 
 First each block learns to give what the original's block gives on the original's inputs (--blockwise), then the whole
 model. The teacher is the checkpoint's own softmax as long as its weights are the original's; afterwards --teacher says
@@ -27,6 +29,7 @@ what it is. Labels are not used. `linearize convert` does this by itself after s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_options(parser, AlignJob)
+    add_dry_run(parser)
     add_json(parser)
 
 
@@ -39,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from linearize.jobs.align import align_checkpoint
 
     job = take_options(args, AlignJob)
+    if args.dry_run:
+        return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
     out.quiet = not is_main()
     progress = StepProgress(out)

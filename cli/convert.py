@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.cli._progress import show
@@ -17,7 +18,7 @@ EPILOG = """examples:
   linearize convert google/vit-base-patch16-224 --dataset ./photos --output vit-linear
   linearize convert roberta-base --save-every 200        # and after a crash the same line with --resume
   linearize convert roberta-base --align-steps 1000      # a longer alignment; 0 skips it
-  linearize convert roberta-base --dry-run
+  linearize convert roberta-base --dry-run               # the plan, and what it would cost: time, memory, room
   linearize convert roberta-base --config mine.yaml --distill-steps 500    # a file of options, some of them changed
 
 Without --dataset, text models learn from a stated Hub data set or, offline, from the prose inside Python;
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--finetune", metavar="TASK", help="then tune the result on a task (cola ...), with `finetune`'s defaults")
     add("--push-to-hub", metavar="USER/NAME", help="then upload the result")
     add("--private", action="store_true", help="make a new repository on the Hub private")
-    add("--dry-run", action="store_true", help="print the plan and change nothing")
+    add_dry_run(parser)
     add_native(parser)
     add_json(parser)
 
@@ -39,15 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, or show the plan."""
     from linearize.distillation.processes import is_main
-    from linearize.jobs.convert import convert_checkpoint, make_plan
+    from linearize.jobs.convert import convert_checkpoint
 
     job = take_options(args, ConvertJob)
-    if args.dry_run:
-        from linearize.cli._output import console, plan_table, print_json
-
-        _, plan = make_plan(job)
-        print_json(plan.to_dict()) if args.json else console().print(plan_table(plan))
-        return 0
     if args.finetune:
         # Everything that can be refused is refused before the first slow step.
         from linearize.finetune.tasks import task
@@ -57,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
         from linearize.checkpoint.push import check_repo
 
         check_repo(args.push_to_hub)
+    if args.dry_run:
+        if args.no_native:
+            prepare_native(args, job.device, None)
+        return show_bill(job, as_json=args.json)
     show(
         lambda on_event: convert_checkpoint(job, on_event),
         job.target(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.cli._progress import show
 from linearize.jobs.config import DistillJob
@@ -12,6 +13,7 @@ EPILOG = """examples:
   linearize distill ./roberta-base-hedgehog --dataset reviews.jsonl --distill-steps 2000
   linearize distill ./bert-luna --distill-length 4096 --query-sample 256 --batch-size 2 --output bert-luna-long
   linearize distill ./bert-luna --feed student --loss output --distill-steps 300
+  linearize distill ./bert-luna --distill-length 4096 --dry-run                # what it would cost, nothing written
 
 A model that is not converted yet: linearize convert MODEL, which does the same after converting it.
 
@@ -35,6 +37,7 @@ Where one device is too small: --layers-at-a-time, --query-sample, --precision b
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_options(parser, DistillJob)
+    add_dry_run(parser)
     add_json(parser)
 
 
@@ -43,4 +46,6 @@ def run(args: argparse.Namespace) -> int:
     from linearize.jobs.distill import distill_checkpoint
 
     job = take_options(args, DistillJob)
+    if args.dry_run:
+        return show_bill(job, as_json=args.json)
     return show(lambda on_event: distill_checkpoint(job, on_event), job.target(), as_json=args.json)

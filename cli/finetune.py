@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._options import add_json, add_options, as_words, take_options
 from linearize.errors import NotSavedError
 from linearize.jobs.config import ConvertJob, TuneJob
@@ -20,6 +21,7 @@ EPILOG = """examples:
   linearize finetune bert-base --task mrpc --output bert-mrpc                     # the teacher: the original, tuned
   linearize finetune bert-hedgehog --task mrpc --teacher bert-mrpc --extra-pairs 1 --epochs 10
   linearize finetune bert-hedgehog --task cola --config mine.yaml --epochs 10                # options from a file
+  linearize finetune bert-hedgehog --task cola --dry-run                                     # what it would cost
 
 With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the labels
 join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported."""
@@ -28,6 +30,7 @@ join half-way. The state that is kept is chosen on rows held out of the training
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_options(parser, TuneJob)
+    add_dry_run(parser)
     add_json(parser)
 
 
@@ -36,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from linearize.cli._output import console, print_json
 
     job = take_options(args, TuneJob)
+    if args.dry_run:
+        return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
     result, found = tune(job, out)
     if args.json:

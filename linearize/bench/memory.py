@@ -107,6 +107,16 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def resident() -> int:
+    """Return the memory that this process holds now, in bytes; its peak where the system does not say."""
+    return _entry(_STATUS, "VmRSS") if _STATUS.exists() else peak()
+
+
+def free_memory() -> int | None:
+    """Return the memory that processes can still get, in bytes; None where the system does not say."""
+    return _entry(_FREE, "MemAvailable") if _FREE.exists() else None
+
+
 def _entry(file: Path, name: str) -> int:
     line = next(line for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

@@ -58,17 +58,23 @@ def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> AlignmentSav
         LinearizeError: one of its children, for everything the user can put right; nothing is written then.
     """
     with reserved(job):
-        earlier = read_log(job.model)
-        loaded = load_converted(job.model, device=first_device(job))
-        provenance = dict(loaded.model.config.linearize.get("provenance") or {})
-        context = Context(job, loaded, on_event, provenance, earlier)
-        teacher = load_teacher(context, job)
-        open_data(context, job.length, "a model that reads text or images")
-        if teacher is not None:
-            check_rows(teacher, context.source.options["max_length"], loaded.modality)
+        context, teacher = open_alignment(job, on_event)
         make_room(context)
         run_alignment(context, job.align, teacher)
         return save_aligned(context, job)
+
+
+def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, Any]:
+    """Do what comes before the first step: checkpoint and teacher are loaded, and the data is open."""
+    earlier = read_log(job.model)
+    loaded = load_converted(job.model, device=first_device(job))
+    provenance = dict(loaded.model.config.linearize.get("provenance") or {})
+    context = Context(job, loaded, on_event, provenance, earlier)
+    teacher = load_teacher(context, job)
+    open_data(context, job.length, "a model that reads text or images")
+    if teacher is not None:
+        check_rows(teacher, context.source.options["max_length"], loaded.modality)
+    return context, teacher
 
 
 def save_aligned(context: Context, job: AlignJob) -> AlignmentSaved:

@@ -72,9 +72,19 @@ def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
     check_target(job.target(), **given)
     with claim(job.target(), **given) if is_main() else contextlib.nullcontext():
         if is_main():
-            for folder in _begun_anew(job):
-                folder.check_free(overwrite=job.overwrite)
+            check_states(job)
         yield
+
+
+def check_states(job: StageOneJob | AlignJob) -> None:
+    """Refuse to begin anew where an interrupted run lies.
+
+    Raises:
+        ConfigError: if there is one and the job does not overwrite.
+        CheckpointError: if a folder of states holds something else.
+    """
+    for folder in _begun_anew(job):
+        folder.check_free(overwrite=job.overwrite)
 
 
 def first_device(job: StageOneJob | AlignJob) -> str:

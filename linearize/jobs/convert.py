@@ -72,17 +72,23 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         LinearizeError: one of its children, for everything the user can put right; nothing is written then.
     """
     with reserved(job):
-        check_kernel(job)
-        loaded, decided = make_plan(job)
-        context = Context(job, loaded, on_event, provenance=_made_from(job))
-        on_event(Planned(decided))
-        if job.distill.steps or job.align.steps:
-            open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
-        put_in_kernels(context, decided)
+        context, decided = open_conversion(job, on_event)
         make_room(context)
         run_stage_one(context, job.distill)
         align_behind_stage_one(context, job.align)
         return save_result(context, decided)
+
+
+def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
+    """Do what comes before the first step: the model is loaded and its kernels put in, and the data is open."""
+    check_kernel(job)
+    loaded, decided = make_plan(job)
+    context = Context(job, loaded, on_event, provenance=_made_from(job))
+    on_event(Planned(decided))
+    if job.distill.steps or job.align.steps:
+        open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
+    put_in_kernels(context, decided)
+    return context, decided
 
 
 def check_kernel(job: ConvertJob) -> None:

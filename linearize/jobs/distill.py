@@ -21,17 +21,23 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
         LinearizeError: one of its children, for everything the user can put right; nothing is written then.
     """
     with reserved(job):
-        earlier = read_log(job.model)
-        loaded = load_converted(job.model, device=first_device(job))
-        section = loaded.model.config.linearize
-        context = Context(job, loaded, on_event, dict(section.get("provenance") or {}), earlier)
-        decided = Plan.from_dict(section)
-        on_event(Planned(decided))
-        check_own_weights(context)
-        open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
+        context, decided = open_distillation(job, on_event)
         make_room(context)
         run_stage_one(context, job.distill)
         return save_result(context, decided)
+
+
+def open_distillation(job: DistillJob, on_event: Callback) -> tuple[Context, Plan]:
+    """Do what comes before the first step: the checkpoint is loaded, and the data is open."""
+    earlier = read_log(job.model)
+    loaded = load_converted(job.model, device=first_device(job))
+    section = loaded.model.config.linearize
+    context = Context(job, loaded, on_event, dict(section.get("provenance") or {}), earlier)
+    decided = Plan.from_dict(section)
+    on_event(Planned(decided))
+    check_own_weights(context)
+    open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
+    return context, decided
 
 
 def check_own_weights(context: Context) -> None:

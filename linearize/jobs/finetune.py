@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, claim
@@ -12,6 +14,7 @@ from linearize.checkpoint.save import size_of
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.load import check_length, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import check_report_to
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.selection import hold_out
@@ -35,16 +38,44 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         LinearizeError: one of its children, for everything the user can put right.
     """
     target = job.target()
-    in_place = os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
-    sources = [None if in_place else job.model, job.dataset, job.teacher]
-    with claim(target, overwrite=job.overwrite, sources=sources):
+    with claim(target, overwrite=job.overwrite, sources=sources_of(job)):
         result, found = _finetune(job, target, on_event)
     on_event(Saved(target))
     on_event(Concluded(found))
     return target, result
 
 
-def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResult, Findings]:
+def sources_of(job: TuneJob) -> list[str | None]:
+    """Return what is read, and must not be written over; the checkpoint itself may be, if linearize wrote it."""
+    target = job.target()
+    in_place = os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
+    return [None if in_place else job.model, job.dataset, job.teacher]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a tuning begins with.
+
+    Attributes:
+        work: the folder of the trainer's checkpoints.
+        earlier: the log of the checkpoint.
+        model: with the task's head, on its device.
+        processor: tokenizer or image processor.
+        data: the task's rows, some of the training rows held out.
+        teacher: the tuned softmax model, or None.
+    """
+
+    work: Path
+    earlier: list[dict[str, Any]]
+    model: Any
+    processor: Any
+    data: TaskData
+    teacher: Any
+
+
+def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
+    """Do what comes before the first step: all that can be refused is, and nothing is written."""
+    target = job.target()
     device = check_device(job.device)
     check_report_to(job.tune.report_to)
     if job.data.extra_pairs and job.teacher is None:
@@ -66,6 +97,12 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResul
         teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)
     check_trains(data)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
+    return Opened(work, earlier, model, processor, data, teacher)
+
+
+def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResult, Findings]:
+    opened = open_tuning(job, on_event)
+    work, model, data = opened.work, opened.model, opened.data
     check_room(target, size_of(model))
     if not job.resume:
         # Last: until here a mistyped name could still be found out.
@@ -78,12 +115,14 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResul
         resume=job.resume,
         on_log=lambda entry: on_event(Logged(entry)),
         tensorboard=target.with_name(f"{target.name}.tensorboard"),
-        teacher=teacher,
+        teacher=opened.teacher,
     )
     record = tuning_record(data, job.tune, result, job.teacher)
-    files = tuning_files(record, result, earlier)
+    files = tuning_files(record, result, opened.earlier)
     try:
-        save_model(model, target, processor, overwrite=job.overwrite, stage={"finetuning": record}, extra_files=files)
+        save_model(
+            model, target, opened.processor, overwrite=job.overwrite, stage={"finetuning": record}, extra_files=files
+        )
     except CheckpointError as error:
         if last_checkpoint(work) is None:
             raise

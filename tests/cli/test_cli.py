@@ -86,7 +86,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(folders, tmp_path, capsys, m
     assert "1 of 2 attentions become linear" in text
     assert "kept on request" in text
     assert list(tmp_path.iterdir()) == []
-    code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--json")
+    code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--json", "--distill-steps", 2)
     assert [layer["kernel"] for layer in json.loads(text)["layers"]] == ["hedgehog", "hedgehog"]
 
 

@@ -1,0 +1,47 @@
+"""`--dry-run` of the verbs that train: what would be done, and what it would cost."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linearize.jobs.events import Event
+
+HELP = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Declare the option."""
+    parser.add_argument("--dry-run", action="store_true", help=HELP)
+
+
+def show_bill(job: Any, *, as_json: bool) -> int:
+    """Check a job and print its plan and its bill.
+
+    Returns:
+        0 where it fits; 2 where it does not.
+    """
+    from linearize.cli._output import Heartbeat, console, plan_table, print_json
+    from linearize.jobs.dry_run import dry_run
+    from linearize.jobs.events import Planned, Started
+
+    out = console(to_stderr=as_json)
+    plans = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Planned):
+            plans.append(event.plan)
+            out.print(plan_table(event.plan))
+        elif isinstance(event, Started):
+            beat.what = event.what
+            if out.is_terminal:
+                out.print(f"... {event.what}", markup=False)
+
+    with Heartbeat(out, "checking") as beat:
+        bill = dry_run(job, on_event)
+    for line in bill.lines():
+        out.print(line, markup=False, soft_wrap=True)
+    if as_json:
+        print_json((plans[0].to_dict() if plans else {}) | {"bill": bill.to_dict()})
+    return 2 if bill.problems else 0
