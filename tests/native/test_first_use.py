@@ -13,7 +13,7 @@ BENCH = ["bench", "--lengths", "16", "--repeats", "1", "--heads", "1", "--head-d
 
 
 @pytest.fixture
-def fresh(cache, tmp_path, monkeypatch):
+def fresh(native_cache, tmp_path, monkeypatch):
     """A user with an empty cache who said nothing; compiling is copying here. Gives the list of what was compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native.SWITCH, raising=False)
@@ -21,7 +21,7 @@ def fresh(cache, tmp_path, monkeypatch):
 
     def copied():
         path = building._writable_record()
-        for file in (cache / "linearize").iterdir():
+        for file in (native_cache / "linearize").iterdir():
             # A new file, as a build makes it: what is loaded stays as it is.
             (path.parent / file.name).unlink(missing_ok=True)
             shutil.copy(file, path.parent)
@@ -92,7 +92,7 @@ def test_without_a_compiler_it_is_silent(fresh, monkeypatch, capsys, tmp_path):
     assert "none found" in capsys.readouterr().out
 
 
-def test_what_failed_is_not_tried_again(cache, monkeypatch, capsys, tmp_path):
+def test_what_failed_is_not_tried_again(native_cache, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native.SWITCH, raising=False)
     monkeypatch.setenv("CC", "false")

@@ -20,9 +20,9 @@ from linearize.native.trust import record as describe
 
 
 @pytest.fixture
-def home(cache, tmp_path, monkeypatch):
+def home(native_cache, tmp_path, monkeypatch):
     """A cache of this test's own with the built library in it, in use; gives the folder."""
-    shutil.copytree(cache / "linearize", tmp_path / "cache" / "linearize")
+    shutil.copytree(native_cache / "linearize", tmp_path / "cache" / "linearize")
     (tmp_path / "cache").chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(native.SWITCH, "1")
@@ -144,7 +144,7 @@ def test_nothing_is_built_where_others_can_write(home, capsys):
     assert list(home.iterdir()) == []
 
 
-def test_a_build_under_an_open_umask_is_closed(tmp_path, monkeypatch, cache):
+def test_a_build_under_an_open_umask_is_closed(tmp_path, monkeypatch, native_cache):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     before = os.umask(0o000)
     try:
@@ -210,7 +210,7 @@ print(engine().path)
 """
 
 
-def test_two_builds_at_once(tmp_path, cache):
+def test_two_builds_at_once(tmp_path, native_cache):
     environment = {"XDG_CACHE_HOME": str(tmp_path), native.SWITCH: "1"}
     both = [partial(forks.python, BUILD, environment=environment) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:

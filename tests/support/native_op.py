@@ -18,7 +18,7 @@ if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
+def native_cache(tmp_path_factory):
     if compiler() is None:
         pytest.skip("no C compiler")
     # The workers of one run share it: it takes a while to compile.
@@ -33,9 +33,9 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def switch(cache, monkeypatch):
+def switch(native_cache, monkeypatch):
     """Turn the native op on or off; on at the start."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_cache))
 
     def turn(on):
         monkeypatch.setenv(native.SWITCH, "1" if on else "0")

@@ -18,12 +18,16 @@ import pytest
 
 NOT_QUICK = (
     *("tests/alignment/test_alignment_processes.py", "tests/alignment/test_verb.py", "tests/bench"),
-    *("tests/checkpoint/test_push.py", "tests/checkpoint/test_standalone.py", "tests/cli"),
+    *("tests/checkpoint/test_other_tools.py", "tests/checkpoint/test_push.py", "tests/checkpoint/test_sentence.py"),
+    *("tests/checkpoint/test_standalone.py", "tests/cli"),
     *("tests/distillation/test_memory.py", "tests/distillation/test_processes.py", "tests/distillation/test_resume.py"),
     *("tests/examples", "tests/experiments", "tests/faults", "tests/finetune", "tests/modeling/test_compile.py"),
     *("tests/native", "tests/numerics", "tests/report", "tests/test_demo.py", "tests/test_readme.py"),
 )
-"""What `--quick` leaves out: whole command lines, other processes, compilers, browsers, sweeps of numerics."""
+"""What `--quick` leaves out: whole command lines, trainers, processes, compilers, browsers, sweeps of numerics."""
+
+COMPILES = "native_cache"
+"""The fixture that compiles the native op: `--quick` leaves out what needs it."""
 
 QUICK_CASES = 2
 """Cases of one test function that `--quick` runs."""
@@ -69,6 +73,8 @@ def quick_part(group: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """Return the cases of one function that `--quick` runs."""
     place = group[0].nodeid
     if any(place.startswith((f"{name}/", f"{name}::")) for name in NOT_QUICK):
+        return []
+    if COMPILES in getattr(group[0], "fixturenames", ()):
         return []
     ready = [item for item in group if not any(item.get_closest_marker(name) for name in ("slow", "gpu"))]
     return random.Random(seed).sample(ready, min(QUICK_CASES, len(ready)))
