@@ -84,6 +84,17 @@ def show_findings(out: Any, found: list[Any]) -> None:
             out.print(line, markup=False, soft_wrap=True)
 
 
+def as_lines(out: Console) -> Callback:
+    """Return a callback that writes a line for each slow thing that begins."""
+    from linearize.events import Started
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Started):
+            out.print(f"... {event.what}", markup=False)
+
+    return on_event
+
+
 def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:
     """Show an event of stage one or of the alignment behind it."""
     from linearize.cli._output import closeness_table, fidelity_table

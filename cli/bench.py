@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.bench.options import HOW, WHAT, BenchOptions
 from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.options import options_of
+
+if TYPE_CHECKING:
+    from linearize.events import Event
 
 EPILOG = """examples:
   linearize bench --kernel flexformer_n --kernel hedgehog
@@ -131,19 +134,22 @@ class Progress:
         self.out = out
         self.status: Any = None
 
-    def __call__(self, event: str, data: Any) -> None:
+    def __call__(self, event: Event) -> None:
         """Show an event."""
-        if event != "doing":
-            return
-        if not self.out.is_terminal:
-            self.out.print(f"... {data}", markup=False)
-            return
         from rich.markup import escape
 
+        from linearize.cli._progress import as_lines
+        from linearize.events import Started
+
+        if not self.out.is_terminal:
+            as_lines(self.out)(event)
+            return
+        if not isinstance(event, Started):
+            return
         if self.status is None:
             self.status = self.out.status("")
             self.status.start()
-        self.status.update(escape(data))
+        self.status.update(escape(event.what))
 
     def stop(self) -> None:
         """Take the sign off the screen."""

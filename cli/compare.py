@@ -26,13 +26,14 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print the table, write the picture."""
     from linearize.checkpoint.output import claim
     from linearize.cli._output import console, number, print_json, table
+    from linearize.cli._progress import as_lines
     from linearize.report.compare import PICTURE, compare_checkpoints, timed_at, write_comparison
 
     options = take_options(args, CompareOptions)
     out = console(to_stderr=args.json)
     sources = [*options.checkpoints, options.original, options.inputs.dataset]
     with claim(args.output, overwrite=args.overwrite, sources=sources):
-        compared = compare_checkpoints(options, lambda text: out.print(f"... {text}", markup=False))
+        compared = compare_checkpoints(options, as_lines(out))
         write_comparison(compared, args.output, overwrite=args.overwrite)
     figures = ("kl", "total_variation", "negative_share", "output_error", "cosine", "seconds", "speedup")
     rows = [

@@ -34,13 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the report and print the fidelity table."""
     from linearize.cli._output import console, number, print_json, table
+    from linearize.cli._progress import as_lines
     from linearize.report.write import PAGE, write_report
 
     options = take_options(args, ReportOptions)
     out = console(to_stderr=args.json)
-    found = write_report(
-        options, args.output, overwrite=args.overwrite, listen=lambda text: out.print(f"... {text}", markup=False)
-    )
+    found = write_report(options, args.output, overwrite=args.overwrite, on_event=as_lines(out))
     figures = ("kl", "total_variation", "negative_share", "output_error")
     rows = [[y.module, y.kernel, *(number(getattr(y, f)) for f in figures)] for y in found.fidelity.layers]
     rows.append(["mean", "", *(number(found.fidelity.mean(f)) for f in figures)])

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linearize.events import Callback, Event
 
 EPILOG = """examples:
   linearize run minilm-glue data=./glue kernels=[softmax,hedgehog] --output runs/minilm
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     out = console(to_stderr=args.json)
     folder = args.output or f"runs/{name}"
     try:
-        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, listen=_listener(out))
+        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=_show_events(out))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what is finished lies in {folder}; go on with --resume") from None
     out.print(results_table(make_table(recipe, rows, name)))
@@ -76,23 +81,25 @@ def _show(recipe: Any, name: str) -> None:
         out.print(f"Differs from the paper: {line}", markup=False)
 
 
-def _listener(out: Any) -> Any:
+def _show_events(out: Console) -> Callback:
     from linearize.cli._output import StepProgress
     from linearize.cli.finetune import log_line
+    from linearize.experiments.events import CellDone, CellStarted
+    from linearize.jobs.events import DataOpened, Logged, StepDone
 
-    def listen(event: str, data: Any) -> None:
-        if event == "cell":
-            number, count, key = data
-            out.print(f"[{number}/{count}] {key}", markup=False)
-        elif event == "data":
-            out.print(f"  data: {data}", markup=False, soft_wrap=True)
-        elif event == "log":
-            out.print(f"  {log_line(data)}", markup=False, soft_wrap=True)
-        elif event == "step" and data.held_out is not None:
-            stage = StepProgress.stage(data)
-            out.print(f"  {stage} {data.step}/{data.steps}: held out {data.held_out:.4f}", markup=False)
-        elif event == "row":
-            share = "" if data["recovered"] is None else f", {data['recovered']:.1f} % of softmax"
-            out.print(f"  {data['cell']}: score {data['score']:.4f}{share}", markup=False)
+    def on_event(event: Event) -> None:
+        match event:
+            case CellStarted(number, count, key):
+                out.print(f"[{number}/{count}] {key}", markup=False)
+            case DataOpened(description):
+                out.print(f"  data: {description}", markup=False, soft_wrap=True)
+            case Logged(entry):
+                out.print(f"  {log_line(entry)}", markup=False, soft_wrap=True)
+            case StepDone(report) if report.held_out is not None:
+                stage = StepProgress.stage(report)
+                out.print(f"  {stage} {report.step}/{report.steps}: held out {report.held_out:.4f}", markup=False)
+            case CellDone(row):
+                share = "" if row["recovered"] is None else f", {row['recovered']:.1f} % of softmax"
+                out.print(f"  {row['cell']}: score {row['score']:.4f}{share}", markup=False)
 
-    return listen
+    return on_event

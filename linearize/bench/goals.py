@@ -8,7 +8,7 @@ from typing import Any
 
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
-from linearize.bench.job import BenchOptions, Tell, checked, run_tasks
+from linearize.bench.job import BenchOptions, checked, run_tasks
 from linearize.bench.machine import Machine, Noise, check_dtype
 from linearize.bench.measure import threads
 from linearize.bench.models import BenchModel
@@ -16,6 +16,7 @@ from linearize.bench.public_op import PublicOpSuite, there
 from linearize.bench.rows import Crossover, Row, ratio
 from linearize.bench.suite import Suite
 from linearize.bench.whole_model import ModelSuite
+from linearize.events import Callback, ignore
 from linearize.native import engine
 
 KERNEL = "flexformer_n"
@@ -163,12 +164,12 @@ def _growth(rows: list[Row]) -> float | None:
     return ratio(rows[1].memory("linear"), rows[0].memory("linear"))
 
 
-def run_goals(options: BenchOptions, tell: Tell | None = None, table: list[Goal] | None = None) -> GoalsResult:
+def run_goals(options: BenchOptions, on_event: Callback = ignore, table: list[Goal] | None = None) -> GoalsResult:
     """Measure every goal; what two of them need is measured once.
 
     Args:
         options: device, repeats and threads; everything else is the table's.
-        tell: told what happens.
+        on_event: called with what happens.
         table: the goals; None: `goals`.
 
     Raises:
@@ -183,9 +184,7 @@ def run_goals(options: BenchOptions, tell: Tell | None = None, table: list[Goal]
         tasks += [task for task in goal.tasks if task not in tasks]
         measured += goal.tasks if goal.memory else ()
     with threads(options.threads):
-        machine, noise, rows = run_tasks(
-            tasks, options, tell or (lambda name, data: None), remember=lambda task: task in measured
-        )
+        machine, noise, rows = run_tasks(tasks, options, on_event, remember=lambda task: task in measured)
     return GoalsResult(machine, noise, rows, [_judge(goal, tasks, rows) for goal in table])
 
 

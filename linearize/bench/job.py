@@ -9,7 +9,7 @@ from typing import Any
 from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
-from linearize.bench.machine import Listener, Machine, Noise, check_dtype, describe, peak_rate
+from linearize.bench.machine import Machine, Noise, NoiseWatch, check_dtype, describe, peak_rate
 from linearize.bench.measure import measure, threads
 from linearize.bench.models import BERT_BASE, BenchModel
 from linearize.bench.options import BenchOptions
@@ -18,6 +18,7 @@ from linearize.bench.stage_one import StageOneSuite
 from linearize.bench.suite import Suite, check_lengths
 from linearize.bench.whole_model import ModelSuite
 from linearize.errors import ConfigError, unknown_name
+from linearize.events import Callback, Event, Started, ignore
 
 LENGTHS = {
     "attention": (512, 4096, 16384),
@@ -35,8 +36,12 @@ OF_MODELS: dict[str, Callable[[BenchModel], Suite]] = {
 }
 KERNEL = "hedgehog"
 
-Tell = Callable[[str, Any], None]
-"""Called with an event's name and its data: "doing" (text), "row" (Row)."""
+
+@dataclass(frozen=True)
+class Measured(Event):
+    """A length is measured."""
+
+    row: Row
 
 
 @dataclass
@@ -65,12 +70,12 @@ class BenchResult:
         }
 
 
-def run_bench(options: BenchOptions, tell: Tell | None = None) -> BenchResult:
+def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult:
     """Measure one suite for every kernel and length.
 
     Args:
         options: what to measure.
-        tell: told what happens.
+        on_event: called with what happens.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right, before anything is measured.
@@ -86,7 +91,7 @@ def run_bench(options: BenchOptions, tell: Tell | None = None) -> BenchResult:
         if len(options.kernels) > 1:
             suites = make_suites(options, lengths[-1])
         tasks = ((suite, tokens) for suite in suites for tokens in lengths)
-        machine, noise, rows = run_tasks(tasks, options, tell or (lambda name, data: None))
+        machine, noise, rows = run_tasks(tasks, options, on_event)
     return BenchResult(machine, noise, rows, crossovers(rows))
 
 
@@ -139,7 +144,7 @@ def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
 def run_tasks(
     tasks: Iterable[tuple[Suite, int]],
     options: BenchOptions,
-    tell: Tell,
+    on_event: Callback,
     remember: Callable[[tuple[Suite, int]], bool] | None = None,
 ) -> tuple[Machine, Noise, list[Row]]:
     """Measure suites at lengths, and the machine before, between and after.
@@ -147,22 +152,22 @@ def run_tasks(
     Args:
         tasks: suites and lengths.
         options: device, type and repeats.
-        tell: told what happens.
+        on_event: called with what happens.
         remember: says which of them are measured for memory too; None: as the options say, for all.
     """
-    tell("doing", "measuring the machine")
+    on_event(Started("measuring the machine"))
     machine = describe(options.device, options.dtype)
-    listener = Listener(options.device)
-    listener.probe()
+    watch = NoiseWatch(options.device)
+    watch.probe()
     rates = {options.dtype: machine.peak}
     rows = []
     for suite, tokens in tasks:
-        tell("doing", f"{suite.what}, {tokens:,} tokens")
+        on_event(Started(f"{suite.what}, {tokens:,} tokens"))
         memory = options.memory if remember is None else remember((suite, tokens))
         if suite.dtype not in rates:
             rates[suite.dtype] = peak_rate(options.device, suite.dtype)
         row = measure(suite, tokens, rate=rates[suite.dtype], repeats=options.repeats, memory=memory)
-        tell("row", row)
+        on_event(Measured(row))
         rows.append(row)
-        listener.probe()
-    return machine, listener.stop(), rows
+        watch.probe()
+    return machine, watch.stop(), rows

@@ -65,7 +65,7 @@ class Noise:
         return shown | {"probes": len(self.probes)}
 
 
-class Listener:
+class NoiseWatch:
     """Watches the machine from now on."""
 
     def __init__(self, device: str) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import yaml
 
 from linearize.checkpoint.output import atomic_folder
 from linearize.errors import ConfigError
+from linearize.events import Callback, ignore
+from linearize.experiments.events import CellDone, CellStarted
 from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, append_row, read_rows, repair
 from linearize.experiments.schema import SOFTMAX, Recipe
@@ -23,7 +25,6 @@ from linearize.experiments.stages import STAGE, StageRunner, local_or_name
 from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_yaml
 
-Listener = Callable[[str, Any], None]
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
 FREE = ("device", "data", "keep_models", "summary", "needs", "paper", "differs", "figures")
 """What may differ between a run and its continuation: where it runs, where the data lies, what is said about it."""
@@ -37,7 +38,7 @@ def run_recipe(
     *,
     resume: bool = False,
     only: Sequence[str] = (),
-    listen: Listener | None = None,
+    on_event: Callback = ignore,
 ) -> list[dict[str, Any]]:
     """Run a recipe to its end, or a part of its cells.
 
@@ -47,7 +48,7 @@ def run_recipe(
         resume: whether to go on with a run in that folder: an interrupted one, or one of fewer kernels or tasks.
         only: patterns (`*-mrpc-*`) of the cells to run; none: all. Several processes may fill one folder, as long as no
             two of them share a task: its softmax model is trained once.
-        listen: told what happens: "cell" (number, of, key), "data" (text), "step", "log", "row" (a line of results).
+        on_event: called with what happens: `linearize.experiments.events`, and events of jobs.
 
     Returns:
         The rows of the results so far, one per cell.
@@ -57,7 +58,6 @@ def run_recipe(
     """
     from linearize.loading import check_device
 
-    tell = listen or (lambda name, value: None)
     folder = Path(output)
     check_data(recipe)
     device = check_device(recipe.device)
@@ -65,14 +65,14 @@ def run_recipe(
     wanted = cells(recipe)
     chosen = _choose(wanted, only)
     rows = {row["cell"]: row for row in repair(folder)}
-    runner = StageRunner(recipe, folder, device, tell)
+    runner = StageRunner(recipe, folder, device, on_event)
     for number, cell in enumerate(wanted, start=1):
         if cell.key in rows or cell not in chosen:
             continue
-        tell("cell", (number, len(wanted), cell.key))
+        on_event(CellStarted(number, len(wanted), cell.key))
         row = run_cell(runner, cell)
         append_row(folder, row)
-        tell("row", row)
+        on_event(CellDone(row))
         # Another process may have added some.
         rows = {row["cell"]: row for row in read_rows(folder)[0]}
     if all(cell.key in rows for cell in wanted):

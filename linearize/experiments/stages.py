@@ -11,7 +11,6 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, 
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.distillation.loop import DistillResult, distill
 from linearize.errors import ConfigError
+from linearize.events import Callback
 from linearize.experiments.feed import TaskBatches
 from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Model, Recipe, Tokens
@@ -32,10 +32,10 @@ from linearize.finetune.tables import local_folder, raw_table
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune, measure_task
+from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.train import alignment_record, distillation_record, without_heads
 from linearize.surgery.apply import convert as put_in_kernels
 
-Listener = Callable[[str, Any], None]
 STAGE = "stage.json"
 
 
@@ -46,11 +46,11 @@ class StageRunner:
         recipe: the recipe.
         folder: the run's folder.
         device: where models run.
-        tell: told what happens.
+        on_event: called with what happens.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, device: str, tell: Listener) -> None:
-        self.recipe, self.folder, self.device, self.tell = recipe, folder, device, tell
+    def __init__(self, recipe: Recipe, folder: Path, device: str, on_event: Callback) -> None:
+        self.recipe, self.folder, self.device, self.on_event = recipe, folder, device, on_event
         self._data: tuple[Any, tuple[TaskData, Any]] | None = None
 
     def data(self, job: Job, seed: int) -> tuple[TaskData, Any]:
@@ -58,7 +58,7 @@ class StageRunner:
         key = (job.name, seed)
         if self._data is None or self._data[0] != key:
             made = open_job(self.recipe.model, job, seed)
-            self.tell("data", made[0].description)
+            self.on_event(DataOpened(made[0].description))
             self._data = (key, made)
         return self._data[1]
 
@@ -178,7 +178,7 @@ class StageRunner:
             config,
             folder=work,
             resume=True,
-            on_log=lambda entry: self.tell("log", entry),
+            on_log=lambda entry: self.on_event(Logged(entry)),
             tensorboard=self.folder / "tensorboard" / target.parent.name / target.name,
             teacher=guide,
         )
@@ -204,13 +204,13 @@ class StageRunner:
         config = dataclasses.replace(job.distil, seed=cell.seed, steps=distil_steps(job.distil, batches))
         if not cell.kernel.distil:
             config = dataclasses.replace(config, steps=0)
-        return distill(model.to(self.device), batches, config, on_step=lambda report: self.tell("step", report))
+        return distill(model.to(self.device), batches, config, on_step=lambda report: self.on_event(StepDone(report)))
 
     def _align(self, model: Any, data: TaskData, job: Job, cell: Cell) -> AlignResult:
         """Bring a distilled model close to its own softmax, which is the tuned one's where the flow tunes first."""
         batches = TaskBatches(data, job.align.batch_size, job.align.holdout, cell.seed)
         config = dataclasses.replace(job.align, seed=cell.seed)
-        return align(model.to(self.device), batches, config, on_step=lambda report: self.tell("step", report))
+        return align(model.to(self.device), batches, config, on_step=lambda report: self.on_event(StepDone(report)))
 
 
 def distil_steps(config: Distil, batches: TaskBatches) -> int:

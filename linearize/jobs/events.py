@@ -1,11 +1,12 @@
-"""Events of a job, which its callback gets while it runs, one class for each kind."""
+"""Events of a job; see `linearize.events`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from linearize.events import Callback, Event, Noted, Started, ignore
 
 if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult, AlignStep
@@ -13,10 +14,6 @@ if TYPE_CHECKING:
     from linearize.jobs.findings import Findings
     from linearize.modeling.plan import Plan
     from linearize.surgery.positions import PositionReport
-
-
-class Event:
-    """Base of all events."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +66,6 @@ class Logged(Event):
 
 
 @dataclass(frozen=True)
-class Noted(Event):
-    """A line that the reader should see."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Started(Event):
-    """Something slow begins; says in a few words what."""
-
-    what: str
-
-
-@dataclass(frozen=True)
 class Saved(Event):
     """The result is written."""
 
@@ -96,9 +79,19 @@ class Concluded(Event):
     findings: Findings
 
 
-Callback = Callable[[Event], None]
-"""Called with every event."""
-
-
-def ignore(event: Event) -> None:
-    """Do nothing: the callback of a caller who wants none."""
+__all__ = [
+    "Aligned",
+    "Callback",
+    "Concluded",
+    "DataOpened",
+    "Distilled",
+    "Event",
+    "Logged",
+    "Noted",
+    "Planned",
+    "PositionsExtended",
+    "Saved",
+    "Started",
+    "StepDone",
+    "ignore",
+]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.errors import ConfigError
-from linearize.report.gather import Listener
+from linearize.events import Callback, Started, ignore
 from linearize.report.options import CompareOptions
 
 FIGURES = {
@@ -70,7 +70,7 @@ class Compared:
         return asdict(self)
 
 
-def compare_checkpoints(options: CompareOptions, listen: Listener | None = None) -> Compared:
+def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) -> Compared:
     """Measure several conversions on the same inputs, one after the other.
 
     Raises:
@@ -89,7 +89,7 @@ def compare_checkpoints(options: CompareOptions, listen: Listener | None = None)
     notes: list[str] = []
     inputs = modality = None
     for name, checkpoint in zip(names, options.checkpoints, strict=True):
-        (listen or (lambda text: None))(f"measuring {name}")
+        on_event(Started(f"measuring {name}"))
         conversion, described, kind = _one(name, checkpoint, options, device, notes)
         if modality is not None and kind != modality:
             raise ConfigError(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from linearize.events import Callback, Started, ignore
 from linearize.report.options import ReportOptions
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
-
-Listener = Callable[[str], None]
 
 
 OTHER_SOFTMAX = (
@@ -78,12 +76,12 @@ class Gathered:
         }
 
 
-def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
+def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     """Load a converted checkpoint and measure all that a report shows.
 
     Args:
         options: what to look at.
-        listen: told in a few words what is done.
+        on_event: called with what happens.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
@@ -97,10 +95,9 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
     from linearize.report.lengths import check_lengths
     from linearize.report.original import cut_notes, find_original
 
-    tell = listen or (lambda text: None)
     check_lengths(options.lengths, None)
     device = check_device(options.device)
-    tell("reading the checkpoint")
+    on_event(Started("reading the checkpoint"))
     loaded = load_converted(options.checkpoint, device=device)
     info = inspect_checkpoint(options.checkpoint)
     inputs = load_inputs(loaded, options.inputs, seed=_seed(info))
@@ -110,7 +107,7 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
     left_out: list[str] = []
     original, missing = find_original(options.original, loaded, device)
     notes += cut_notes(original, inputs.batches)
-    tell(f"measuring on {inputs.description}")
+    on_event(Started(f"measuring on {inputs.description}"))
     fidelity = measure_layers(loaded.model, inputs.batches)
     spreads = measure_spread(loaded.model, inputs.batches)
     first = inputs.first(MAP_TOKENS)
@@ -126,7 +123,7 @@ def gather(options: ReportOptions, listen: Listener | None = None) -> Gathered:
         outputs = output_difference(original.model, loaded.model, inputs.batches)
         if outputs is None:
             left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
-    speeds = _speeds(options, loaded, notes, left_out, tell)
+    speeds = _speeds(options, loaded, notes, left_out, on_event)
     log = _log(options.checkpoint, left_out)
     picture = first["pixel_values"][0] if loaded.modality == "image" else None
     return Gathered(
@@ -151,7 +148,9 @@ def _maps(loaded: Any, first: dict[str, Tensor], left_out: list[str]) -> list[An
         return []
 
 
-def _speeds(options: ReportOptions, loaded: Any, notes: list[str], left_out: list[str], tell: Listener) -> list[Any]:
+def _speeds(
+    options: ReportOptions, loaded: Any, notes: list[str], left_out: list[str], on_event: Callback
+) -> list[Any]:
     from linearize.bench.side_by_side import measure_speed
     from linearize.report.lengths import check_lengths
     from linearize.surgery.positions import current_length
@@ -164,7 +163,7 @@ def _speeds(options: ReportOptions, loaded: Any, notes: list[str], left_out: lis
     if not lengths:
         left_out.append("Time and memory against length: no length to measure at (--lengths).")
         return []
-    tell(f"time and memory at {', '.join(f'{length:,}' for length in lengths)} tokens")
+    on_event(Started(f"time and memory at {', '.join(f'{length:,}' for length in lengths)} tokens"))
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
     if folder is None:

@@ -7,14 +7,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+from linearize.events import Callback, Started, ignore
 from linearize.options import recorded
-from linearize.report.gather import Gathered, Listener, ReportOptions, gather
+from linearize.report.gather import Gathered, ReportOptions, gather
 
 PAGE = "index.html"
 
 
 def write_report(
-    options: ReportOptions, target: str, *, overwrite: bool = False, listen: Listener | None = None
+    options: ReportOptions, target: str, *, overwrite: bool = False, on_event: Callback = ignore
 ) -> Gathered:
     """Gather, draw and write a report, all or nothing.
 
@@ -22,7 +23,7 @@ def write_report(
         options: what to look at.
         target: folder to make.
         overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
-        listen: told in a few words what is done.
+        on_event: called with what happens.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right; nothing is written then.
@@ -30,17 +31,17 @@ def write_report(
     from linearize.checkpoint.output import claim
 
     with claim(target, overwrite=overwrite, sources=[options.checkpoint, options.original, options.inputs.dataset]):
-        return _write(options, target, overwrite, listen)
+        return _write(options, target, overwrite, on_event)
 
 
-def _write(options: ReportOptions, target: str, overwrite: bool, listen: Listener | None) -> Gathered:
+def _write(options: ReportOptions, target: str, overwrite: bool, on_event: Callback) -> Gathered:
     from linearize import __version__
     from linearize.checkpoint.output import atomic_folder
     from linearize.report.html import page
     from linearize.report.sections import make_sections
 
-    found = gather(options, listen)
-    (listen or (lambda text: None))("drawing")
+    found = gather(options, on_event)
+    on_event(Started("drawing"))
     sections = make_sections(found)
     name = Path(options.checkpoint).name
     kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))

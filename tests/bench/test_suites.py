@@ -16,7 +16,7 @@ from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
 from linearize.bench.goals import Goal, _judge, goals, run_goals
-from linearize.bench.job import BenchOptions, run_bench
+from linearize.bench.job import BenchOptions, Measured, run_bench
 from linearize.bench.machine import Noise
 from linearize.bench.measure import measure
 from linearize.bench.memory import NoRoomError, in_fresh_process, is_out_of_memory
@@ -232,14 +232,14 @@ def test_memory_that_runs_out_while_timing(monkeypatch):
 
 
 def test_the_job(tmp_path):
-    told = []
+    events = []
     options = BenchOptions(
         kernels=("elu", "hedgehog"), lengths=(16, 8), heads=2, head_dim=8, repeats=2, threads=1, memory=False
     )
-    result = run_bench(options, lambda event, data: told.append(event))
+    result = run_bench(options, events.append)
     assert [row.tokens for row in result.rows] == [8, 16, 8, 16]
     assert [found.what.split(",")[0] for found in result.crossovers] == ["elu", "hedgehog"]
-    assert told.count("row") == 4 and result.machine.peak > 0 and result.noise.probes
+    assert sum(isinstance(event, Measured) for event in events) == 4 and result.machine.peak > 0 and result.noise.probes
     data = result.to_dict()
     assert data["noise"]["too_noisy"] in (True, False) and data["machine"]["dtype"] == "float32"
     picture = tmp_path / "a.png"

@@ -10,10 +10,12 @@ import yaml
 from linearize.checkpoint.log import read_log
 from linearize.cli import results
 from linearize.errors import ConfigError, DataError, LinearizeError
+from linearize.experiments.events import CellStarted
 from linearize.experiments.feed import TaskBatches
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
+from linearize.jobs.events import Logged, StepDone
 
 
 def figures(rows):
@@ -90,19 +92,19 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, 
     recipe = check(tiny, "tiny")
     seen = {"log": 0}
 
-    def stop(event, data):
-        seen["log"] += event == "log"
+    def stop(event):
+        seen["log"] += isinstance(event, Logged)
         tuning = (tmp_path / "run" / ".work" / "cells").exists()
         at = {
-            "teacher": event == "log" and seen["log"] == 4,
-            "distil": event == "step" and data.step == 3,
-            "finetune": event == "log" and tuning and data["step"] == 3,
+            "teacher": isinstance(event, Logged) and seen["log"] == 4,
+            "distil": isinstance(event, StepDone) and event.report.step == 3,
+            "finetune": isinstance(event, Logged) and tuning and event.entry["step"] == 3,
         }
         if at[when]:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(recipe, tmp_path / "run", listen=stop)
+        run_recipe(recipe, tmp_path / "run", on_event=stop)
     with pytest.raises(ConfigError, match="go on with --resume"):
         run_recipe(recipe, tmp_path / "run")
     with (tmp_path / "run" / "results.jsonl").open("a") as lines:
@@ -112,7 +114,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, 
     for key, found in figures(rows).items():
         assert found == pytest.approx(wanted[key], abs=1e-6), key
     assert read_rows(tmp_path / "run")[1] == 0
-    again = run_recipe(recipe, tmp_path / "run", resume=True, listen=lambda event, data: pytest.fail(event))
+    again = run_recipe(recipe, tmp_path / "run", resume=True, on_event=lambda event: pytest.fail(str(event)))
     assert figures(again) == figures(rows)
 
 
@@ -148,9 +150,9 @@ def test_a_recipe_aligns_between_its_stages(tiny, tmp_path):
     tiny |= {"align": {"steps": 2, "batch_size": 8, "eval_every": 1, "holdout": 8}}
     tiny["finetune"] |= {"teacher": True}
     seen = []
-    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", listen=lambda event, data: seen.append((event, data)))
+    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", on_event=seen.append)
     assert [row["row"] for row in rows] == ["hedgehog", "plain"]
-    steps = [data for event, data in seen if event == "step" and hasattr(data, "phase")]
+    steps = [e.report for e in seen if isinstance(e, StepDone) and hasattr(e.report, "phase")]
     assert [data.step for data in steps] == [1, 2, 3]
     aligned, plain = (
         (tmp_path / "run" / "distilled" / f"{name}-mrpc-s0" / "stage.json") for name in ("hedgehog", "plain")
@@ -209,7 +211,7 @@ def test_cells_may_be_added_and_run_apart(finished, tiny, tmp_path):
         folder,
         resume=True,
         only=["hedgehog-mrpc-*"],
-        listen=lambda event, data: started.append(data[2]) if event == "cell" else None,
+        on_event=lambda event: started.append(event.key) if isinstance(event, CellStarted) else None,
     )
     assert started == ["hedgehog-mrpc-s0"] and {row["cell"] for row in rows} == {"softmax-mrpc-s0", "hedgehog-mrpc-s0"}
     for key, found in figures(rows).items():

@@ -1,0 +1,30 @@
+"""Events of a recipe's run, beside those of the jobs in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.events import Event
+
+
+@dataclass(frozen=True)
+class CellStarted(Event):
+    """A cell of the table begins.
+
+    Attributes:
+        number: which, from 1.
+        count: of how many.
+        key: what it is called.
+    """
+
+    number: int
+    count: int
+    key: str
+
+
+@dataclass(frozen=True)
+class CellDone(Event):
+    """A cell is finished; its line of the results."""
+
+    row: dict[str, Any]
