@@ -15,6 +15,9 @@
 int64_t linearize_call_size(void) { return sizeof(call_t); }
 int64_t linearize_back_size(void) { return sizeof(back_t); }
 
+/* Likewise for its numbers: the names of maps, types and results in order. */
+const char *linearize_names(void) { return EACH_MAP(NAME) ";" EACH_TYPE(NAME) ";" EACH_RESULT(NAME); }
+
 /* Whether it multiplies bf16 numbers as they are. */
 int linearize_pairs(void) { return PAIRS; }
 

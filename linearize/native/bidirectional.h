@@ -50,12 +50,12 @@ INLINE long partition_start(const call_t *c, long piece, long pieces) {
 /* All keys into a state, then every query out of it. Returns 0, or 1 where memory ran out. */
 int linearize_bidirectional(const call_t *c) {
     long keys = c->batch * c->key_heads, rows = c->batch * c->heads;
-    int failed = 0;
+    int failed = DONE;
     long pieces = split_partition(c, keys), reads = split_partition(c, rows);
     long size = c->features * (c->value_size + 1);
     float *parts = malloc((pieces > 1 ? pieces * keys * size : 1) * sizeof(float));
     float *tops = malloc(pieces * keys * sizeof(float));
-    if (!parts || !tops) failed = 1;
+    if (!parts || !tops) failed = NO_MEMORY;
     advise_huge_pages(c);
 #pragma omp parallel num_threads(c->threads)
     {

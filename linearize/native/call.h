@@ -14,6 +14,10 @@
 #define FLOOR -1e30f /* log-scale of "no key yet" */
 #define EPS 1e-30f
 
+/* What a call returns. STEEP: log-scales climb too steeply for the causal gradient. */
+#define EACH_RESULT(ONE) ONE(DONE, "done") ONE(NO_MEMORY, "no_memory") ONE(STEEP, "steep")
+enum { EACH_RESULT(NUMBER) RESULTS };
+
 typedef struct {
     int64_t batch, heads, key_heads, tokens, features, value_size;
     int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3]; /* numbers to the next batch entry, head and token */
@@ -90,15 +94,15 @@ static int prepare(const call_t *c, scratch_t *s) {
 static int all_ready(int ready, int *failed) {
     if (!ready) {
 #pragma omp atomic write
-        *failed = 1;
+        *failed = NO_MEMORY;
     }
 #pragma omp barrier
     return !*failed;
 }
 
-/* Do `one` for every batch entry and key head, in all threads. Returns 0, or 1 where memory ran out. */
+/* Do `one` for every batch entry and key head, in all threads. Returns DONE, or NO_MEMORY. */
 static int each_head(const call_t *c, void (*one)(const call_t *, long, scratch_t *)) {
-    int failed = 0;
+    int failed = DONE;
 #pragma omp parallel num_threads(c->threads)
     {
         scratch_t s;

@@ -7,14 +7,26 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.native.locate import compiled, shipped
-from linearize.native.structures import CALL_SIZE, TYPES, Back, Maps, call, given, packed
+from linearize.native.options import Attended, AttendOptions, Gradients
+from linearize.native.structures import (
+    CALL_SIZE,
+    NAMES,
+    NO_MEMORY,
+    NO_STATES,
+    STEEP,
+    TYPES,
+    Back,
+    Maps,
+    call,
+    given,
+    packed,
+)
 
 FUNCTIONS = (
     "bidirectional",
@@ -25,26 +37,6 @@ FUNCTIONS = (
     "causal_gradient",
     "features_gradient",
 )
-
-NO_MEMORY, STEEP = 1, 2
-
-
-class Gradients(NamedTuple):
-    """What `Engine.gradients` returns.
-
-    Attributes:
-        q: the gradient of q.
-        k: the gradient of k.
-        v: the gradient of v.
-        weights: of the `MAP_WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
-        log_scale: of given log-scales [B, K, T], or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    weights: tuple[Tensor | None, ...]
-    log_scale: Tensor | None
 
 
 class Engine:
@@ -67,10 +59,19 @@ class Engine:
             theirs.restype = ctypes.c_int64
             if theirs() != mine:
                 raise OSError(f"{path} was built from other code")
+        names = self.library.linearize_names
+        names.restype = ctypes.c_char_p
+        if names().decode() != NAMES:
+            raise OSError(f"{path} was built from other code")
         for name in FUNCTIONS:
             function = getattr(self.library, f"linearize_{name}")
             gradient = [ctypes.POINTER(Back)] if name.endswith("gradient") else []
             function.argtypes, function.restype = [ctypes.c_char_p, *gradient], ctypes.c_int
+
+    @property
+    def threads(self) -> int:
+        """Return how many threads a call takes."""
+        return torch.get_num_threads() if self.parallel else 1
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Tell whether it reads such tensors: plain ones on the CPU, of a type it knows, last axis in one piece."""
@@ -98,15 +99,9 @@ class Engine:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        eps: float,
-        mask: Tensor | None = None,
-        log_scale: Tensor | None = None,
+        options: AttendOptions,
         start: Sequence[Tensor] | None = None,
-        exact: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Attended:
         """Attend: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's type.
 
         Of bf16 inputs with an even D, projections round their weights to bf16 too, as the layers around the attention
@@ -117,13 +112,8 @@ class Engine:
             q: queries.
             k: keys.
             v: values.
-            causal: whether queries see only keys up to their own.
-            scale: factor of q and k before the map.
-            eps: smallest magnitude of a denominator.
-            mask: key padding mask [B, T] or None.
-            log_scale: [B, K, T] of given features, or None.
+            options: how to attend.
             start: the state before: kv [B, K, F, V + 1] and log-scale [B, K]; causal only.
-            exact: leave the weights as they are: where gradients are taken.
 
         Returns:
             Output, and kv and log-scale of the state after.
@@ -132,17 +122,17 @@ class Engine:
             MemoryError: if there is no memory for a thread's tile.
         """
         batch, heads, tokens, _ = q.shape
-        ready = packed(maps, scale) if maps else given(q.shape[3], scaled=log_scale is not None)
+        ready = _ready(maps, q, options)
         # Tokens first in memory: that is how the host goes on with it.
         out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
-        state = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.empty(batch, k.shape[1])
-        more = self._call_options(k, mask, log_scale)
-        if start is not None:
-            more["start"] = [x.contiguous() for x in start]
-        function = self.library.linearize_causal if causal else self.library.linearize_bidirectional
-        if function(call(ready, q, k, v, out, eps=eps, exact=exact, state=state, **more)):
+        kv = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1)
+        log_scale = torch.empty(batch, k.shape[1])
+        before = [None, None] if start is None else [x.contiguous() for x in start]
+        extra = (*_masks(k, options), *before, kv, log_scale)
+        function = self.library.linearize_causal if options.causal else self.library.linearize_bidirectional
+        if function(call(ready, q, k, v, out, extra, (options.eps, self.threads, options.exact))):
             raise MemoryError("native op: no memory for a tile")
-        return out, *state
+        return Attended(out, kv, log_scale)
 
     def gradients(
         self,
@@ -150,31 +140,20 @@ class Engine:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
+        attended: Attended,
         grad: Tensor,
-        state: Sequence[Tensor],
-        *,
-        causal: bool,
-        scale: float,
-        eps: float,
-        mask: Tensor | None = None,
-        log_scale: Tensor | None = None,
+        options: AttendOptions,
     ) -> Gradients | None:
-        """Return the gradients of `attend` without a state before: arguments as there, with its output and state.
+        """Return the gradients of `attend` without a state before.
 
         Args:
             maps: of keys and queries; one where they share it; none where q and k are features.
             q: queries.
             k: keys.
             v: values.
-            out: what `attend` returned [B, H, T, V].
-            grad: the gradient to that.
-            state: kv and log-scale that `attend` returned.
-            causal: as given to `attend`.
-            scale: as given to `attend`.
-            eps: as given to `attend`.
-            mask: as given to `attend`.
-            log_scale: as given to `attend`.
+            attended: what `attend` returned.
+            grad: the gradient to its output [B, H, T, V].
+            options: as given to `attend`; weights are left as they are in any case.
 
         Returns:
             None where log-scales climb by more than 40 powers of two within 48 causal tokens: PyTorch's ops do that.
@@ -182,22 +161,21 @@ class Engine:
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
         """
-        ready = packed(maps, scale) if maps else given(q.shape[3], scaled=log_scale is not None)
-        more = self._call_options(k, mask, log_scale)
         grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
-        back = Back(out=out.data_ptr(), grad=grad.data_ptr(), kv=state[0].data_ptr(), log_scale=state[1].data_ptr())
+        back = Back(grad=grad.data_ptr(), **{name: x.data_ptr() for name, x in attended._asdict().items()})
         back.grad_stride = grad.stride()[:3]
         found = [torch.empty_like(x) for x in (q, k, v)]
         for name, x in zip("qkv", found, strict=True):
             setattr(back, f"d{name}", x.data_ptr())
             setattr(back, f"d{name}_stride", x.stride()[:3])
-        scales = None if log_scale is None else torch.empty(k.shape[:3])
+        scales = None if options.log_scale is None else torch.empty(k.shape[:3])
         back.dlog_scale = None if scales is None else scales.data_ptr()
         all_buffers = [
             _gradient_buffers(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)
         ]
-        function = self.library.linearize_causal_gradient if causal else self.library.linearize_bidirectional_gradient
-        result = function(call(ready, q, k, v, out, eps=eps, **more), back)
+        library, ready, extra = self.library, _ready(maps, q, options), (*_masks(k, options), *NO_STATES)
+        function = library.linearize_causal_gradient if options.causal else library.linearize_bidirectional_gradient
+        result = function(call(ready, q, k, v, attended.out, extra, (options.eps, self.threads, True)), back)
         if result == NO_MEMORY:
             raise MemoryError("native op: no memory for a tile's gradients")
         if result == STEEP:
@@ -225,8 +203,9 @@ class Engine:
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         threads = torch.get_num_threads() if self.parallel else 1
         mask = None if mask is None else mask.to(torch.bool).contiguous()
-        data = call(maps, q, k, v, out, eps=eps, threads=threads, exact=False, mask=mask, state=state)
-        if self.library.linearize_step(data):
+        if self.library.linearize_step(
+            call(maps, q, k, v, out, (mask, None, None, None, *state), (eps, threads, False))
+        ):
             raise MemoryError("native op: no memory for a step")
         return out
 
@@ -239,9 +218,8 @@ class Engine:
         ready = packed([map], scale)
         phi = torch.empty(*x.shape[:3], ready.features)
         top = torch.empty(x.shape[:3]) if map.scaled else None
-        if self.library.linearize_features(
-            call(ready, x, x, x, phi, eps=0.0, state=(None, top), **self._call_options(x))
-        ):
+        extra = (None, None, None, None, None, top)
+        if self.library.linearize_features(call(ready, x, x, x, phi, extra, (0.0, self.threads, True))):
             raise MemoryError("native op: no memory for a tile")
         return phi, top
 
@@ -261,17 +239,24 @@ class Engine:
             grad_scale = grad_scale.float().contiguous()
             back.dlog_scale = grad_scale.data_ptr()
         buffers = _gradient_buffers(map, x, back)
-        if self.library.linearize_features_gradient(call(ready, x, x, x, x, eps=0.0, **self._call_options(x)), back):
+        data = call(ready, x, x, x, x, (None, None, *NO_STATES), (0.0, self.threads, True))
+        if self.library.linearize_features_gradient(data, back):
             raise MemoryError("native op: no memory for a tile's gradients")
         return found, _summed(map, buffers)
 
-    def _call_options(self, k: Tensor, mask: Tensor | None = None, log_scale: Tensor | None = None) -> dict[str, Any]:
-        """Return further arguments of `call`, as the op reads them."""
-        return {
-            "threads": torch.get_num_threads() if self.parallel else 1,
-            "mask": None if mask is None else mask.to(torch.bool).contiguous(),
-            "given": None if log_scale is None else log_scale.float().expand(k.shape[:3]).contiguous(),
-        }
+
+def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
+    """Describe the maps, or given features."""
+    return packed(maps, options.scale) if maps else given(q.shape[3], scaled=options.log_scale is not None)
+
+
+def _masks(k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask and the log-scales as the op reads them."""
+    mask, log_scale = options.mask, options.log_scale
+    return (
+        None if mask is None else mask.to(torch.bool).contiguous(),
+        None if log_scale is None else log_scale.float().expand(k.shape[:3]).contiguous(),
+    )
 
 
 def _gradient_buffers(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:

@@ -7,7 +7,6 @@
 #include "causal.h"
 #include "gradient.h"
 
-#define STEEP 2
 
 /* What the second walk needs of the first: per token of a group's heads the factor and the slope, the tiles' powers. */
 typedef struct {
@@ -130,7 +129,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
 
 /* Returns 0; 1 where memory ran out; 2 where log-scales climb too steeply for a tile's common power. */
 int linearize_causal_gradient(const call_t *c, const back_t *g) {
-    int failed = 0, steep = 0;
+    int failed = DONE, steep = DONE;
     long group = c->heads / c->key_heads, tiles = (c->tokens + TILE - 1) / TILE;
 #pragma omp parallel num_threads(c->threads)
     {
@@ -155,7 +154,7 @@ int linearize_causal_gradient(const call_t *c, const back_t *g) {
         if (prepared) free_work(&w);
         free(memory);
     }
-    return failed ? 1 : steep;
+    return failed ? failed : steep;
 }
 
 #endif

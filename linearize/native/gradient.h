@@ -351,7 +351,7 @@ static void write_weights(const call_t *c, const back_t *g, long n, const work_t
 /* Do `one` for every batch entry and key head, between clearing what is added up and handing it over, in all threads.
    Returns 0, or 1 where memory ran out. */
 static int each_head_back(const call_t *c, const back_t *g, void (*one)(const call_t *, const back_t *, long, work_t *)) {
-    int failed = 0;
+    int failed = DONE;
 #pragma omp parallel num_threads(c->threads)
     {
         work_t w;

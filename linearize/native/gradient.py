@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.native import engine
+from linearize.native.options import Attended, AttendOptions
 
 Fallback = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """The same attention in PyTorch's operations: q, k, v, log-scales -> output, its gradient reaching the weights too."""
@@ -20,9 +21,8 @@ def attend_with_gradient(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_scale: Tensor | None,
     fallback: Fallback,
-    options: dict[str, Any],
+    options: AttendOptions,
 ) -> Tensor:
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
 
@@ -31,12 +31,13 @@ def attend_with_gradient(
         q: queries.
         k: keys.
         v: values.
-        log_scale: [B, K, T] of given features, or None.
         fallback: asked for the gradient where log-scales are too steep for the native one.
-        options: `causal`, `scale`, `eps` and `mask` of `Engine.attend`.
+        options: of `Engine.attend`.
     """
     weights = [getattr(map, name) for map in maps for name in MAP_WEIGHTS]
-    return _Native.apply(maps, fallback, options, q, k, v, log_scale, *weights)
+    log_scale, others = options.log_scale, options._replace(log_scale=None, exact=True)
+    out: Tensor = _Native.apply(maps, fallback, others, q, k, v, log_scale, *weights)
+    return out
 
 
 class _Native(torch.autograd.Function):
@@ -45,17 +46,17 @@ class _Native(torch.autograd.Function):
         ctx: Any,
         maps: Sequence[MapSpec],
         fallback: Fallback,
-        options: dict[str, Any],
+        options: AttendOptions,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        log_scale: Tensor | None,
-        *weights: Tensor | None,
+        *log_scale_and_weights: Tensor | None,
     ) -> Tensor:
         ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
-        out, kv, top = ctx.engine.attend(maps, q, k, v, log_scale=log_scale, exact=True, **options)
+        attended = ctx.engine.attend(maps, q, k, v, options._replace(log_scale=log_scale_and_weights[0]))
         # The weights too, so that a change in place before the backward is noticed.
-        ctx.save_for_backward(out, kv, top, q, k, v, log_scale, *weights)
+        ctx.save_for_backward(*attended, q, k, v, *log_scale_and_weights)
+        out: Tensor = attended.out
         return out
 
     @staticmethod
@@ -67,7 +68,8 @@ class _Native(torch.autograd.Function):
             map._replace(**dict(zip(MAP_WEIGHTS, weights[size * i : size * (i + 1)], strict=True)))
             for i, map in enumerate(ctx.maps)
         ]
-        found = ctx.engine.gradients(maps, q, k, v, out, grad, (kv, top), log_scale=log_scale, **ctx.options)
+        options = ctx.options._replace(log_scale=log_scale)
+        found = ctx.engine.gradients(maps, q, k, v, Attended(out, kv, top), grad, options)
         if found is None:
             return None, None, None, *_in_pytorch(ctx.fallback, (q, k, v, log_scale), weights, grad)
         scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)

@@ -5,8 +5,11 @@
 
 #include "tile.h"
 
-enum { GIVEN = 0, RELU = 1, SOFTMAX_BOTH = 2, EXP_BOTH = 3, WAVES = 4, WAVE_PAIRS = 5, DAMPED_WAVES = 6, BANK = 7,
-       POSITIVE_WAVES = 8 };
+#define EACH_MAP(ONE)                                                                                         \
+    ONE(GIVEN, "given") ONE(RELU, "relu") ONE(SOFTMAX_BOTH, "softmax_both") ONE(EXP_BOTH, "exp_both")         \
+    ONE(WAVES, "waves") ONE(WAVE_PAIRS, "wave_pairs") ONE(DAMPED_WAVES, "damped_waves") ONE(BANK, "bank")     \
+    ONE(POSITIVE_WAVES, "positive_waves")
+enum { EACH_MAP(NUMBER) MAPS };
 
 typedef struct {
     int32_t kind, heads;     /* heads that have weights of their own */

@@ -77,7 +77,7 @@ int linearize_step(const call_t *c) {
     long heads = c->batch * c->key_heads, wide = padded(c->value_size + 1) + W;
     long each = padded(token_buffers_size(c, 2) + 2 * wide);
     float *memory = malloc(c->threads * each * sizeof(float));
-    if (!memory) return 1;
+    if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(c->threads) schedule(static)
     for (long i = 0; i < c->threads; i++) {
         token_buffers_t f = token_buffers_at(c, memory + i * each, 2);

@@ -12,20 +12,22 @@ from torch import Tensor
 
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 
-KINDS = {
-    "given": 0,
-    "relu": 1,
-    "softmax_both": 2,
-    "exp_both": 3,
-    "waves": 4,
-    "wave_pairs": 5,
-    "damped_waves": 6,
-    "bank": 7,
-    "positive_waves": 8,
-}
-"""What maps.h has, by name."""
+KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
+"""The maps of maps.h by number; C's own list is compared when the library is loaded."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Numbers of the types of tensors; compared too."""
+
+DONE, NO_MEMORY, STEEP = 0, 1, 2
+"""What a call returns; compared too."""
+
+NAMES = ";".join(
+    "".join(f"{name} " for name in names)
+    for names in (KINDS, [str(dtype).removeprefix("torch.") for dtype in TYPES], ("done", "no_memory", "steep"))
+)
+"""The names of all of them, as the library writes them."""
+
+_KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 HEAD = struct.Struct("@18q4P2i2P")
 """`call_t` of call.h up to its maps."""
@@ -67,7 +69,7 @@ class Maps(NamedTuple):
 
 def given(features: int, *, scaled: bool) -> Maps:
     """Stand for maps where q and k are features already; `scaled` says whether keys come with log-scales."""
-    empty = MAP.pack(KINDS["given"], 1, *[0] * 10, 1.0, 1.0, scaled)
+    empty = MAP.pack(_KIND_NUMBERS["given"], 1, *[0] * 10, 1.0, 1.0, scaled)
     return Maps(features, empty + empty, ())
 
 
@@ -90,8 +92,12 @@ def _packed(map: MapSpec, scale: float, held: list[Tensor]) -> bytes:
         pointers.append(_address(tensor))
     heads, rows, size = map.first.shape
     channels, hidden = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
-    sizes = (KINDS[map.kind], heads, rows, size, channels, hidden)
+    sizes = (_KIND_NUMBERS[map.kind], heads, rows, size, channels, hidden)
     return MAP.pack(*sizes, *pointers, scale, map.amplitude, map.scaled)
+
+
+NO_STATES = (None, None, None, None)
+"""The last four of `call`'s tensors where there is no state."""
 
 
 def call(
@@ -100,21 +106,24 @@ def call(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    *,
-    eps: float,
-    threads: int,
-    exact: bool = True,
-    mask: Tensor | None = None,
-    given: Tensor | None = None,
-    start: Sequence[Tensor | None] = (None, None),
-    state: Sequence[Tensor | None] = (None, None),
+    extra: Sequence[Tensor | None],
+    numbers: tuple[float, int, bool],
 ) -> bytes:
     """Write down a call: tensors' shapes, strides and addresses, so that all of them have to live until it is over.
 
-    Every tensor is as the op reads it: `mask` bool, log-scales `given`, `start` and `state` fp32, all in one piece.
+    Args:
+        maps: of keys and queries.
+        q: queries [B, H, T, D].
+        k: keys [B, K, T, D].
+        v: values [B, K, T, V].
+        out: where the output goes, [B, H, T, V].
+        extra: mask [B, T] in bool, given log-scales [B, K, T], kv and log-scale of the state before, kv and log-scale
+            of the state after; each None where there is none, fp32 but for the mask, all in one piece.
+        numbers: eps, threads, and whether weights are left exact.
     """
     batch, heads, tokens, _ = q.shape
-    # Written out, without a function for it: this is run at every decoding step.
+    # Plain tuples, no function for an address: this is run at every decoding step.
+    mask, given, start_kv, start_scale, kv, log_scale = extra
     mask_at = 0 if mask is None else mask.data_ptr()
     given_at = 0 if given is None else given.data_ptr()
     head = HEAD.pack(
@@ -123,13 +132,12 @@ def call(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
         *(TYPES[q.dtype], TYPES[v.dtype], mask_at, given_at),
     )
-    (start_kv, start_scale), (kv, log_scale) = start, state
     tail = TAIL.pack(
         0 if start_kv is None else start_kv.data_ptr(),
         0 if start_scale is None else start_scale.data_ptr(),
         0 if kv is None else kv.data_ptr(),
         0 if log_scale is None else log_scale.data_ptr(),
-        *(eps, threads, exact),
+        *numbers,
     )
     return head + maps.data + tail
 

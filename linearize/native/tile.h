@@ -223,8 +223,13 @@ INLINE void product(int add, long m, long n, long depth, const float *a, long ar
     blocks(0, add, 1.0f, m, n, depth, a, ar, ak, b, ldb, c, ldc);
 }
 
+/* A list of constants, each with the name that the caller knows it by: its numbers, and its names in order. */
+#define NUMBER(constant, name) constant,
+#define NAME(constant, name) name " "
+
 /* What the caller's tensors hold; PAIRED: bf16 numbers that are taken two at a time, as they are. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, PAIRED = 2 };
+#define EACH_TYPE(ONE) ONE(FLOAT32, "float32") ONE(BFLOAT16, "bfloat16")
+enum { EACH_TYPE(NUMBER) PAIRED };
 
 INLINE float number(const void *p, int type, long i) {
     if (type == FLOAT32) return ((const float *)p)[i];

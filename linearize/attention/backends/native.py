@@ -13,6 +13,7 @@ from linearize.attention.call import AttentionCall, MixerState, linear_state
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.native import engine, loaded
 from linearize.native.gradient import attend_with_gradient, map_with_gradient
+from linearize.native.options import AttendOptions
 from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.state import EPS
 
@@ -57,20 +58,17 @@ class Native:
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
         q, k, v = call.q, call.k, call.v
-        options = {
-            "causal": mixer.shape.causal,
-            "scale": mixer.input_scale(call.scaling),
-            "eps": mixer.eps,
-            "mask": call.key_padding_mask,
-        }
+        options = AttendOptions(
+            mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask=call.key_padding_mask
+        )
         if not torch.is_grad_enabled():
-            out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, start=linear_state(call), **options)
+            out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, options, linear_state(call))
             return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
 
         def fallback(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
             return Eager(PYTORCH).run(mixer, call.with_inputs(q, k, v))[0]
 
-        return attend_with_gradient(_maps(mixer), q, k, v, None, fallback, options), None
+        return attend_with_gradient(_maps(mixer), q, k, v, fallback, options), None
 
 
 def native_features(map: FeatureMap, x: Tensor, scale: float) -> Features | None:
@@ -141,8 +139,7 @@ class NativeOp:
         """See `contract.CausalOp`; with a gradient, the op in PyTorch attends."""
         if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or not _readable(phi_q, phi_k, v):
             return causal_attention(phi_q, phi_k, v, **options)
-        start, log_scale = options.get("initial_state"), options.get("log_scale")
-        out, kv, top = engine().attend([], phi_q, phi_k, v, log_scale=log_scale, start=start, **_further(options))
+        out, kv, top = engine().attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
         return out, State(kv, top)
 
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
@@ -156,7 +153,7 @@ class NativeOp:
             changed: LinearOptions = {**options, "log_scale": log_scale}
             return causal_attention(phi_q, phi_k, v, **changed)[0]
 
-        return attend_with_gradient([], phi_q, phi_k, v, log_scale, fallback, _further(options))
+        return attend_with_gradient([], phi_q, phi_k, v, fallback, _attend_options(options))
 
 
 def _has_gradient(*tensors: Tensor | None) -> bool:
@@ -169,7 +166,7 @@ def _readable(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
     return native is not None and bool(native.supports(phi_q, phi_k, v))
 
 
-def _further(options: LinearOptions) -> dict[str, Any]:
-    """Return an op's options in the native op's words."""
+def _attend_options(options: LinearOptions) -> AttendOptions:
+    """Return the options of a causal op as the native one takes them."""
     mask, eps = options.get("key_padding_mask"), options.get("eps", EPS)
-    return {"causal": True, "scale": 1.0, "eps": eps, "mask": mask}
+    return AttendOptions(True, 1.0, eps, mask=mask, log_scale=options.get("log_scale"))

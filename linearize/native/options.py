@@ -1,0 +1,59 @@
+"""How the native op is to attend, and what it returns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AttendOptions(NamedTuple):
+    """Options of `Engine.attend` and of its gradient.
+
+    Attributes:
+        causal: whether queries see only keys up to their own.
+        scale: factor of q and k before the map.
+        eps: smallest magnitude of a denominator.
+        mask: key padding mask [B, T] or None.
+        log_scale: [B, K, T] of given features, or None.
+        exact: leave the weights as they are: where gradients are taken.
+    """
+
+    causal: bool
+    scale: float
+    eps: float
+    mask: Tensor | None = None
+    log_scale: Tensor | None = None
+    exact: bool = False
+
+
+class Attended(NamedTuple):
+    """What `Engine.attend` returns.
+
+    Attributes:
+        out: [B, H, T, V] in the dtype of v.
+        kv: of the state after, [B, K, F, V + 1] in fp32.
+        log_scale: of the state after, [B, K].
+    """
+
+    out: Tensor
+    kv: Tensor
+    log_scale: Tensor
+
+
+class Gradients(NamedTuple):
+    """What `Engine.gradients` returns.
+
+    Attributes:
+        q: the gradient of q.
+        k: the gradient of k.
+        v: the gradient of v.
+        weights: of the `MAP_WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
+        log_scale: of given log-scales [B, K, T], or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: tuple[Tensor | None, ...]
+    log_scale: Tensor | None
