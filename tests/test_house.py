@@ -274,3 +274,21 @@ def test_every_file_is_installed():
         installed |= {path for pattern in patterns for path in folder.glob(pattern)}
     read = (".md", ".html", ".css", ".c", ".h", ".inc", ".typed")
     assert [str(path) for path in PACKAGE.rglob("*") if path.suffix in read and path not in installed] == []
+
+
+def parameters(function):
+    """How many parameters a function has, without the object or class that it belongs to, * and **."""
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+@pytest.mark.parametrize("part", ["ops", "kernels", "native", "attention", "jobs"])
+def test_no_function_has_many_parameters(part):
+    functions = [
+        (path, node)
+        for path in (PACKAGE / part).rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert functions
+    assert [f"{path.name}: {node.name}" for path, node in functions if parameters(node) > 8] == []

@@ -12,7 +12,7 @@ from linearize.attention.backends.self_test import native_kernels
 from linearize.cli.main import main
 from linearize.errors import ConfigError
 from linearize.native import build as building
-from linearize.native import locate
+from linearize.native import calls, locate
 
 
 def test_nothing_is_built_unasked(tmp_path, monkeypatch):
@@ -41,6 +41,18 @@ def test_the_name_depends_on_code_and_processor(monkeypatch):
     monkeypatch.setattr(locate, "processor", lambda: "flags : fma other")
     assert locate.record_file().name != name
     locate._fingerprint.cache_clear()
+
+
+@pytest.mark.parametrize("change", ["relu given", "given relu "])
+def test_numbers_mean_the_same_on_both_sides(switch, monkeypatch, change):
+    """The library says which maps, types and results it has, in order; another order is another code."""
+    path = native.engine().path
+    monkeypatch.setattr(calls, "NAMES", calls.NAMES.replace("given relu ", change))
+    if change == "given relu ":
+        assert calls.Engine(path).path == path
+        return
+    with pytest.raises(OSError, match="built from other code"):
+        calls.Engine(path)
 
 
 def test_verb(switch, tmp_path, monkeypatch, capsys):
