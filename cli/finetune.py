@@ -22,6 +22,7 @@ EPILOG = """examples:
   linearize finetune bert-hedgehog --task mrpc --teacher bert-mrpc --extra-pairs 1 --epochs 10
   linearize finetune bert-hedgehog --task cola --config mine.yaml --epochs 10                # options from a file
   linearize finetune bert-hedgehog --task cola --dry-run                                     # what it would cost
+  torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
 
 With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the labels
 join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported."""
@@ -37,13 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune and print the metrics."""
     from linearize.cli._output import console, print_json
+    from linearize.distillation.processes import is_main
 
     job = take_options(args, TuneJob)
     if args.dry_run:
         return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
+    out.quiet = not is_main()
     result, found = tune(job, out)
-    if args.json:
+    if args.json and is_main():
         print_json(
             {
                 "output": str(job.target()),

@@ -135,9 +135,9 @@ def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tupl
             "expected one document per row; pad them (DataCollatorWithPadding)"
         )
     SEGMENTS.set(segments)
-    names = inspect.signature(root.forward).parameters
-    changed: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-    if causal and "position_ids" in names and not _given(kwargs, "position_ids"):
+    taken = inspect.signature(root.forward).parameters
+    changed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
+    if causal and "position_ids" in taken and not _given(kwargs, "position_ids"):
         changed["position_ids"] = positions_of(segments)
     return args, kwargs | changed
 
@@ -223,8 +223,8 @@ def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tens
     out: Tensor | None = None
     weights: Tensor | None = None
     for tokens, mask, documents in buckets(segments):
-        rows = [x[tokens].transpose(1, 2) for x in flat]
-        found, seen = attend(*rows, mask)
+        queries, keys, values = (x[tokens].transpose(1, 2) for x in flat)
+        found, seen = attend(queries, keys, values, mask)
         if out is None:
             out = found.new_zeros(batch * count, *found.shape[2:])
         real = (tokens, found) if mask is None else (tokens[mask], found[mask])

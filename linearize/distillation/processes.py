@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from linearize.errors import ConfigError
+
 
 def several() -> bool:
     """Tell whether this process was started as one of several."""
@@ -13,6 +15,27 @@ def several() -> bool:
 def is_main() -> bool:
     """Tell whether this is the process that prints and writes; a single one is."""
     return not several() or os.environ.get("RANK", "0") == "0"
+
+
+def own_device(name: str) -> str:
+    """Return the device of this process: of several that share a machine, "auto" gives each a GPU of its own.
+
+    Raises:
+        ConfigError: if one device is named for several processes.
+    """
+    from linearize.loading import check_device
+
+    if not several():
+        return check_device(name)
+    if name not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device: got {name!r} for {os.environ['WORLD_SIZE']} processes, expected auto, which gives each its own, "
+            "or cpu; leave --device out"
+        )
+    if name == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return "cpu"
+    found = check_device("auto")
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if found == "cuda" else found
 
 
 def wait_for_all() -> None:

@@ -145,7 +145,7 @@ def check_trains(data: TaskData) -> None:
 
 def _train(trainer: Any, folder: Path, last: Path | None, started: dict[str, Any]) -> None:
     try:
-        if last is None:
+        if last is None and trainer.is_world_process_zero():
             begin(folder, started)
         with quiet():
             trainer.train(resume_from_checkpoint=None if last is None else str(last))

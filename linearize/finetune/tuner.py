@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from linearize.alignment.losses import hidden_state_loss, logits_loss
@@ -137,12 +138,14 @@ class Tuner(Trainer):
         """Return the mean over the held-out rows of what the end of the training lowers.
 
         Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels
-        where they join. By the divergence alone a state from before the labels would win, whatever they brought.
+        where they join. By the divergence alone a state from before the labels would win, whatever they brought. Every
+        process measures all of these rows: shared out, some would count twice.
         """
         model = self.model
         model.eval()  # type: ignore[union-attr]
         total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
-        for batch in self.get_eval_dataloader(self.selection):
+        rows_once = DataLoader(self.selection, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
+        for batch in rows_once:
             inputs = self._prepare_inputs(batch)
             rows = len(next(iter(inputs.values())))
             with self.compute_loss_context_manager(), self.accelerator.autocast():
@@ -151,8 +154,8 @@ class Tuner(Trainer):
                 else:
                     value = self._selection_loss(model, inputs)
             total += torch.stack([value.float() * rows, torch.tensor(float(rows), device=total.device)])
-        total = self.accelerator.reduce(total, "sum")  # type: ignore[assignment]
-        return float(total[0] / total[1])
+        # The same figure everywhere, to the bit: by it all processes stop, or none.
+        return float(self.accelerator.reduce(total[0] / total[1], "mean"))  # type: ignore[arg-type]
 
     def _selection_loss(self, model: Any, inputs: Any) -> Tensor:
         """Return the divergence from the teacher on a batch, and the loss on its labels where they join."""

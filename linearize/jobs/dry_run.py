@@ -236,7 +236,8 @@ def _stage_two(job: TuneJob, opened: Any) -> StageBill:
 
 def _evaluation(trainer: Any, data: Any) -> float:
     """Estimate an evaluation of the rows that are measured, and of those that the kept state is chosen on."""
-    count, times = 0, []
+    count = 0
+    times: list[float] = []
     for rows in (data.validation, data.selection):
         if rows is None:
             continue

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.log import read_log
-from linearize.checkpoint.output import check_room, claim
+from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
+from linearize.distillation.processes import is_main, own_device, wait_for_all
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.load import check_length, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
@@ -25,20 +26,23 @@ from linearize.jobs.conclude import after_tuning
 from linearize.jobs.config import TuneJob
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, ignore
 from linearize.jobs.findings import Findings
-from linearize.loading import check_device
 
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
     """Tune a checkpoint on a task and save the result, all or nothing.
 
     The trainer's own checkpoints lie beside the output, in `<output>.training`, until the result is saved: an
-    interrupted run goes on from there with `resume`. The output may be the checkpoint itself, if linearize wrote it.
+    interrupted run goes on from there with `resume`. The output may be the checkpoint itself, if linearize wrote it. Of
+    several processes (torchrun, accelerate launch), which train together, one writes.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
     target = job.target()
-    with claim(target, overwrite=job.overwrite, sources=sources_of(job)):
+    given: dict[str, Any] = {"overwrite": job.overwrite, "sources": sources_of(job)}
+    check_target(target, **given)
+    # Of several processes one writes; the others only train with it.
+    with claim(target, **given) if is_main() else contextlib.nullcontext():
         result, found = _finetune(job, target, on_event)
     on_event(Saved(target))
     on_event(Concluded(found))
@@ -76,7 +80,7 @@ class Opened:
 def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     """Do what comes before the first step: all that can be refused is, and nothing is written."""
     target = job.target()
-    device = check_device(job.device)
+    device = own_device(job.device)
     check_report_to(job.tune.report_to)
     if job.data.extra_pairs and job.teacher is None:
         raise ConfigError(
@@ -103,10 +107,11 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
 def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResult, Findings]:
     opened = open_tuning(job, on_event)
     work, model, data = opened.work, opened.model, opened.data
-    check_room(target, size_of(model))
-    if not job.resume:
-        # Last: until here a mistyped name could still be found out.
-        remove_work(work)
+    if is_main():
+        check_room(target, size_of(model))
+        if not job.resume:
+            # Last: until here a mistyped name could still be found out.
+            remove_work(work)
     result = finetune(
         model,
         data,
@@ -118,15 +123,24 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResul
         teacher=opened.teacher,
     )
     record = tuning_record(data, job.tune, result, job.teacher)
-    files = tuning_files(record, result, opened.earlier)
-    try:
-        save_model(
-            model, target, opened.processor, overwrite=job.overwrite, stage={"finetuning": record}, extra_files=files
-        )
-    except CheckpointError as error:
-        if last_checkpoint(work) is None:
-            raise
-        raise NotSavedError(str(error), str(work)) from error
-    with contextlib.suppress(CheckpointError, OSError):
-        remove_work(work)
+    if is_main():
+        _save(job, opened, record, tuning_files(record, result, opened.earlier))
+    wait_for_all()
     return result, after_tuning(model, job, data, result)
+
+
+def _save(job: TuneJob, opened: Opened, record: dict[str, Any], files: dict[str, str]) -> None:
+    """Write the result, and drop the trainer's checkpoints.
+
+    Raises:
+        NotSavedError: if it cannot be written; the trainer's checkpoints stay then.
+    """
+    options: dict[str, Any] = {"overwrite": job.overwrite, "stage": {"finetuning": record}, "extra_files": files}
+    try:
+        save_model(opened.model, job.target(), opened.processor, **options)
+    except CheckpointError as error:
+        if last_checkpoint(opened.work) is None:
+            raise
+        raise NotSavedError(str(error), str(opened.work)) from error
+    with contextlib.suppress(CheckpointError, OSError):
+        remove_work(opened.work)

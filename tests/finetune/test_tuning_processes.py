@@ -1,0 +1,65 @@
+"""Stage two in two processes: what one process makes of their batches in turn, written once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.children import tuning
+from support.command_lines import make_models
+from support.forks import together
+
+from linearize.distillation.processes import own_device
+from linearize.errors import ConfigError
+
+OPTIONS = {
+    "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,
+    "device": "cpu", "selection_rows": 4, "log_every": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = make_models(tmp_path_factory.mktemp("models"))
+    for name in ("bert", "hedgehog"):
+        # Dropout draws other numbers in other processes.
+        config = root / name / "config.json"
+        values = json.loads(config.read_text())
+        config.write_text(json.dumps(values | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}))
+    return root
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("teacher", [False, True])
+def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, models, tmp_path):
+    more = OPTIONS
+    if teacher:
+        # Far from its student, or the gradients are no more than rounding, which Adam makes large.
+        far = OPTIONS | {"batch_size": 8, "learning_rate": 1e-2}
+        tuning.main(str(models / "bert"), str(models / "data.jsonl"), str(tmp_path / "tuned"), far)
+        more = OPTIONS | {"teacher": str(tmp_path / "tuned")}
+    line = (str(models / "hedgehog"), str(models / "data.jsonl"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    tuning.main(*line, str(one), {**more, "batch_size": 4, "gradient_accumulation": 2})
+    together(tuning.main, *line, str(two), {**more, "batch_size": 4})
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-5)
+    records = [json.loads((folder / "finetuning.json").read_text()) for folder in (one, two)]
+    assert records[0]["metrics"] == pytest.approx(records[1]["metrics"], abs=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", *(["tuned"] if teacher else []), "two"]
+
+
+def test_each_process_has_a_device_of_its_own(monkeypatch):
+    assert own_device("cpu") == "cpu"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("linearize.loading.check_device", lambda name: "cuda")
+    assert own_device("auto") == "cuda:1" and own_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match=r"device: got 'cuda:0' for 2 processes, expected auto"):
+        own_device("cuda:0")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert own_device("auto") == "cpu"
