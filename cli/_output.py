@@ -192,7 +192,7 @@ class StepProgress:
     def __call__(self, report: Any) -> None:
         """Show a step."""
         if not self.out.is_terminal:
-            if report.held_out is not None or report.step == 1:
+            if report.step == 1 or getattr(report, "held_out", None) is not None:
                 self.out.print(self._line(report))
             return
         roomy = self.out.width >= ROOMY
@@ -204,31 +204,41 @@ class StepProgress:
             self.bar = Progress(*columns, console=self.out)
             self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
             self.bar.start()
-        losses = list(report.losses.values())
-        text = f"loss {report.loss:.3f}" + (f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy else "")
+        losses = list(getattr(report, "losses", {}).values())
+        layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
+        text = f"loss {report.loss:.3f}{layers}"
         self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
-        if report.held_out is not None:
+        if getattr(report, "held_out", None) is not None:
             self.bar.console.print(self._line(report))
 
     @staticmethod
     def stage(report: Any) -> str:
         """Say which stage a step is of."""
+        if not hasattr(report, "losses"):
+            return "stage two"
         phase = getattr(report, "phase", None)
         return "stage one" if phase is None else f"alignment, {phase}"
 
     @classmethod
-    def short(cls, report: Any) -> str:
-        """Say where it stands."""
-        left = report.seconds / report.step * (report.steps - report.step)
+    def where(cls, report: Any) -> str:
+        """Say where a stage stands, and how long it has to go."""
+        left = getattr(report, "left", None)
+        if left is None:
+            left = report.seconds / report.step * (report.steps - report.step)
         stage = "" if getattr(report, "phase", None) is None else f"{cls.stage(report)}, "
-        where = f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
-        return f"{where}: loss {report.loss:.4f}"
+        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
+
+    @classmethod
+    def short(cls, report: Any) -> str:
+        """Say where it stands, and the loss."""
+        return f"{cls.where(report)}: loss {report.loss:.4f}"
 
     @classmethod
     def _line(cls, report: Any) -> str:
-        layers = " ".join(f"{loss:.2f}" for loss in report.losses.values())
-        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
-        return f"{cls.short(report)}{held_out}; per layer {layers}"
+        losses = getattr(report, "losses", {})
+        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in losses.values())}" if losses else ""
+        held_out = getattr(report, "held_out", None)
+        return f"{cls.short(report)}{'' if held_out is None else f', held out {held_out:.4f}'}{layers}"
 
     def stop(self) -> None:
         """Take the bar off the screen."""

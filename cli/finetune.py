@@ -96,12 +96,15 @@ def kept_checkpoint(job: Any) -> str:
 
 def tune(job: Any, out: Any) -> tuple[Any, Any]:
     """Tune, print what happens, and return the result and the findings."""
-    from linearize.cli._output import on_interrupt
+    from linearize.cli._output import Heartbeat, StepProgress, on_interrupt
     from linearize.cli._progress import show_findings
     from linearize.jobs import events
     from linearize.jobs.finetune import finetune_checkpoint
 
     found: list[Any] = []
+    progress = StepProgress(out)
+    beat = Heartbeat(out, "loading the model and its data")
+    last: list[Any] = []
 
     def on_event(event: Event) -> None:
         match event:
@@ -109,11 +112,20 @@ def tune(job: Any, out: Any) -> tuple[Any, Any]:
                 found.append(findings)
             case events.DataOpened(description):
                 out.print(f"Data: {description}", markup=False)
+            case events.StepDone(report):
+                last[:] = [report]
+                progress(report)
+                beat.what = f"tuning, {progress.short(report)}"
             case events.Logged(entry):
-                out.print(log_line(entry), markup=False)
+                # The line of a log says how long it has to go, as the bar does on a terminal.
+                where = progress.where(last[0]) if last and last[0].step == entry["step"] else None
+                out.print(log_line(entry, where), markup=False)
 
-    with on_interrupt(lambda: kept_checkpoint(job)):
-        target, result = finetune_checkpoint(job, on_event)
+    try:
+        with beat, on_interrupt(lambda: kept_checkpoint(job)):
+            target, result = finetune_checkpoint(job, on_event)
+    finally:
+        progress.stop()
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     chosen = result.selection
     out.print(
@@ -126,9 +138,10 @@ def tune(job: Any, out: Any) -> tuple[Any, Any]:
     return result, found[0]
 
 
-def log_line(entry: dict[str, Any]) -> str:
-    """Write one entry of the trainer's log."""
+def log_line(entry: dict[str, Any], where: str | None = None) -> str:
+    """Write one entry of the trainer's log; `where` says more of its place than the step."""
     shown = {key: value for key, value in entry.items() if isinstance(value, float) and "per_second" not in key}
     hidden = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")
     figures = ", ".join(f"{key} {value:.4g}" for key, value in shown.items() if key not in hidden)
-    return f"step {entry['step']}/{entry['steps']}: {figures}"
+    place = where or f"step {entry['step']}/{entry['steps']}"
+    return f"{place}: {figures}"

@@ -6,11 +6,9 @@ import dataclasses
 from typing import Any
 
 from linearize.data import DataConfig, Source, load_source
+from linearize.distillation.config import DISTILL_LENGTH
 from linearize.errors import ConfigError
 from linearize.surgery.positions import current_length
-
-DISTILL_LENGTH = 256
-"""Tokens per training row unless asked otherwise: attention is learned well on short rows and these are cheap."""
 
 
 def batches_for(loaded: Any, data: DataConfig, length: int | None, skip: str) -> Source:

@@ -9,6 +9,8 @@ from linearize.options import check, option
 
 LOSSES = ("auto", "weights", "output", "both")
 PRECISIONS = ("no", "bf16", "fp16")
+DISTILL_LENGTH = 256
+"""Tokens per training row unless asked otherwise: attention is learned well on short rows and these are cheap."""
 FEEDS = ("teacher", "student")
 LARGEST = 1e6
 """Of a rate or weight: a larger one is a slip."""

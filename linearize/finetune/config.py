@@ -32,6 +32,9 @@ class TuneConfig:
     max_grad_norm: float = option(1.0, "gradient clipping; 0: none", low=0, below=LARGEST)
     betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay of its averages")
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
+    gradient_checkpointing: bool = option(
+        False, "compute each layer's activations again for its gradient, to keep less in memory: slower, same result"
+    )
     eval_every: int | None = option(None, "steps between evaluations; by default once per epoch", low=1)
     eval_batch_size: int | None = option(None, "rows per batch of an evaluation; by default twice batch_size", low=1)
     patience: int = option(0, "evaluations without improvement after which to stop; 0: never", low=0)

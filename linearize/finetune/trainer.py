@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from linearize.adapters import add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
-from linearize.errors import CheckpointError, ConfigError, TrainingError
+from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.loss_meter import loss_meter
 from linearize.finetune.prepared import TaskData
@@ -21,6 +21,7 @@ from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import check_teacher, freeze
+from linearize.finetune.watch import TuneStep, step_reporter, watch
 from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
 
@@ -63,6 +64,7 @@ def finetune(
     on_log: Callable[[dict[str, Any]], None] | None = None,
     tensorboard: str | Path | None = None,
     teacher: Any = None,
+    on_step: Callable[[TuneStep], None] | None = None,
 ) -> TuneResult:
     """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
 
@@ -80,12 +82,13 @@ def finetune(
         tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
         teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None: labels
             alone.
+        on_step: called after every step (progress bars).
 
     Returns:
         What was done.
 
     Raises:
-        ConfigError: if the teacher cannot be compared with the model.
+        ConfigError: if the teacher cannot be compared with the model, or the model knows no gradient checkpointing.
         DataError: if there are too few rows to hold some out.
         TrainingError: if the loss becomes NaN or infinite.
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
@@ -111,9 +114,12 @@ def finetune(
         _check_names(model, last)
         check_started(Path(folder), started)
     trainer = make_trainer(model, data, config, folder, on_log, teacher)
+    if on_step is not None:
+        trainer.add_callback(step_reporter(trainer, on_step))
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
-    _train(trainer, Path(folder), last, started)
+    with checkpointing(model, config.gradient_checkpointing):
+        _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)
     if config.lora is not None:
@@ -128,6 +134,37 @@ def finetune(
     chosen = selection_record(data, config, teacher is not None, state.best_metric)
     score = main_metric(data.task, metrics)
     return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen)
+
+
+@contextlib.contextmanager
+def checkpointing(model: Any, wanted: bool) -> Iterator[None]:
+    """Have layers compute their activations again for their gradients in the block (Chen et al. 2016), if wanted.
+
+    Raises:
+        ConfigError: if the model does not know how.
+    """
+    check_checkpointing(model, wanted)
+    if wanted:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        if wanted:
+            model.activation_checkpointing_disable()
+            model.disable_input_require_grads()
+
+
+def check_checkpointing(model: Any, wanted: bool) -> None:
+    """Refuse gradient checkpointing of a model that does not know how.
+
+    Raises:
+        ConfigError: if it is wanted and the model does not.
+    """
+    if wanted and not getattr(model, "supports_gradient_checkpointing", False):
+        raise ConfigError(
+            f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out, and lower batch_size "
+            "with more gradient_accumulation instead"
+        )
 
 
 def check_trains(data: TaskData) -> None:
@@ -198,7 +235,7 @@ def make_trainer(
         metrics = data.compute_metrics(prediction.predictions, prediction.label_ids)
         return metrics | {"score": main_metric(data.task, metrics)}
 
-    callbacks: list[Any] = [_watch(on_log), loss_meter()]
+    callbacks: list[Any] = [watch(on_log), loss_meter()]
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
     extra = data.extra if teacher is not None else None
@@ -322,27 +359,6 @@ def _measured(trainer: Any) -> dict[str, float]:
     skipped.add("model_preparation_time")
     named = {name.removeprefix("eval_"): value for name, value in found.items() if name.startswith("eval_")}
     return {name: float(value) for name, value in named.items() if name not in skipped}
-
-
-def _watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:
-    """Make the callback that hands the log on and stops when the loss is no number."""
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        """Hands the log on."""
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            """See `TrainerCallback.on_log`."""
-            for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
-                if name in (logs or {}) and not math.isfinite(logs[name]):
-                    raise TrainingError(
-                        f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
-                        "rate, or check the data for broken inputs"
-                    )
-            if on_log is not None and logs:
-                on_log({"step": state.global_step, "steps": state.max_steps, **logs})
-
-    return Watch()
 
 
 def _seed(seed: int) -> None:

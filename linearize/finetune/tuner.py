@@ -26,6 +26,8 @@ from linearize.modeling.model import kernel_parameters
 LABELS = ("labels", "start_positions", "end_positions")
 BY_ROW = ("classification", "regression")
 """Kinds of tasks with one label per row, which rows made anew have none of."""
+PER_TOKEN = ("causal-lm", "recall")
+"""Kinds whose models sum the loss over tokens and divide by those of all passes."""
 KERNEL_RATE = 3e-4
 """Peak rate of the kernels where a teacher guides them (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
 FAR_BELOW = -1e4
@@ -47,8 +49,11 @@ class Tuner(Trainer):
         super().__init__(**options)
         self.kind, self.tune, self.teacher, self.selection = kind, config, teacher, selection
         self._parts: dict[str, list[Tensor]] = {}
+        if kind not in PER_TOKEN:
+            # The loss of a pass is a mean over its batch, which accumulation has to divide. The trainer believes that a
+            # model which takes further keywords divides by the labels of all passes; classifiers take and ignore them.
+            self.model_accepts_loss_kwargs = False
         if teacher is not None:
-            # The loss of a pass is a mean over its batch, which accumulation divides.
             self.loss_is_scaled_for_ga = False
 
     def create_optimizer(self, model: Any = None) -> Any:

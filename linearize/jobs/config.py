@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from linearize.alignment.config import AlignConfig
 from linearize.data.config import DataConfig
-from linearize.distillation.config import DistillConfig
+from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.options import check, make, option, parse_names, parse_pairs, section
 
@@ -26,10 +26,17 @@ OF_DATA = (
 """What of `DataConfig` stage one and the alignment leave to the user; labels are not read."""
 SAME = ("gradient_accumulation", "precision", "save_every", "keep", "resume", "seed")
 """Options that the alignment inside `convert` shares with stage one."""
+STEP_ROWS = 32
+"""Rows of an optimizer step where nobody says."""
+STAGE_ONE_TOKENS = 8192
+"""Tokens of a step of stage one or of the alignment where nobody says how many rows it has."""
+STAGE_TWO_TOKENS = 4096
+"""Tokens of a pass of stage two where nobody says how many rows it has."""
+ROWS_SHOWN = f"as many as have {STAGE_ONE_TOKENS:,} tokens, {STEP_ROWS} at most"
 DEVICES = "cpu, cuda, cuda:1, mps or auto"
 OVERWRITE = "replace the folder, if linearize wrote it and it holds nothing else"
 TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
-LENGTH = "tokens per training row; by default 256, or what the model takes"
+LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
 
 
 class Job:
@@ -61,6 +68,20 @@ def _states(values: Mapping[str, Any], target: str) -> dict[str, dict[str, Any]]
     """Return the folders of states where some are written or read."""
     keeps = values.get("save_every") is not None or values.get("resume")
     return {name: {"folder": folder if keeps else None} for name, folder in _folders(target).items()}
+
+
+def _rows_of(length: Any, tokens: int) -> int:
+    """Return how many rows of a length have so many tokens: `STEP_ROWS`, or a half, a quarter ... of it; at least 1."""
+    rows = STEP_ROWS
+    # Of another type it is refused by the checks.
+    while isinstance(length, int) and rows > 1 and rows * length > tokens:
+        rows //= 2
+    return rows
+
+
+def _data_rows(values: Mapping[str, Any], length: str) -> dict[str, Any]:
+    """Return the rows per batch of stage one and of the alignment; their losses are means over tokens."""
+    return {"batch_size": _rows_of(values.get(length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)}
 
 
 def _kernel_args(help: str = "an argument of the kernel; may be repeated") -> Any:
@@ -97,7 +118,7 @@ class StageOneJob(TrainingJob):
 
     model: str
     seed: int = option(0, "seed of kernels, data order and sampling", metavar="S")
-    data: DataConfig = section(DataConfig, DATA, only=OF_DATA)
+    data: DataConfig = section(DataConfig, DATA, only=OF_DATA, shown={"batch_size": ROWS_SHOWN})
     distill_length: int | None = option(None, LENGTH, group=STAGE_ONE, low=1)
     distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
     report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
@@ -169,7 +190,7 @@ class ConvertJob(StageOneJob):
         found = _states(values, target)
         # Of another type it is refused by stage one's own checks.
         found["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
-        return found
+        return found | {"data": _data_rows(values, "distill_length")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +208,7 @@ class DistillJob(StageOneJob):
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the folder of states."""
         target = _target(values.get("output"), values["model"], "distilled")
-        return {"distill": _states(values, target)["distill"]}
+        return {"distill": _states(values, target)["distill"], "data": _data_rows(values, "distill_length")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +220,7 @@ class AlignJob(TrainingJob):
         None, "the softmax model that it was made from, or tuned; by default its own weights", metavar="ORIGINAL"
     )
     seed: int = option(0, "seed of the data order and of low-rank updates", metavar="S")
-    data: DataConfig = section(DataConfig, DATA, only=OF_DATA)
+    data: DataConfig = section(DataConfig, DATA, only=OF_DATA, shown={"batch_size": ROWS_SHOWN})
     length: int | None = option(None, LENGTH, group=DATA, low=1)
     align: AlignConfig = section(AlignConfig, "alignment", leave_out=("folder",))
     report_to: str = option("none", TENSORBOARD, group="alignment")
@@ -228,7 +249,7 @@ class AlignJob(TrainingJob):
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the folder of states."""
         target = _target(values.get("output"), values["model"], "aligned")
-        return {"align": _states(values, target)["align"]}
+        return {"align": _states(values, target)["align"], "data": _data_rows(values, "length")}
 
 
 @dataclass(frozen=True)
@@ -293,7 +314,16 @@ class TuneJob(Job):
     data: DataOptions = section(
         DataOptions, only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "seed")
     )
-    tune: TuneConfig = section(TuneConfig, "tuning", leave_out=("betas",))
+    tune: TuneConfig = section(
+        TuneConfig,
+        "tuning",
+        leave_out=("betas",),
+        shown={
+            "batch_size": f"{STEP_ROWS}; of more than {STAGE_TWO_TOKENS // STEP_ROWS} tokens as many as have "
+            f"{STAGE_TWO_TOKENS:,}",
+            "gradient_accumulation": f"1, or where batch_size is not given as many as make a step of {STEP_ROWS} rows",
+        },
+    )
 
     def target(self) -> Path:
         """Return the output folder: as asked, or `<model>-<task>`."""
@@ -301,8 +331,13 @@ class TuneJob(Job):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what follows from other options: the rows' length."""
-        return _usual_length(values)
+        """Return what follows from other options: the rows' length, and how a step of 32 rows is cut into passes."""
+        found = _usual_length(values)
+        if "batch_size" not in values:
+            length = values["max_length"] if "max_length" in values else found["data"]["max_length"]
+            rows = _rows_of(length, STAGE_TWO_TOKENS)
+            found["tune"] = {"batch_size": rows, "gradient_accumulation": STEP_ROWS // rows}
+        return found
 
 
 @dataclass(frozen=True)

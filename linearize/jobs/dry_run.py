@@ -27,7 +27,7 @@ from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 from linearize.distillation.processes import several
 from linearize.errors import ConfigError, TrainingError
-from linearize.finetune.trainer import make_trainer
+from linearize.finetune.trainer import checkpointing, make_trainer
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob, TuneJob
@@ -208,7 +208,7 @@ def _of_tuning(job: TuneJob, on_event: Callback) -> Bill:
 def _stage_two(job: TuneJob, opened: Any) -> StageBill:
     """Time the trainer's steps, and some batches of its evaluation."""
     config, data = job.tune, opened.data
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, checkpointing(opened.model, config.gradient_checkpointing):
         trainer = make_trainer(opened.model, data, config, folder, None, opened.teacher)
         trainer.create_optimizer()
         # What the trainer's own loop sets for its steps.

@@ -11,6 +11,7 @@ from linearize.events import Callback, Event, Noted, Started, ignore
 if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult, AlignStep
     from linearize.distillation.loop import DistillResult, StepReport
+    from linearize.finetune.watch import TuneStep
     from linearize.jobs.findings import Findings
     from linearize.modeling.plan import Plan
     from linearize.surgery.positions import PositionReport
@@ -39,9 +40,9 @@ class PositionsExtended(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """A step of stage one or of the alignment is done."""
+    """A step of stage one, of the alignment or of stage two is done."""
 
-    report: StepReport | AlignStep
+    report: StepReport | AlignStep | TuneStep
 
 
 @dataclass(frozen=True)

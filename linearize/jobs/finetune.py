@@ -20,11 +20,11 @@ from linearize.finetune.report_to import check_report_to
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.selection import hold_out
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import TuneResult, check_trains, finetune, last_checkpoint
+from linearize.finetune.trainer import TuneResult, check_checkpointing, check_trains, finetune, last_checkpoint
 from linearize.finetune.work import check_work, remove_work
 from linearize.jobs.conclude import after_tuning
 from linearize.jobs.config import TuneJob
-from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, ignore
+from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
 from linearize.jobs.findings import Findings
 
 
@@ -100,6 +100,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     if job.teacher is not None:
         teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)
     check_trains(data)
+    check_checkpointing(model, job.tune.gradient_checkpointing)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
     return Opened(work, earlier, model, processor, data, teacher)
 
@@ -119,6 +120,7 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResul
         folder=work,
         resume=job.resume,
         on_log=lambda entry: on_event(Logged(entry)),
+        on_step=lambda step: on_event(StepDone(step)),
         tensorboard=target.with_name(f"{target.name}.tensorboard"),
         teacher=opened.teacher,
     )

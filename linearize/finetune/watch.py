@@ -1,0 +1,73 @@
+"""Callbacks of stage two's trainer: its log, a loss that is no number, and a report of every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.errors import TrainingError
+from linearize.finetune.loss_meter import meter_of
+
+
+@dataclass(frozen=True)
+class TuneStep:
+    """Reported to the caller after every step.
+
+    Attributes:
+        step: steps done.
+        steps: steps planned.
+        loss: of the step's rows.
+        seconds: since the start, or since the resume.
+        left: seconds left, if it goes on as it did.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+    left: float
+
+
+def watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:
+    """Make the callback that hands the log on and stops when the loss is no number."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        """Hands the log on."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            """See `TrainerCallback.on_log`."""
+            for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
+                if name in (logs or {}) and not math.isfinite(logs[name]):
+                    raise TrainingError(
+                        f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
+                        "rate, or check the data for broken inputs"
+                    )
+            if on_log is not None and logs:
+                on_log({"step": state.global_step, "steps": state.max_steps, **logs})
+
+    return Watch()
+
+
+def step_reporter(trainer: Any, on_step: Callable[[TuneStep], None]) -> Any:
+    """Make the callback that reports every step of a trainer."""
+    from transformers import TrainerCallback
+
+    class Reporter(TrainerCallback):
+        """Reports steps."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """See `TrainerCallback.on_train_begin`; a resumed run begins at a later step."""
+            self.start, self.first, self.before = time.perf_counter(), state.global_step, float(meter_of(trainer).total)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """See `TrainerCallback.on_step_end`."""
+            total, seconds = float(meter_of(trainer).total), time.perf_counter() - self.start
+            left = seconds / (state.global_step - self.first) * (state.max_steps - state.global_step)
+            on_step(TuneStep(state.global_step, state.max_steps, total - self.before, seconds, left))
+            self.before = total
+
+    return Reporter()
