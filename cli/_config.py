@@ -19,7 +19,7 @@ NEVER = ("help", "json", "config")
 
 EXAMPLES = (
     *("distill_steps: 500", "epochs: 3", "steps: 500", "lengths: [512, 4096]", "device: cpu", "output: made"),
-    *("private: true", "build: true"),
+    *("private: true", "build: true", "model: gpt2"),
 )
 """Lines for the help: a verb shows the first whose option it has."""
 

@@ -71,6 +71,7 @@ class KernelInfo:
         output_parameters: (config, value_dim) -> learnable numbers per query head behind the attention (norms, powers).
         preset: (config, layers) -> (kernel, arguments) for each layer, for a name that stands for a whole layer plan;
             such a name has no mixer of its own.
+        choose: when to choose it, in a few words.
         stage_one: default training of stage one; where that depends on the arguments, (config) -> `StageOne`. Read it
             through `training`.
         unsaid: what arguments stand for that a checkpoint does not mention, where their defaults were others when it
@@ -101,6 +102,7 @@ class KernelInfo:
     output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
     estimates: Callable[[Any], Any] | None = None
     preset: Callable[[Any, int], list[tuple[str, dict[str, Any]]]] | None = None
+    choose: str = ""
     stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
     unsaid: Mapping[str, Any] = field(default_factory=dict)
 

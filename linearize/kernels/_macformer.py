@@ -95,6 +95,7 @@ def register_macformer(
         KernelInfo(
             name=name,
             summary=f"random Maclaurin features of {function}, with ppSBN",
+            choose=f"to repeat the paper with {function}; trained from scratch or far from softmax",
             formula=f"phi_i(x) = sqrt(a_N / D_N) prod_(j<=N) w_j.x, {function}: {coefficients}; q, k standardised, "
             "divided by their norms and scaled by scaling^1/2; o <- sign(gamma o) |gamma o|^beta",
             source="Guo et al. 2024 (Macformer), definition 3, table 1 (corrected), algorithm 1",

@@ -69,6 +69,7 @@ def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) 
         KernelInfo(
             name=name,
             summary=f"no denominator: RMSNorm of the sums, phi = {phi}",
+            choose="from scratch, where denominators make training unstable; a part of the TransNormer presets",
             formula=f"o = g RMSNorm(phi(Q) (phi(K)^T V)), phi(x) = {phi}",
             source=f"{PAPER}, eq. 13-14, sections 4.2 and 5",
             url=URL,
@@ -102,6 +103,7 @@ def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str,
         KernelInfo(
             name=name,
             summary=f"layer plan: {diag} in the first half of the layers, {norm} in the second",
+            choose="to repeat TransNormer: near tokens first, all of them later",
             formula=f"layers 0 to L/2 - 1: {diag}; layers L/2 to L - 1: {norm}",
             source=f"{PAPER}, sections 4.2, 4.3 and 5",
             url=URL,

@@ -60,6 +60,7 @@ register_kernel(
     KernelInfo(
         name="cosformer",
         summary="ReLU features reweighted by the cosine of the distance",
+        choose="near tokens count for more than far ones and nothing shall be trained in stage one",
         formula="phi(x_i) = [relu(x_i) cos(pi i / 2M) ; relu(x_i) sin(pi i / 2M)], i <= M",
         source="Qin et al. 2022 (cosFormer), section 3.2",
         url="https://arxiv.org/abs/2202.08791",

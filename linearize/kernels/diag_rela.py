@@ -34,6 +34,7 @@ register_kernel(
     KernelInfo(
         name="diag_rela",
         summary="ReLU attention with RMSNorm inside blocks of 64 tokens",
+        choose="near tokens decide; a part of the TransNormer presets",
         formula="o_i = g RMSNorm(sum_j relu(scaling q_i.k_j) v_j), j in the block of i",
         source=f"{PAPER}, sections 4.3 and 5; Zhang et al. 2021 (ReLA)",
         url=URL,

@@ -25,6 +25,7 @@ register_kernel(
     KernelInfo(
         name="diag_softmax",
         summary="softmax inside blocks of 64 tokens",
+        choose="near tokens decide: softmax inside blocks, nothing beyond them",
         formula="o_i = sum_j softmax_j(scaling q_i.k_j) v_j, j in the block of i",
         source=f"{PAPER}, sections 4.3 and 5",
         url=URL,

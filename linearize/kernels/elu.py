@@ -35,6 +35,7 @@ register_kernel(
     KernelInfo(
         name="elu",
         summary="1 + elu of each entry",
+        choose="the smallest and simplest, for models trained from scratch; far from a pretrained softmax",
         formula="phi(x) = 1 + elu(x)",
         source="Katharopoulos et al. 2020 (Transformers are RNNs), eq. 7",
         url="https://arxiv.org/abs/2006.16236",

@@ -42,6 +42,7 @@ register_kernel(
     KernelInfo(
         name="exp",
         summary="exponential of each entry, with a temperature",
+        choose="as elu, sharper: recall tasks trained from scratch",
         formula="phi(x) = exp(t x)",
         source="Zhang et al. 2024 (Hedgehog), section 3",
         url="https://arxiv.org/abs/2402.04347",

@@ -130,6 +130,7 @@ register_kernel(
     KernelInfo(
         name="flexformer_n",
         summary="learned pairs of Fourier frequencies, nonstationary kernel",
+        choose="closest to softmax here; more capacity by frequencies=N, for pairs of texts",
         formula="phi(x) = exp(4 tanh(m.x / 4)) softmax_i(b_i.x) [cos^2(a_i.x + pi/4) ; sin^2(a_i.x + pi/4)]_i; damped: "
         "softmax_i(b_i.x) [cos a_i.x ; sin a_i.x]_i; paper: exp(|x|^2 / exp(tau)) [cos a_i.x cos b_i.x ; "
         "sin a_i.x cos b_i.x]_i / sqrt(n); x scaled by scaling^1/2 in the last two",

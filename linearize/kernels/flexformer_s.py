@@ -142,6 +142,7 @@ register_kernel(
     KernelInfo(
         name="flexformer_s",
         summary="learned Fourier frequencies, one matrix",
+        choose="stationary attention, that depends on q - k; flexformer_n comes closer",
         formula="phi(x) = exp(4 tanh(m.x / 4)) softmax_i(w_i.x) [cos^2(c_i w_{i+1}.x + pi/4) ; "
         "sin^2(c_i w_{i+1}.x + pi/4)]_i; paper: exp(|x|^2 / exp(tau)) [cos w_i.x ; sin w_i.x]_i / sqrt(n), x scaled by "
         "scaling^1/2; squared: all products of pairs of these",

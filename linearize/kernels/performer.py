@@ -69,6 +69,7 @@ register_kernel(
     KernelInfo(
         name="performer",
         summary="FAVOR+: positive orthogonal random features of the softmax kernel",
+        choose="features are random and unbiased, no training; far from softmax with few of them",
         formula="phi(x) = [exp(w_i.x - |x|^2 / 2)]_i / sqrt(m), w_i ~ N(0, I) orthogonal, x scaled by scaling^1/2",
         source="Choromanski et al. 2021 (Performer), lemma 1, section 2.4",
         url="https://arxiv.org/abs/2009.14794",

@@ -72,6 +72,7 @@ register_kernel(
     KernelInfo(
         name="polaformer",
         summary="polarity split with learned powers and learned mixing of same-sign and opposite-sign parts",
+        choose="learned, with same-sign and opposite-sign parts apart; made for images",
         formula="phi(k) = [k+ ; k-], phi(q) = [a q+ + b q- ; a q- + b q+], x+ = relu(x)^p, x- = relu(-x)^p, "
         "p = 1 + alpha sigmoid(r), a, b = softplus",
         source="Meng et al. 2025 (PolaFormer), section 4",

@@ -30,6 +30,7 @@ register_kernel(
     KernelInfo(
         name="relu",
         summary="ReLU of each entry",
+        choose="sparse features without training; far from a pretrained softmax",
         formula="phi(x) = max(x, 0)",
         source="Zhang et al. 2024 (Hedgehog), section 3; after Kasai et al. 2021",
         url="https://arxiv.org/abs/2402.04347",

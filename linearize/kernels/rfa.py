@@ -61,6 +61,7 @@ register_kernel(
     KernelInfo(
         name="rfa",
         summary="random Fourier features of the softmax kernel",
+        choose="random Fourier features without training; weights can be negative",
         formula="phi(x) = exp(|x|^2 / 2) [cos w_i.x ; sin w_i.x]_i / sqrt(n), w_i ~ N(0, I), x scaled by scaling^1/2",
         source="Peng et al. 2021 (RFA), sections 2.2 and 3.1",
         url="https://arxiv.org/abs/2103.02143",

@@ -63,6 +63,7 @@ register_kernel(
     KernelInfo(
         name="t2r",
         summary="learned linear map with ReLU",
+        choose="the smallest state that learns, where memory of decoding counts",
         formula="phi(x) = relu(W x + b)",
         source="Kasai et al. 2021 (T2R), section 2.2; Zhang et al. 2024 (Hedgehog), section 4.2",
         url="https://arxiv.org/abs/2103.13076",

@@ -32,6 +32,7 @@ register_kernel(
     KernelInfo(
         name="taylor",
         summary="second-order Taylor expansion of exp",
+        choose="close to exp for small scores without training, at the price of the largest state",
         formula="phi(x) = [1 ; x ; vec(x x^T) / sqrt(2)], x scaled by scaling^1/2",
         source="Arora et al. 2024 (Based), section 4",
         url="https://arxiv.org/abs/2402.18668",

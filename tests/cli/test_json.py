@@ -23,7 +23,7 @@ CASES = {
     "run": ("recipe.yaml --output runs/one", {"cell", "score", "metrics"}),
     "recipes": ("", {"name", "summary", "cells"}),
     "results": ("runs/made", {"title", "rows", "columns"}),
-    "kernels": ("", {"name", "formula", "arguments"}),
+    "kernels": ("", {"name", "formula", "arguments", "quality", "speed", "choose"}),
     "inspect": ("linear", {"converted", "plan", "provenance"}),
     "push": ("linear alice/linear", {"url"}),
     "report": (f"linear {LOOK} --output e", {"checkpoint", "fidelity", "left_out"}),

@@ -1,0 +1,141 @@
+"""Advice on the kernel for a model; and the one table of what was measured, which is that of the documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_original, make_text
+from support.command_lines import run
+
+import linearize
+from linearize.bench.measured import (
+    CAUSAL,
+    DECODE,
+    EMBEDDING,
+    FORWARD,
+    MIXTURE,
+    QUALITY,
+    SPEED,
+    default_quality,
+    quality_of,
+    speed_of,
+)
+from linearize.cli.main import build_parser
+from linearize.jobs.choose import advise
+from linearize.registry import kernel_info, kernel_infos, make_config
+
+CHECKOUT = Path(linearize.__file__).parent.parent
+BENCHMARKS = (CHECKOUT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_quality_is_that_of_the_documents():
+    rows = BENCHMARKS.partition("| kernel (F, head size 32) |")[2].partition("\n\n")[0].splitlines()[2:]
+    said = {}
+    for row in rows:
+        name, kl = cells(row)[:2]
+        arguments = dict(part.split("=") for part in re.findall(r"`(\w+=\w+)`", name))
+        said[re.match(r"\w+", name)[0], tuple(sorted(arguments.items()))] = float(kl)
+    ours = {
+        (one.kernel, tuple(sorted((key, str(value)) for key, value in one.arguments.items()))): one.kl
+        for one in QUALITY
+        if one.experiment is MIXTURE
+    }
+    assert ours == said
+    results = json.loads((CHECKOUT / EMBEDDING.source).read_text())["rows"]
+    said = {
+        row["row"]: (row["stage_one"]["after"]["kl"], row["recovered_percent"]) for row in results if row["stage_one"]
+    }
+    assert {one.kernel: (one.kl, one.score) for one in QUALITY if one.experiment is EMBEDDING} == said
+
+
+def test_speed_is_that_of_the_documents():
+    rows = BENCHMARKS.partition("| hedgehog, native | flexformer_n (positive), native |")[2].partition("\n\n")[0]
+    said, what = {}, ""
+    for row in rows.splitlines()[2:]:
+        name, tokens, *times = cells(row)
+        what = name.partition(", behind")[0] or what
+        for kernel, figure in zip(("hedgehog", "flexformer_n"), times, strict=True):
+            said[kernel, what, int(tokens.replace(",", ""))] = (float(figure.rstrip("*")), figure.endswith("*"))
+    for one in SPEED:
+        if one.kernel == "luna":
+            assert f"--kernel luna --lengths 4096 --no-memory` gives\n{one.times:g} with it" in BENCHMARKS
+        else:
+            assert said[one.kernel, one.what, one.tokens] == (one.times, one.noisy)
+    assert {one.what for one in SPEED} == {FORWARD, CAUSAL, DECODE}
+
+
+def test_what_was_measured_is_of_kernels_that_are_there():
+    for one in QUALITY:
+        make_config(kernel_info(one.kernel), one.arguments)
+    assert default_quality("hedgehog").experiment is EMBEDDING and default_quality("rfa") is None
+    assert len(quality_of("flexformer_n")) == 3 and speed_of("t2r") is None
+    assert all(20 < len(info.choose) < 100 and not info.choose.endswith(".") for info in kernel_infos())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("choose")
+    make_original(root / "bert")
+    make_original(root / "gpt2", "gpt2", "AutoModelForCausalLM", n_embd=264, n_head=2, n_positions=2048)
+    make_original(root / "vit", "vit", "AutoModelForImageClassification")
+    make_text(root / "linear")
+    return root
+
+
+def test_a_short_encoder_with_small_heads(place):
+    found = advise(str(place / "bert"))
+    assert (found.attentions, found.causal, found.head_dims, found.longest) == (2, False, (8,), 64)
+    assert found.picks == {
+        "closest": "flexformer_n", "fastest": "hedgehog", "smallest state that learns": "t2r",
+    }  # fmt: skip
+    assert [one.kernel for one in found.candidates][:3] == ["flexformer_n", "hedgehog", "t2r"]
+    hedgehog = next(one for one in found.candidates if one.kernel == "hedgehog")
+    # 2 layers of 4 heads of size 8: d^2 + d parameters; sums [2 d, d + 1] of 4 bytes.
+    assert (hedgehog.features, hedgehog.parameters, hedgehog.state) == (16, 8 * 72, 8 * 16 * 9 * 4)
+    assert hedgehog.times == 19.7
+    said = " ".join(found.notes)
+    assert "takes 64 tokens" in said and "--max-length 4096" in said and "heads are small" in said
+    words = shlex.split(found.command)
+    assert words[:2] == ["linearize", "convert"] and words[-2:] == ["--max-length", "4096"]
+    build_parser("convert").parse_args(words[2:])
+
+
+def test_a_causal_model_with_large_heads(place):
+    found = advise(str(place / "gpt2"))
+    assert (found.causal, found.head_dims, found.longest) == (True, (132,), 2048)
+    taylor = next(one for one in found.candidates if one.kernel == "taylor")
+    assert "128" in taylor.why_not and found.candidates[-1].why_not
+    assert next(one for one in found.candidates if one.kernel == "hedgehog").times == 37.0
+    assert "decoding" in " ".join(found.notes) and "--max-length" not in found.command
+
+
+def test_images_and_what_is_converted_already(place):
+    found = advise(str(place / "vit"))
+    assert found.longest is None and not found.causal and found.picks["fastest"] == "hedgehog"
+    assert "converted already" in advise(str(place / "linear")).notes[0]
+
+
+def test_the_verb_prints_it(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    code, out, _ = run(capsys, "kernels", "--for", "bert")
+    assert code == 0 and out.strip().splitlines()[-1] == f"Next: {advise('bert').command}"
+    assert "Closest: flexformer_n" in out and "docs/results/minilm-embedding.json" in out
+    code, out, _ = run(capsys, "kernels", "--for", "gpt2", "--json")
+    assert code == 0 and json.loads(out)["picks"]["fastest"] == "hedgehog"
+    code, out, _ = run(capsys, "kernels", "--for", "gpt2")
+    assert "Not taylor: " in out
+    code, _, err = run(capsys, "kernels", "elu", "--for", "bert")
+    assert code == 2 and "drop one" in err
+    assert run(capsys, "kernels", "--for", "nowhere/at-all")[0] == 2
+    code, out, _ = run(capsys, "kernels", "flexformer_n")
+    assert "form=paper, floor=0: KL 0.316" in " ".join(out.split()) and "31 times faster" in out
+    code, out, _ = run(capsys, "kernels")
+    assert "0.043 a" in out and "1.307 b" in out and "19.7 x" in out and "4.57" in out
