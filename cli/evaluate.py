@@ -1,18 +1,26 @@
-"""Measure a checkpoint on a task; with --compare also the original, and the share of its score that is recovered."""
+"""Measure a checkpoint on a task; with --compare beside the original, each at its own length, and its chunks."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.config import EvaluateJob
 
+if TYPE_CHECKING:
+    from linearize.jobs.events import Event
+
 EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola
+  linearize evaluate bert-long --task text-classification --dataset reviews.jsonl --compare bert-tuned --memory
   linearize evaluate gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --stride 512 --compare gpt2
-  linearize evaluate vit-linear --task image-classification --dataset ./photos --json"""
+  linearize evaluate vit-linear --task image-classification --dataset ./photos --json
+
+Each side reads as many tokens of a row as it takes (or was tuned with). Rows that the original has to cut are also read
+as chunks of that length, whose logits (of `similarity`: embeddings) are averaged. Differences are taken on the same
+rows, with a paired bootstrap interval: where 0 lies in it, the difference is within the noise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,33 +31,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from linearize.cli._output import console, number, print_json, table
+    from linearize.cli._output import Heartbeat, console, print_json
+    from linearize.jobs import events
     from linearize.jobs.evaluate import evaluate_checkpoint
 
     job = take_options(args, EvaluateJob)
-    task = job.task
-    found = evaluate_checkpoint(job)
+    out = console(to_stderr=args.json)
+    beat = Heartbeat(out, "reading the data")
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, events.Started):
+            beat.what = event.what
+
+    with beat:
+        found = evaluate_checkpoint(job, on_event)
     if args.json:
         print_json(asdict(found))
         return 0
-    out = console()
     out.print(f"Data: {found.data}", markup=False)
-    original = found.original or {}
-    rows = [[name, number(value, 4), number(original.get(name), 4)] for name, value in found.figures.items()]
-    compared = "-" if found.original_score is None else percent(found.original_score, task)
-    rows.append([f"score ({', '.join(task.score)})", percent(found.score, task), compared])
-    rows.append(["95 % interval", between(found.interval, task), between(found.original_interval, task)])
-    if found.chance is not None:
-        rows.append(["chance", percent(found.chance, task), ""])
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.facts.items())
-    title = f"{job.model} on {task.name}{f' ({facts})' if facts else ''}"
-    out.print(table(title, ["metric", "this model", "original"], rows, right=(1, 2)))
+    title = f"{job.model} on {job.task.name}{f' ({facts})' if facts else ''}"
+    print_alone(out, title, found, job.task) if len(found.sides) == 1 else print_compared(out, title, found, job.task)
+    return 0
+
+
+def print_alone(out: Any, title: str, found: Any, task: Any) -> None:
+    """Print what one model reaches."""
+    from linearize.cli._output import number, table
+
+    rows = [[name, number(value, 4)] for name, value in found.figures.items()]
+    rows.append([f"score ({', '.join(task.score)})", percent(found.score, task)])
+    rows.append(["95 % interval", between(found.interval, task)])
+    if found.chance is not None:
+        rows.append(["chance", percent(found.chance, task)])
+    out.print(table(title, ["metric", "this model"], rows, right=(1,)))
+
+
+def print_compared(out: Any, title: str, found: Any, task: Any) -> None:
+    """Print a model beside its original, and what the differences are worth."""
+    out.print(sides_table(title, found.sides, task, chance=found.chance))
+    for line in [*(one.sentence for one in found.differences), *found.notes]:
+        out.print(line, markup=False)
     if found.recovered is not None:
         above = "" if found.chance is None else " above chance"
         out.print(f"{found.recovered:.1f} % of the original's score{above} is recovered.", markup=False)
     elif found.original_score is not None:
         out.print("The original is not above chance, so no share of it is recovered.", markup=False)
-    return 0
+
+
+def sides_table(title: str, sides: Any, task: Any, *, chance: float | None = None) -> Any:
+    """Build the table of a comparison, one row per side."""
+    from linearize.cli._output import number, table
+
+    score = ", ".join(task.score)
+    more = [name for name in sides[0].metrics if (name,) != task.score and name != "tokens"]
+    memory = any(side.peak_bytes is not None for side in sides)
+    columns = ["side", "length", "rows cut", f"score ({score})", "95 % interval", *more, "s per row"]
+    rows = []
+    for side in sides:
+        length = "-" if side.max_length is None else f"{side.max_length:,}"
+        cut = "-" if side.cut_share is None else f"{100 * side.cut_share:.1f} %"
+        figures = [number(side.metrics.get(name), 4) for name in more]
+        seconds = f"{side.seconds_per_row:.3g}"
+        rows.append(
+            [side.name, length, cut, percent(side.score, task), between(side.interval, task), *figures, seconds]
+        )
+        if memory:
+            rows[-1].append("-" if side.peak_bytes is None else f"{side.peak_bytes / 2**20:,.0f}")
+    if chance is not None:
+        rows.append(["chance", "", "", percent(chance, task), *[""] * (len(columns) - 4 + memory)])
+    columns += ["peak MiB"] if memory else []
+    return table(title, columns, rows, right=tuple(range(1, len(columns))))
 
 
 def between(interval: tuple[float, float] | None, task: Any) -> str:

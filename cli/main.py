@@ -18,6 +18,7 @@ VERBS = {
     "align": "bring a converted checkpoint as a whole close to its original",
     "finetune": "tune a checkpoint on a task",
     "evaluate": "measure a checkpoint on a task, beside the original",
+    "longdoc": "long documents from end to end: convert, tune, compare with the original and its chunks",
     "init": "make an untrained linear model from a config",
     "run": "run a recipe: a published table, or a demonstration",
     "recipes": "list the recipes, or print one",

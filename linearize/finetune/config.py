@@ -88,6 +88,10 @@ class TuneConfig:
         return self.labels_weight if self.labels_from < 1 else 0.0
 
 
+MEASURED_ONLY = ("auto_length", "chunks")
+"""Fields of `DataOptions` that no training reads."""
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """How a task's data becomes rows."""
@@ -109,6 +113,10 @@ class DataOptions:
         low=0,
         high=100,
     )
+    auto_length: bool = False
+    """Whether max_length is the most that the model takes, and not what somebody asked for; shorter rows lower it."""
+    chunks: bool = False
+    """Whether texts to measure on are read as chunks of max_length, whose outputs are averaged, and not cut there."""
 
     def __post_init__(self) -> None:
         check(self, "data")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from linearize.finetune.prepared import IGNORED, TaskData
 from linearize.finetune.tasks import main_metric
@@ -23,9 +26,12 @@ class Measured:
     Attributes:
         metrics: all metrics.
         score: the task's main metric.
-        interval: its 95 % bootstrap interval over rows; None where rows cannot be drawn apart (answers of long texts).
+        interval: its 95 % bootstrap interval over rows (over questions, where one may have several rows).
         chance: the score of the best answer that looks at no input; None where there is none (perplexities, spans).
         rows: how many rows were measured.
+        units: how many of them, or questions, the interval is over.
+        seconds_per_unit: of the model's forward passes.
+        resampled: [R] the score on rows drawn with replacement, the same rows of the same data; None without interval.
     """
 
     metrics: dict[str, float]
@@ -33,10 +39,31 @@ class Measured:
     interval: tuple[float, float] | None
     chance: float | None
     rows: int
+    units: int = 0
+    seconds_per_unit: float = 0.0
+    resampled: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one score is above another on the same rows.
+
+    Attributes:
+        value: the one minus the other.
+        interval: its 95 % paired bootstrap interval: both are taken on the same drawn rows.
+    """
+
+    value: float
+    interval: tuple[float, float]
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether 0 lies in the interval."""
+        return self.interval[0] <= 0 <= self.interval[1]
 
 
 def measure_with_interval(model: Any, data: TaskData, *, batch_size: int = 64) -> Measured:
-    """Measure a model on a task's validation rows, with an interval and the chance level.
+    """Measure a model on a task's validation rows, with an interval, the chance level and the time it took.
 
     Args:
         model: the model, on its device.
@@ -49,38 +76,96 @@ def measure_with_interval(model: Any, data: TaskData, *, batch_size: int = 64) -
         kept.append((predictions, labels))
         return data.compute_metrics(predictions, labels)
 
-    metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
+    with forward_seconds(model) as seconds:
+        metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
     predictions, labels = kept[-1]
+    scores = resampled_scores(data, predictions, labels)
+    units = len(data.validation) if data.by_unit is None else data.facts["questions"]
     return Measured(
         metrics,
         main_metric(data.task, metrics),
-        score_interval(data, predictions, labels),
+        None if scores is None else _percentiles(scores),
         chance_level(data, labels),
         len(data.validation),
+        units,
+        sum(seconds) / max(1, units),
+        scores,
     )
+
+
+@contextlib.contextmanager
+def forward_seconds(model: Any) -> Iterator[list[float]]:
+    """Give a list that gets the seconds of every forward pass of a model in the block, a GPU's work included."""
+    seconds: list[float] = []
+    device = next(model.parameters()).device
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    # A forward pass is entered and left once: what the first hook pushes the second one replaces.
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: seconds.append(-now())),
+        model.register_forward_hook(lambda *_: seconds.append(seconds.pop() + now())),
+    ]
+    try:
+        yield seconds
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def score_interval(
     data: TaskData, predictions: Any, labels: Any, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Return the percentile bootstrap interval (Efron 1979) of the main metric: rows drawn with replacement.
+    """Return the percentile bootstrap interval (Efron 1979) of the main metric; arguments as in `resampled_scores`."""
+    scores = resampled_scores(data, predictions, labels, resamples=resamples, seed=seed)
+    return None if scores is None else _percentiles(scores)
+
+
+def resampled_scores(
+    data: TaskData, predictions: Any, labels: Any, *, resamples: int = RESAMPLES, seed: int = 0
+) -> np.ndarray | None:
+    """Return the main metric [R] on rows drawn with replacement; None where rows cannot be drawn apart.
 
     Args:
         data: the task's rows.
         predictions: [N, ...] as the trainer gathers them.
         labels: [N, ...].
         resamples: how often rows are drawn.
-        seed: of the draws; the same rows give the same interval.
+        seed: of the draws; as many rows give the same draws, so that two models' scores are paired.
     """
+    chance = np.random.default_rng(seed)
+    if data.by_unit is not None:
+        # The metrics are means over units, and so is their mean.
+        found = data.by_unit(predictions, labels)
+        units = np.mean([found[name] for name in data.task.score], axis=0)
+        return np.array([units[chance.integers(len(units), size=len(units))].mean() for _ in range(resamples)])
     if data.task.type.labels == "span":
         return None
     predictions = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
     labels = np.asarray(labels)
-    chance = np.random.default_rng(seed)
     scores = []
     for _ in range(resamples):
         rows = chance.integers(len(labels), size=len(labels))
         scores.append(main_metric(data.task, data.compute_metrics(predictions[rows], labels[rows])))
+    return np.array(scores)
+
+
+def paired_difference(ours: Measured, theirs: Measured) -> Difference | None:
+    """Return how far one score is above another on the same rows; None where their rows are not the same ones.
+
+    Args:
+        ours: measured on the same data set as `theirs`; rows may be cut at other lengths.
+        theirs: what is subtracted.
+    """
+    if ours.resampled is None or theirs.resampled is None or ours.units != theirs.units:
+        return None
+    return Difference(ours.score - theirs.score, _percentiles(ours.resampled - theirs.resampled))
+
+
+def _percentiles(scores: np.ndarray) -> tuple[float, float]:
     low, high = np.quantile(scores, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 

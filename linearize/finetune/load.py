@@ -21,6 +21,10 @@ from linearize.surgery.positions import current_length
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
+NO_LIMIT = 1_000_000
+"""Tokens that no row reaches."""
+WINDOW = 2_048
+"""Tokens of a language model's windows where nobody says it, and the model takes as many."""
 
 
 def load_processor(name: str, modality: str) -> Any:
@@ -56,14 +60,41 @@ def usual_length(name: str, most: int = 128) -> int:
         CheckpointError: if the checkpoint has no config that can be read.
     """
     tuned = tuned_length(name)
-    if tuned is not None:
-        return tuned
+    return min(most, length_limit(name) or most) if tuned is None else tuned
+
+
+def length_limit(name: str) -> int | None:
+    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None: no limit is known.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
     values = read_config_dict(name)
     longest = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
     # RoBERTa and its kin count positions from behind the padding token's number.
     reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
-    return min(most, longest - reserved) if isinstance(longest, int) else most
+    with _explained(name, "its tokenizer_config.json"):
+        tokenizer = get_tokenizer_config(name).get("model_max_length")
+    # transformers writes a number of thirty digits where a tokenizer has no limit.
+    known = [number for number in (tokenizer,) if isinstance(number, int) and 1 < number < NO_LIMIT]
+    known += [longest - reserved] if isinstance(longest, int) else []
+    return min(known, default=None)
+
+
+def whole_length(name: str, task: Task) -> int:
+    """Return the most tokens that a row may have where it shall be measured whole and nobody says a length.
+
+    As many as the checkpoint was tuned with, else what its model and tokenizer take. A language model's windows, which
+    could be as long as the text, are of at most `WINDOW` tokens.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    most = WINDOW if task.type.labels == "tokens" and task.label is None else NO_LIMIT
+    return usual_length(name, most)
 
 
 def tuned_length(name: str) -> int | None:

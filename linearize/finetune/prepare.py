@@ -34,10 +34,18 @@ def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, d
         raise DataError(f"task {task.name} has no data set of its own; name one (--dataset NAME_OR_PATH)")
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
-    if isinstance(given, str) and _is_local(given):
-        given = local_folder(task, given)
+    given = located(task, given)
     module = importlib.import_module(task.type.module)
     return dataclasses.replace(module.prepare(task, given, processor, options), options=options)
+
+
+def located(task: Task, given: Given) -> Given:
+    """Return the task's own folder where a folder of data sets is named; anything else as it is.
+
+    Raises:
+        DataError: if a path does not exist, or the folder lacks the task's.
+    """
+    return local_folder(task, given) if isinstance(given, str) and _is_local(given) else given
 
 
 def _is_local(name: str) -> bool:

@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
-from linearize.errors import ConfigError
+from linearize.errors import ConfigError, DataError
 from linearize.finetune.config import DataOptions
 from linearize.finetune.task import Task
 
 IGNORED = -100
 """The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
+
+TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
+"""Fields of a row of text that a model reads, one number per token."""
 
 Row = dict[str, Any]
 
@@ -55,8 +58,11 @@ class TaskData:
         facts: what a reader of the metrics must know, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
         extra: re-paired rows without a label (`IGNORED`, or NaN for a number), for a teacher to label; None: none.
-        wrap: makes what is measured of the model, where that is not the model itself; such a task cannot be tuned for.
+        wrap: makes what is measured of the model, where that is not the model itself; such rows cannot be tuned on.
         options: what the rows were asked to be.
+        by_unit: (predictions, labels) -> metrics by name of every unit [N], where metrics are their means and a unit (a
+            question) may have several rows; None: a unit is a row, and metrics are of all rows together.
+        chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
     """
 
     task: Task
@@ -71,6 +77,8 @@ class TaskData:
     extra: Rows | None = None
     wrap: Callable[[Any], Any] | None = None
     options: DataOptions | None = None
+    by_unit: Callable[[Any, Any], dict[str, np.ndarray]] | None = None
+    chunkable: bool = False
 
     def digest(self) -> str:
         """Identify the rows, see `linearize.checkpoint.fingerprint.rows_digest`."""
@@ -108,7 +116,7 @@ def copy_tokenizer(tokenizer: Any) -> Any:
 
 def pad(tokenizer: Any, rows: Sequence[Row]) -> dict[str, Tensor]:
     """Pad the token fields of rows to the longest: `input_ids`, `attention_mask`, `token_type_ids`, long [B, T]."""
-    names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in rows[0]]
+    names = [name for name in TOKEN_FIELDS if name in rows[0]]
     return dict(
         tokenizer.pad({name: [row[name] for row in rows] for name in names}, return_tensors="pt", verbose=False)
     )
@@ -128,7 +136,7 @@ def stable_seed(seed: int, *parts: Any) -> int:
 
 
 def text_facts(
-    tokenizer: Any, first: Sequence[str], second: Sequence[str | None], rows: Sequence[Row], max_length: int
+    tokenizer: Any, first: Sequence[str], second: Sequence[str | None], rows: Sequence[Row], options: DataOptions
 ) -> dict[str, Any]:
     """Return what a reader of the metrics must know of rows of texts: how many, how long, and how many were cut.
 
@@ -137,13 +145,47 @@ def text_facts(
         first: their texts.
         second: the second texts of pairs; None: no pairs.
         rows: the rows.
-        max_length: tokens that they were cut at.
+        options: what they were asked to be.
     """
+    lengths = [len(row["input_ids"]) for row in rows]
     # Only those that fill their row can have been cut, and are tokenised again, whole.
-    full = [place for place, row in enumerate(rows) if len(row["input_ids"]) >= max_length]
+    full = [place for place, length in enumerate(lengths) if length >= options.max_length]
     whole = tokenise(tokenizer, [first[place] for place in full], [second[place] for place in full], None)
-    cut = sum(len(row["input_ids"]) > max_length for row in whole)
-    return {"rows": len(rows), "max_length": max_length, "cut_share": round(cut / max(1, len(rows)), 4)}
+    for place, row in zip(full, whole, strict=True):
+        lengths[place] = len(row["input_ids"])
+    return row_facts(lengths, options)
+
+
+def check_tokens(task: Task, rows: Sequence[Row], tokenizer: Any) -> None:
+    """Refuse a text of zero tokens, of which nothing can be read.
+
+    Raises:
+        DataError: saying which one.
+    """
+    least = tokenizer.num_special_tokens_to_add()
+    for place, row in enumerate(rows):
+        if len(row["input_ids"]) <= least and not set(row["input_ids"]) - set(tokenizer.all_special_ids):
+            raise DataError(
+                f"task {task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
+                "tokenizer drops all its characters), expected text; remove the row"
+            )
+
+
+def row_facts(lengths: Sequence[int], options: DataOptions) -> dict[str, Any]:
+    """Return how many rows there are, how long they may be and are, and which share of them is cut.
+
+    Args:
+        lengths: tokens of each whole row.
+        options: what the rows were asked to be.
+    """
+    longest = max(lengths, default=0)
+    cut = sum(length > options.max_length for length in lengths)
+    return {
+        "rows": len(lengths),
+        "max_length": min(options.max_length, longest) if options.auto_length else options.max_length,
+        "longest_row": longest,
+        "cut_share": round(cut / max(1, len(lengths)), 4),
+    }
 
 
 def tokenise(tokenizer: Any, first: Sequence[str], second: Sequence[str | None], max_length: int | None) -> list[Row]:
@@ -159,7 +201,7 @@ def tokenise(tokenizer: Any, first: Sequence[str], second: Sequence[str | None],
             return_attention_mask=True,
             verbose=False,
         )
-        names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in fields]
+        names = [name for name in TOKEN_FIELDS if name in fields]
         rows += [
             dict(zip(names, values, strict=True)) for values in zip(*(fields[name] for name in names), strict=True)
         ]

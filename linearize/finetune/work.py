@@ -12,7 +12,7 @@ from typing import Any
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.ownership import TRANSFORMERS, remove_parts
 from linearize.errors import CheckpointError, ConfigError
-from linearize.finetune.config import TuneConfig
+from linearize.finetune.config import MEASURED_ONLY, TuneConfig
 from linearize.finetune.prepared import TaskData
 
 STARTED = "started.json"
@@ -67,7 +67,8 @@ def describe(model: Any, data: TaskData, config: TuneConfig, teacher: Any = None
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options |= {"task": data.task.name, "score": data.task.score}
     if data.options is not None:
-        options |= {f"data {name}": value for name, value in asdict(data.options).items()}
+        rows = asdict(data.options).items()
+        options |= {f"data {name}": value for name, value in rows if name not in MEASURED_ONLY}
     if teacher is not None:
         options["teacher weights"] = weights_digest(teacher)
     return fingerprint(model=model, data=data, options=options)

@@ -13,6 +13,7 @@ from typing import Any, Self
 from linearize.alignment.config import AlignConfig
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
+from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.options import check, make, option, parse_names, parse_pairs, section
 
@@ -84,8 +85,10 @@ def _data_rows(values: Mapping[str, Any], length: str) -> dict[str, Any]:
     return {"batch_size": _rows_of(values.get(length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)}
 
 
-def _kernel_args(help: str = "an argument of the kernel; may be repeated") -> Any:
-    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs)
+def kernel_args(**how: Any) -> Any:
+    """Declare the option `--kernel-arg`."""
+    help = "an argument of the kernel; may be repeated"
+    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs, **how)
 
 
 def _layers() -> Any:
@@ -150,7 +153,7 @@ class ConvertJob(StageOneJob):
 
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
     kernel: str | None = option("hedgehog", "kernel for all layers; see `linearize kernels`", metavar="NAME")
-    kernel_args: Mapping[str, Any] = _kernel_args()
+    kernel_args: Mapping[str, Any] = kernel_args()
     layers: str | None = _layers()
     keep_softmax: tuple[int, ...] = option(
         (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=_parse_layers
@@ -349,18 +352,46 @@ class EvaluateJob(Job):
     )
     task: Any = section(TaskChoice)
     dataset: str | None = _dataset()
-    compare: str | None = option(None, "the softmax model that it was made of", metavar="ORIGINAL")
-    data: DataOptions = section(DataOptions, only=("max_length", "limit", "validation_limit", "stride"))
-    batch_size: int = option(32, "rows per batch", low=1)
+    compare: str | None = option(
+        None,
+        "the softmax model that it was made of, tuned alike; each side reads at its own length",
+        metavar="ORIGINAL",
+    )
+    data: DataOptions = section(
+        DataOptions,
+        only=("max_length", "limit", "validation_limit", "stride"),
+        shown={"max_length": "as it was tuned with, else what model and data allow"},
+    )
+    batch_size: int | None = option(
+        None, "rows per batch; by default as many as have 16,384 tokens together, 32 at most", low=1
+    )
     device: str = option("auto", DEVICES, metavar="D")
+    chunks: bool = option(
+        True, "with --compare: read the original's rows as chunks too, and average its outputs", shown="yes"
+    )
+    chunk_length: int | None = option(
+        None, "tokens per chunk; by default as many as the original reads of a row", low=2
+    )
+    memory: bool = option(False, "with --compare: peak memory of the longest row, in one process per side")
 
     def __post_init__(self) -> None:
         check(self, "options")
+        if self.chunk_length is not None and (self.compare is None or not self.chunks):
+            raise ConfigError(
+                f"options, chunk_length: got {self.chunk_length}, but chunks are read of an original only; give "
+                "--compare ORIGINAL, without --no-chunks"
+            )
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the rows' length."""
-        return _usual_length(values)
+        from linearize.finetune.load import whole_length
+        from linearize.finetune.tasks import TASKS
+
+        # Without a model or a known task there is an error elsewhere.
+        if "max_length" in values or values.get("task") not in TASKS:
+            return {}
+        return {"data": {"max_length": whole_length(values["model"], TASKS[values["task"]]), "auto_length": True}}
 
 
 @dataclass(frozen=True)
@@ -373,7 +404,7 @@ class InitJob(Job):
     output: str = option(help="folder to make", metavar="DIR")
     task: str = option("causal-lm", "which head: a task, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
-    kernel_args: Mapping[str, Any] = _kernel_args()
+    kernel_args: Mapping[str, Any] = kernel_args()
     layers: str | None = _layers()
     tokenizer: str | None = option(
         None, "tokenizer or image processor to save along; folder or Hub name", metavar="DIR"

@@ -1,17 +1,28 @@
-"""Measuring a checkpoint on a task, and the original beside it."""
+"""Measuring a checkpoint on a task, and the original beside it: each at its own length, and the original in chunks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from linearize.finetune.interval import Measured, measure_with_interval
-from linearize.finetune.load import check_length, check_trained, fit_tokenizer, load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import TaskData
 from linearize.finetune.tasks import recovery
 from linearize.jobs.config import EvaluateJob
+from linearize.jobs.events import Callback, ignore
+from linearize.jobs.sides import (
+    Setup,
+    Side,
+    SideDifference,
+    SideResult,
+    chunk_options,
+    difference,
+    measure_side,
+    original_options,
+    why_no_chunks,
+)
 from linearize.loading import check_device
+
+OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"
+"""Names of the sides."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,9 @@ class Evaluation:
         interval: 95 % bootstrap interval of the score over rows.
         original_interval: the same of the original's.
         chance: the score of the best answer that looks at no input.
+        sides: this model, the original at its own length, and the original in chunks, where they were measured.
+        differences: this model minus each of the others, on the same rows.
+        notes: what a reader of the comparison must know.
     """
 
     task: str
@@ -43,38 +57,68 @@ class Evaluation:
     interval: tuple[float, float] | None = None
     original_interval: tuple[float, float] | None = None
     chance: float | None = None
+    sides: tuple[SideResult, ...] = ()
+    differences: tuple[SideDifference, ...] = ()
+    notes: tuple[str, ...] = field(default=())
 
 
-def evaluate_checkpoint(job: EvaluateJob) -> Evaluation:
+def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evaluation:
     """Measure a checkpoint on a task, and the original beside it.
+
+    Args:
+        job: what to measure.
+        on_event: called with `Started` before each side.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
-    device = check_device(job.device)
-    data, ours = _measured(job, job.model, device)
-    facts = {"rows": ours.rows, **data.facts}
+    setup = Setup(job.task, job.dataset, job.batch_size, check_device(job.device), job.memory)
+    others = _others(job)
+    data, ours, result = measure_side(setup, Side(OURS, job.model, job.data), on_event)
     found = Evaluation(
-        data.task.name, data.description, ours.metrics, ours.score, facts, interval=ours.interval, chance=ours.chance
+        data.task.name,
+        data.description,
+        ours.metrics,
+        ours.score,
+        {"rows": ours.rows, **data.facts},
+        interval=ours.interval,
+        chance=ours.chance,
+        sides=(result,),
     )
-    if job.compare is None:
+    if not others:
         return found
-    _, original = _measured(job, job.compare, device)
-    return replace(
+    its_data, original, its_result = measure_side(setup, others[0], on_event)
+    found = replace(
         found,
         original=original.metrics,
         original_score=original.score,
         original_interval=original.interval,
         recovered=recovery(data.task, ours.score, original.score, chance=ours.chance, interval=original.interval),
     )
+    measured = [(result, ours), (its_result, original)]
+    notes = []
+    for side in others[1:]:
+        note = why_no_chunks(its_data, side.options.max_length)
+        if note is None:
+            _, chunks, chunks_result = measure_side(setup, side, on_event)
+            measured.append((chunks_result, chunks))
+        elif its_data.task.modality == "text":
+            notes.append(note)
+    differences = [difference(data.task, measured[0], other) for other in measured[1:]]
+    return replace(
+        found,
+        sides=tuple(one for one, _ in measured),
+        differences=tuple(one for one in differences if one is not None),
+        notes=tuple(notes),
+    )
 
 
-def _measured(job: EvaluateJob, name: str, device: str) -> tuple[TaskData, Measured]:
-    """Measure one checkpoint; the rows are made with its own processor."""
-    processor = load_processor(name, job.task.modality)
-    data = prepare(job.task, processor, job.data, data=job.dataset)
-    check_trained(name, job.task)
-    model = load_for_task(name, data).to(device).eval()
-    fit_tokenizer(model, processor)
-    check_length(model, job.task, job.data.max_length)
-    return data, measure_with_interval(model, data, batch_size=job.batch_size)
+def _others(job: EvaluateJob) -> list[Side]:
+    """Return the sides to compare with; refuses what can be refused before anything is measured."""
+    if job.compare is None:
+        return []
+    options = original_options(job.compare, job.data, job.task)
+    sides = [Side(ORIGINAL, job.compare, options)]
+    if job.chunks:
+        sides.append(Side(CHUNKS, job.compare, chunk_options(job.compare, options, job.chunk_length)))
+    return sides

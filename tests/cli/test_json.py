@@ -19,6 +19,11 @@ CASES = {
     "align": (f"linear {ALIGN} --output b2", {"output", "data", "alignment", "findings"}),
     "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps", "findings"}),
     "evaluate": (f"classifier {TASK}", {"figures", "score", "facts"}),
+    "longdoc": (
+        "bert --task text-classification --dataset texts.jsonl --columns text --max-length 72 --distill-steps 1 "
+        "--align-steps 1 --steps 1 --batch-size 8 --no-memory --device cpu --output h",
+        {"sides", "differences", "verdict"},
+    ),
     "init": ("config.json --kernel elu --output d", {"output", "plan"}),
     "run": ("recipe.yaml --output runs/one", {"cell", "score", "metrics"}),
     "recipes": ("", {"name", "summary", "cells"}),

@@ -9,7 +9,7 @@ import pytest
 from support.tasks import word_tokenizer
 
 from linearize.finetune.interval import chance_level, score_interval
-from linearize.finetune.prepared import IGNORED, TaskData, text_facts, tokenise
+from linearize.finetune.prepared import IGNORED, DataOptions, TaskData, text_facts, tokenise
 from linearize.finetune.task_types.text import metrics_of
 from linearize.finetune.tasks import TASKS, recovery, task
 
@@ -91,9 +91,11 @@ def test_the_share_of_rows_that_were_cut():
     longest = [len(tokenizer(text)["input_ids"]) for text in texts]
     length = longest[1]
     made = tokenise(tokenizer, texts, [None] * 4, length)
-    assert text_facts(tokenizer, texts, [None] * 4, made, length) == {
-        "rows": 4, "max_length": length, "cut_share": 0.25
+    assert text_facts(tokenizer, texts, [None] * 4, made, DataOptions(max_length=length)) == {
+        "rows": 4, "max_length": length, "longest_row": longest[3], "cut_share": 0.25
     }  # fmt: skip
-    assert text_facts(tokenizer, texts, [None] * 4, made, length - 1)["cut_share"] == 0.5
+    assert text_facts(tokenizer, texts, [None] * 4, made, DataOptions(max_length=length - 1))["cut_share"] == 0.5
     pairs = tokenise(tokenizer, texts, texts, 100)
-    assert text_facts(tokenizer, texts, texts, pairs, 100)["cut_share"] == 0.0
+    assert text_facts(tokenizer, texts, texts, pairs, DataOptions(max_length=100))["cut_share"] == 0.0
+    allowed = DataOptions(max_length=100, auto_length=True)
+    assert text_facts(tokenizer, texts, texts, pairs, allowed)["max_length"] == 2 * longest[3] - 1

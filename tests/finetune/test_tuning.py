@@ -61,7 +61,10 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
     again = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), compare=str(target), data=SHORT))
     assert again.score == 1.0 and again.recovered == 100.0
     assert again.chance == 0.0 and again.interval == again.original_interval == (1.0, 1.0)
-    assert again.facts == {"rows": len(data_for("cola", bert, glue).validation), "max_length": 16, "cut_share": 0.0}
+    rows = len(data_for("cola", bert, glue).validation)
+    # Words, none of them in pieces, and two special tokens.
+    longest = 2 + max(len(json.loads(line)["sentence"].split()) for line in (glue / "cola/validation.jsonl").open())
+    assert again.facts == {"rows": rows, "max_length": 16, "longest_row": longest, "cut_share": 0.0}
     assert record["max_length"] == 16 == usual_length(str(target)) and usual_length(bert) == 32
     model = load_for_task(str(target), data_for("cola", bert, glue))
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}

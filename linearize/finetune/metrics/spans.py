@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import datasets
@@ -28,6 +29,13 @@ def word_f1(guess: str, answer: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
+def agreement(guess: str, answers: Iterable[str]) -> dict[str, float]:
+    """Return how well a text agrees with the best of its reference texts; no reference means "no answer"."""
+    known = list(answers) or [""]
+    exact = max(float(normalise(guess) == normalise(answer)) for answer in known)
+    return {"exact_match": exact, "span_f1": max(word_f1(guess, answer) for answer in known)}
+
+
 class Spans(PackageMetric):
     """Best agreement of each predicted text with any of its reference texts; no reference means "no answer"."""
 
@@ -38,10 +46,5 @@ class Spans(PackageMetric):
     }
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        exact = shared = 0.0
-        for guess, answers in zip(predictions, references, strict=True):
-            known = list(answers) or [""]
-            exact += max(float(normalise(guess) == normalise(answer)) for answer in known)
-            shared += max(word_f1(guess, answer) for answer in known)
-        count = max(1, len(predictions))
-        return {"exact_match": exact / count, "span_f1": shared / count}
+        found = [agreement(guess, answers) for guess, answers in zip(predictions, references, strict=True)]
+        return {name: sum(one[name] for one in found) / max(1, len(found)) for name in ("exact_match", "span_f1")}

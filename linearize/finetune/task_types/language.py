@@ -6,6 +6,7 @@ one token, so that every token but the very first is predicted once.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         need_columns(table, [column], "text", kind="text")
     train, _ = tokens_of(splits.train, column, tokenizer)
     valid, words = tokens_of(splits.validation, column, tokenizer)
+    if options.auto_length:
+        options = dataclasses.replace(options, max_length=max(2, min(options.max_length, len(valid))))
     length = options.max_length
     for name, row in (("training", train), ("validation", valid)):
         if len(row) < min(length, 2):
@@ -172,6 +175,8 @@ def _masked(
         raise ConfigError(f"data, max_length: got {options.max_length}, expected more than the {around} special tokens")
     perplexity = metric("perplexity")
 
+    held = Windows(valid, starts_of(len(valid), length), length, fixed=True)
+
     def collate(rows: list[Row]) -> dict[str, Tensor]:
         return _mask(rows, tokenizer, options)
 
@@ -182,12 +187,17 @@ def _masked(
     return TaskData(
         task,
         Windows(train, starts_of(len(train), length), length),
-        Windows(valid, starts_of(len(valid), length), length, fixed=True),
+        held,
         collate,
         compute_metrics,
         f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
         reduce=lambda logits, labels: token_sums(logits[0] if isinstance(logits, tuple) else logits, labels),
-        facts={"context": options.max_length, "mask_share": options.mask_share},
+        facts={
+            "context": options.max_length,
+            "mask_share": options.mask_share,
+            # Windows lie side by side, and what does not fill the last one is not measured.
+            "left_out_share": round(1 - min(1.0, len(held) * length / max(1, len(valid))), 4),
+        },
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
-from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer
+from linearize.finetune.metrics.spans import agreement
+from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer, row_facts, tokenise
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 
@@ -31,18 +33,59 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         raise ConfigError("question answering: got a slow tokenizer, expected a fast one that knows its characters")
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     held = splits.validation
+    lengths = _whole_lengths(task, held, tokenizer)
+    if options.auto_length:
+        # Rows are padded to this length.
+        options = dataclasses.replace(options, max_length=min(options.max_length, max(lengths, default=2)))
     validation = _rows(task, held, tokenizer, options)
     texts, answers = held[task.columns[1]], [entry["text"] for entry in held[str(task.label)]]
     spans = metric("spans")
 
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+    def guessed(predictions: Any) -> list[str]:
         start, end = (np.asarray(part) for part in predictions[:2])
-        guesses = best_answers(start, end, validation.rows, texts, any(not known for known in answers))
-        return spans.compute(predictions=guesses, references=[list(known) for known in answers])
+        return best_answers(start, end, validation.rows, texts, any(not known for known in answers))
 
+    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+        return spans.compute(predictions=guessed(predictions), references=[list(known) for known in answers])
+
+    def by_question(predictions: Any, labels: Any) -> dict[str, np.ndarray]:
+        found = [agreement(guess, known) for guess, known in zip(guessed(predictions), answers, strict=True)]
+        return {name: np.array([one[name] for one in found]) for name in found[0]}
+
+    facts = row_facts(lengths, options)
+    # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
+    facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
+    facts["split_share"] = round(float(np.mean(np.array(lengths) > options.max_length)), 4)
     return TaskData(
-        task, _rows(task, splits.train, tokenizer, options), validation, _collate, compute_metrics, splits.description
+        task,
+        _rows(task, splits.train, tokenizer, options),
+        validation,
+        _collate,
+        compute_metrics,
+        splits.description,
+        facts=facts,
+        by_unit=by_question,
     )
+
+
+def _whole_lengths(task: Task, table: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens of every question with its whole text."""
+    _check_texts(task, table)
+    rows = tokenise(tokenizer, table[task.columns[0]], table[task.columns[1]], None)
+    return [len(row["input_ids"]) for row in rows]
+
+
+def _check_texts(task: Task, table: Any) -> None:
+    """Refuse a table without the columns, or with a row that lacks one of the texts.
+
+    Raises:
+        DataError: naming it.
+    """
+    question, context = task.columns
+    need_columns(table, (question, context, str(task.label)), "question answering")
+    for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"question answering: got row {owner} without {question} or {context}, expected both texts")
 
 
 def _collate(rows: list[Row]) -> dict[str, Tensor]:
@@ -52,12 +95,10 @@ def _collate(rows: list[Row]) -> dict[str, Tensor]:
 
 def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
     question, context = task.columns
-    need_columns(table, (question, context, str(task.label)), "question answering")
+    _check_texts(task, table)
     rows: list[Row] = []
     columns = (table[question], table[context], table[str(task.label)])
     for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
-        if not isinstance(asked, str) or not isinstance(text, str):
-            raise DataError(f"question answering: got row {owner} without {question} or {context}, expected both texts")
         if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
             raise DataError(f"question answering: got {task.label} {answer!r}, expected text and answer_start")
         coded = tokenizer(

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from linearize.errors import DataError
 from linearize.finetune.metrics import metric
-from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, pad_labels
+from linearize.finetune.prepared import (
+    IGNORED,
+    DataOptions,
+    Row,
+    Rows,
+    TaskData,
+    copy_tokenizer,
+    pad,
+    pad_labels,
+    row_facts,
+)
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 
@@ -37,14 +47,16 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         fields = pad(tokenizer, rows)
         return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
 
+    validation = _rows(splits.validation, tokenizer, options)
     return TaskData(
         task,
         _rows(splits.train, tokenizer, options),
-        _rows(splits.validation, tokenizer, options),
+        validation,
         collate,
         compute_metrics,
         splits.description,
         reduce=lambda logits, labels: _first(logits).argmax(dim=-1),
+        facts=row_facts([len(row["input_ids"]) for row in validation.rows], options),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from linearize.data.pairs import paired_anew
 from linearize.data.records import Example
 from linearize.errors import ConfigError, DataError
+from linearize.finetune.chunks import ChunkMean, chunk_facts, chunked, pad_chunks, whole_lengths
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
@@ -21,14 +22,18 @@ from linearize.finetune.prepared import (
     Row,
     Rows,
     TaskData,
+    check_tokens,
     copy_tokenizer,
     pad,
+    row_facts,
     text_facts,
     tokenise,
 )
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
 
+CHUNKS = "chunks"
+"""The field of a row that holds a text's chunks."""
 MOST_CLASSES = 100_000
 """A label of a larger number is no class: a head of a million outputs was never meant."""
 
@@ -46,11 +51,13 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
 
     def collate(rows: list[Row]) -> dict[str, Tensor]:
         kind = torch.float32 if task.type.labels == "number" else torch.long
-        return {**pad(tokenizer, rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=kind)}
+        chunks = CHUNKS in rows[0]
+        fields = pad_chunks(tokenizer, [row[CHUNKS] for row in rows]) if chunks else pad(tokenizer, rows)
+        return {**fields, "labels": torch.tensor([row["labels"] for row in rows], dtype=kind)}
 
     examples = splits.train.fetch(range(len(splits.train)))
     held = splits.validation.fetch(range(len(splits.validation)))
-    validation = _rows(task, held, tokenizer, options)
+    validation, facts = (_in_chunks if options.chunks else _measured)(task, held, tokenizer, options)
     extra = _extra(task, examples, tokenizer, options)
     return TaskData(
         task,
@@ -59,11 +66,37 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         collate,
         metrics_of(task),
         splits.description + ("" if extra is None else f", {len(extra):,} pairs made anew"),
-        facts=text_facts(
-            tokenizer, [e.value for e in held], [e.pair for e in held], validation.rows, options.max_length
-        ),
+        facts=facts,
         extra=extra,
+        wrap=ChunkMean if options.chunks else None,
+        chunkable=getattr(tokenizer, "is_fast", False) and all(example.pair is None for example in held),
     )
+
+
+def _measured(
+    task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions
+) -> tuple[Rows, dict[str, Any]]:
+    """Make the rows to measure on, and what is to be said of them."""
+    rows = _rows(task, examples, tokenizer, options)
+    texts, pairs = [e.value for e in examples], [e.pair for e in examples]
+    return rows, text_facts(tokenizer, texts, pairs, rows.rows, options)
+
+
+def _in_chunks(
+    task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions
+) -> tuple[Rows, dict[str, Any]]:
+    """Make the rows to measure on of texts that are read as chunks.
+
+    Raises:
+        ConfigError: if the task's rows are pairs.
+    """
+    if any(example.pair is not None for example in examples):
+        raise ConfigError(f"chunks: task {task.name} reads pairs of texts, expected one text a row; drop --chunks")
+    texts = chunked(tokenizer, [example.value for example in examples], options.max_length)
+    check_tokens(task, [chunks[0] for chunks in texts], tokenizer)
+    facts = chunk_facts(row_facts(whole_lengths(tokenizer, texts), options), texts)
+    labels = numbered(task, examples)
+    return Rows([{CHUNKS: chunks, "labels": label} for chunks, label in zip(texts, labels, strict=True)]), facts
 
 
 def _extra(task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions) -> Rows | None:
@@ -89,6 +122,7 @@ def _extra(task: Task, examples: Sequence[Example], tokenizer: Any, options: Dat
 
 def _rows(task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions) -> Rows:
     rows = tokenise(tokenizer, [e.value for e in examples], [e.pair for e in examples], options.max_length)
+    check_tokens(task, rows, tokenizer)
     for row, label in zip(rows, numbered(task, examples), strict=True):
         row["labels"] = label
     return Rows(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,17 @@ from torch import Tensor
 
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
-from linearize.finetune.prepared import IGNORED, DataOptions, Row, Rows, TaskData, copy_tokenizer, pad, pad_labels
+from linearize.finetune.prepared import (
+    IGNORED,
+    DataOptions,
+    Row,
+    Rows,
+    TaskData,
+    copy_tokenizer,
+    pad,
+    pad_labels,
+    row_facts,
+)
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 from linearize.finetune.task_types.text import MOST_CLASSES
@@ -45,15 +56,27 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
         fields = pad(tokenizer, rows)
         return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
 
+    held = _rows(task, splits.validation, tokenizer, options)
     return TaskData(
         task,
         _rows(task, splits.train, tokenizer, options),
-        _rows(task, splits.validation, tokenizer, options),
+        held,
         collate,
         compute_metrics,
         splits.description,
         reduce=lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1),
+        facts=row_facts(_whole_lengths(tokenizer, splits.validation[words], held.rows, options), options),
     )
+
+
+def _whole_lengths(tokenizer: Any, texts: list[list[str]], rows: Sequence[Row], options: DataOptions) -> list[int]:
+    """Return the tokens of every row of words, uncut: those that fill their row are tokenised again, whole."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    for place, length in enumerate(lengths):
+        if length >= options.max_length:
+            coded = tokenizer(list(texts[place]), is_split_into_words=True, verbose=False)
+            lengths[place] = len(coded["input_ids"])
+    return lengths
 
 
 def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:

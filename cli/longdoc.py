@@ -1,0 +1,98 @@
+"""Long documents from end to end: tune a model, convert it for longer inputs, tune that alike, and compare them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from linearize.cli._options import add_json, add_options, take_options
+from linearize.jobs.longdoc_config import LongdocJob
+
+if TYPE_CHECKING:
+    from linearize.jobs.events import Event
+
+EPILOG = """examples:
+  linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192
+  linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --resume
+  linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --max-length 4096 --align-length 2048
+  linearize longdoc roberta-base --task text-regression --dataset ./essays --max-length 2048 --chunk-length 256
+
+The original is tuned at its own length (512, say), cut there. It is then converted for --max-length tokens, aligned on
+long rows, where positions behind its old end are learned, and tuned with the same options on whole documents. Both are
+measured on the same rows: the original cut, the original in chunks whose logits are averaged, the linear model cut
+alike, the linear model on whole documents. The output holds original/, linear/ and results.json. Ctrl-C loses nothing:
+the same line and --resume go on."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_options(parser, LongdocJob)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all steps and print the comparison."""
+    from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, print_json
+    from linearize.jobs.longdoc import run_longdoc
+
+    job = take_options(args, LongdocJob)
+    out = console(to_stderr=args.json)
+    progress = StepProgress(out)
+    beat = Heartbeat(out, "looking at model and data")
+    work = f"{job.target()}.work"
+    try:
+        with beat, on_interrupt(lambda: f"what is done lies in {work}; go on with the same line and --resume"):
+            result = run_longdoc(job, lambda event: show(event, out, progress, beat))
+    finally:
+        progress.stop()
+    if args.json:
+        print_json(asdict(result))
+        return 0
+    print_result(out, job, result)
+    return 0
+
+
+def show(event: Event, out: Any, progress: Any, beat: Any) -> None:
+    """Show an event of any step."""
+    from linearize.cli._output import closeness_table
+    from linearize.cli._progress import summary_of
+    from linearize.cli.finetune import log_line
+    from linearize.jobs import events
+
+    match event:
+        case events.Started(what):
+            progress.stop()
+            beat.what = what
+            out.print(what[0].upper() + what[1:], markup=False, style="bold" if what.startswith("step") else None)
+        case events.DataOpened(description):
+            out.print(f"Data: {description}", markup=False)
+        case events.PositionsExtended(report):
+            out.print(f"Inputs: {report.note}", markup=False)
+        case events.Noted(text):
+            out.print(text, markup=False)
+        case events.StepDone(report):
+            progress(report)
+            beat.what = f"training, {progress.short(report)}"
+        case events.Distilled(result):
+            progress.stop()
+            out.print(summary_of(result), markup=False)
+        case events.Aligned(result):
+            progress.stop()
+            out.print(closeness_table(result))
+        case events.Logged(entry):
+            line = log_line(entry)
+            beat.what = f"tuning, {line}"
+            out.print(line, markup=False)
+
+
+def print_result(out: Any, job: Any, result: Any) -> None:
+    """Print the comparison and its verdict."""
+    from linearize.cli.evaluate import sides_table
+
+    title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
+    out.print(sides_table(title, result.sides, job.task, chance=result.chance))
+    for line in [*(one.sentence for one in result.differences), *result.notes]:
+        out.print(line, markup=False)
+    out.print(result.verdict, markup=False, style="bold")
+    out.print(f"Saved {result.output} ({result.seconds:.0f} s): original/, linear/ and results.json.", markup=False)

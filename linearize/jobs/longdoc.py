@@ -1,0 +1,289 @@
+"""Long documents from end to end: is a linear model that reads all of them better than the original, which cannot?
+
+The original is tuned at its own length; its conversion, with more positions, on whole documents, with the same options.
+Both are measured on the same rows, the original in chunks too, which is what people do today.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from linearize.checkpoint.output import atomic_folder, claim
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.prepared import TaskData
+from linearize.jobs.align import align_checkpoint
+from linearize.jobs.config import AlignJob, ConvertJob, TuneJob
+from linearize.jobs.convert import convert_checkpoint
+from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
+from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.longdoc_data import Lengths, check_options, examine, write_texts
+from linearize.jobs.longdoc_work import ALIGNED, CONVERTED, LINEAR, ORIGINAL, begin, remove
+from linearize.jobs.sides import (
+    Setup,
+    Side,
+    SideDifference,
+    SideResult,
+    chunk_options,
+    difference,
+    measure_side,
+    why_no_chunks,
+)
+from linearize.loading import check_device
+from linearize.options import recorded
+
+RESULTS = "results.json"
+"""The file of the output that holds what was measured."""
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class LongdocResult:
+    """What `linearize longdoc` found.
+
+    Attributes:
+        output: the folder: the tuned original, the tuned linear model, and these results.
+        task: name of the task.
+        data: one line about the data.
+        rows: how many rows were measured.
+        longest_row: tokens of the longest one.
+        sides: original cut, original in chunks (where rows are longer and the task reads one text), linear cut alike,
+            linear at full length.
+        differences: the linear model at full length minus each of the others, on the same rows.
+        chance: the score of the best answer that looks at no input.
+        notes: what a reader must know.
+        verdict: one or two sentences.
+        seconds: duration of everything, or of the last part after a resume.
+    """
+
+    output: str
+    task: str
+    data: str
+    rows: int
+    longest_row: int
+    sides: tuple[SideResult, ...]
+    differences: tuple[SideDifference, ...]
+    chance: float | None
+    notes: tuple[str, ...]
+    verdict: str
+    seconds: float
+
+
+def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
+    """Tune a model, convert it for long documents, tune that alike, compare; all or nothing.
+
+    What is done lies beside the output, in `<output>.work`, until the result is saved: an interrupted run goes on from
+    there with `resume`, in the step and at the state where it was.
+
+    Args:
+        job: what to do.
+        on_event: called with what happens.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right.
+    """
+    start = time.perf_counter()
+    target = job.target()
+    with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
+        device = check_device(job.device)
+        check_options(job)
+        data, lengths = examine(job)
+        for note in lengths.notes:
+            on_event(Noted(note))
+        work = begin(job, data)
+        tune_original(job, work, lengths, on_event)
+        convert_model(job, work, lengths, on_event)
+        align_converted(job, work, lengths, on_event)
+        tune_linear(job, work, lengths, on_event)
+        result = compare(job, work, data, lengths, device, on_event)
+        result = replace(result, seconds=time.perf_counter() - start)
+        save_all(job, work, result)
+    on_event(Saved(target))
+    return result
+
+
+def tune_original(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
+    """Tune the original at its own length."""
+    _tune(job, job.model, work / ORIGINAL, lengths.original, 1, "the original", on_event)
+
+
+def convert_model(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
+    """Put kernels into the original, with more positions, and teach them to imitate its attention."""
+    target = work / CONVERTED
+    if target.exists():
+        return
+    length = min(job.distill_length or lengths.original, lengths.linear)
+    on_event(Started(f"step 2 of {STEPS}: conversion for {lengths.linear:,} tokens, stage one on rows of {length:,}"))
+    convert_checkpoint(
+        ConvertJob.of(
+            model=job.model,
+            kernel=job.kernel,
+            kernel_arg=job.kernel_args,
+            max_length=lengths.linear if lengths.linear > lengths.original else None,
+            distill_steps=job.distill_steps,
+            distill_length=length,
+            align_steps=0,
+            **_training(job, work, lengths, length),
+            output=str(target),
+        ),
+        on_event,
+    )
+
+
+def align_converted(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
+    """Bring the whole model close to its own softmax on long rows: positions behind the old end are learned there."""
+    target = work / ALIGNED
+    if target.exists() or not job.align_steps:
+        return
+    length = min(job.align_length or lengths.linear, lengths.linear)
+    on_event(Started(f"step 3 of {STEPS}: alignment on rows of up to {length:,} tokens"))
+    align_checkpoint(
+        AlignJob.of(
+            model=str(work / CONVERTED),
+            length=length,
+            steps=job.align_steps,
+            **_training(job, work, lengths, length),
+            output=str(target),
+        ),
+        on_event,
+    )
+
+
+def tune_linear(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
+    """Tune the linear model on whole documents, with the options that the original was tuned with."""
+    base = work / (ALIGNED if job.align_steps else CONVERTED)
+    _tune(job, str(base), work / LINEAR, lengths.linear, 4, "the linear model", on_event)
+
+
+def _tune(job: LongdocJob, model: str, target: Path, length: int, step: int, called: str, on_event: Callback) -> None:
+    if target.exists():
+        return
+    on_event(Started(f"step {step} of {STEPS}: tuning {called} at {length:,} tokens"))
+    options = replace(job.rows, max_length=length, seed=job.seed)
+    finetune_checkpoint(
+        TuneJob(
+            model,
+            job.task,
+            job.dataset,
+            str(target),
+            resume=True,
+            new_head=True,
+            device=job.device,
+            data=options,
+            tune=in_batches(job.tune, length, job.batch_tokens, job.seed),
+        ),
+        on_event,
+    )
+
+
+def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> TuneConfig:
+    """Return options whose optimizer steps have the same rows, in batches that hold at most `batch_tokens` tokens."""
+    most = max(1, min(tune.batch_size, batch_tokens // length))
+    rows = max(rows for rows in range(1, most + 1) if tune.batch_size % rows == 0)
+    return replace(
+        tune, batch_size=rows, gradient_accumulation=tune.batch_size // rows, eval_batch_size=rows, seed=seed
+    )
+
+
+def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, Any]:
+    """Return the options that stage one and the alignment share: the training texts, and states to go on from."""
+    file, columns, texts = write_texts(job, work)
+    rows = max(1, min(32, job.batch_tokens // min(length, lengths.longest)))
+    return {
+        "dataset": str(file),
+        "text_column": columns,
+        "batch_size": rows,
+        "holdout": max(1, min(32, texts // 10)),
+        "seed": job.seed,
+        "device": job.device,
+        "save_every": job.save_every,
+        "resume": True,
+    }
+
+
+def compare(
+    job: LongdocJob, work: Path, data: TaskData, lengths: Lengths, device: str, on_event: Callback
+) -> LongdocResult:
+    """Measure all sides on the same rows."""
+    on_event(Started(f"step 5 of {STEPS}: comparison"))
+    setup = Setup(job.task, job.dataset, None, device, job.memory)
+    short = replace(job.rows, max_length=lengths.original, seed=job.seed)
+    original, linear = str(work / ORIGINAL), str(work / LINEAR)
+    sides = [Side(f"original at {lengths.original:,}", original, short)]
+    notes = list(lengths.notes)
+    pieces = chunk_options(original, short, job.chunk_length)
+    reason = why_no_chunks(data, pieces.max_length)
+    if reason is None:
+        sides.append(Side(f"original, chunks of {pieces.max_length:,} averaged", original, pieces))
+    elif lengths.longest > lengths.original:
+        notes.append(reason)
+    if lengths.linear > lengths.original:
+        sides.append(Side(f"linear at {lengths.original:,}", linear, short))
+    sides.append(Side(f"linear at {lengths.linear:,}", linear, replace(short, max_length=lengths.linear)))
+    measured = [measure_side(setup, side, on_event) for side in sides]
+    (_, ours, full), *others = measured[::-1]
+    found = [difference(job.task, (full, ours), (result, its)) for _, its, result in others[::-1]]
+    differences = tuple(one for one in found if one is not None)
+    # Where they lie on this machine is nobody's business.
+    results = tuple(replace(result, model=Path(result.model).name) for _, _, result in measured)
+    return LongdocResult(
+        str(job.target()),
+        job.task.name,
+        data.description,
+        ours.rows,
+        lengths.longest,
+        results,
+        differences,
+        ours.chance,
+        tuple(notes),
+        verdict(job, results, differences, lengths),
+        0.0,
+    )
+
+
+def verdict(
+    job: LongdocJob, sides: tuple[SideResult, ...], differences: tuple[SideDifference, ...], lengths: Lengths
+) -> str:
+    """Say in one or two sentences whether the linear model at full length is worth it."""
+    if lengths.longest <= lengths.original:
+        return (
+            f"No row is longer than the {lengths.original:,} tokens that the original reads, so that this data cannot "
+            "show whether longer inputs help."
+        )
+    gains = {one.minus: _gain(job, one) for one in differences}
+    cut = gains[sides[0].name]
+    chunks = gains.get(sides[1].name) if sides[1].chunks else None
+    full = f"Read at {lengths.linear:,} tokens, the linear model"
+    if cut <= 0:
+        said = "is within the noise of" if cut == 0 else "is behind"
+        text = f"No gain is shown: {full[0].lower()}{full[1:]} {said} the original cut at {lengths.original:,}"
+        text += "" if not chunks or chunks > 0 else ", and behind its chunks"
+    elif chunks is None:
+        text = f"Reading on pays: {full[0].lower()}{full[1:]} is better than the original cut at {lengths.original:,}"
+    else:
+        beside = {1: "better than", 0: "within the noise of", -1: "behind"}[chunks]
+        text = f"{full} is better than the original cut at {lengths.original:,}, and {beside} its averaged chunks"
+    times = ", ".join(f"{side.seconds_per_row:.2g} s ({side.name})" for side in sides)
+    return f"{text}. Time per document: {times}."
+
+
+def _gain(job: LongdocJob, one: SideDifference) -> int:
+    """Return 1 where a difference is for the better, -1 where it is for the worse, 0 within the noise."""
+    if one.within_noise:
+        return 0
+    return 1 if (one.value < 0) == job.task.lower_is_better else -1
+
+
+def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
+    """Write both models and the results as one folder, and drop the work folder."""
+    values = {**asdict(result), "output": job.target().name, "options": {"task": job.task.name, **recorded(job)}}
+    with atomic_folder(job.target(), overwrite=job.overwrite) as fresh:
+        for name in (ORIGINAL, LINEAR):
+            shutil.copytree(work / name, fresh / name)
+        (fresh / RESULTS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    remove(work)

@@ -1,0 +1,142 @@
+"""What `longdoc` finds out about model and data before anything slow, and the texts that the conversion learns from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from linearize.errors import ConfigError
+from linearize.finetune.config import DataOptions
+from linearize.finetune.load import NO_LIMIT, length_limit, load_processor
+from linearize.finetune.prepare import located, prepare
+from linearize.finetune.prepared import TaskData
+from linearize.finetune.tables import open_splits
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import check_kernel, make_plan
+from linearize.jobs.longdoc_config import LongdocJob
+from linearize.loading import model_type
+from linearize.options import name_of
+from linearize.surgery.positions import extend_positions
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many tokens are read.
+
+    Attributes:
+        original: by the original, at most.
+        linear: by the linear model, at most.
+        longest: what the longest row to measure on has.
+        notes: what a reader must know.
+    """
+
+    original: int
+    linear: int
+    longest: int
+    notes: tuple[str, ...] = ()
+
+
+def check_options(job: LongdocJob) -> None:
+    """Refuse what a later step would refuse: a converted model, an unknown kernel, one that takes no more positions.
+
+    Raises:
+        LinearizeError: one of its children.
+    """
+    if model_type(job.model) == "linearize":
+        raise ConfigError(
+            f"model: {job.model!r} is converted already; give the original checkpoint that it was made of"
+        )
+    convert = ConvertJob.of(model=job.model, kernel=job.kernel, kernel_arg=job.kernel_args, max_length=_longer(job))
+    check_kernel(convert)
+    loaded, _ = make_plan(convert)
+    if convert.max_length is not None:
+        extend_positions(loaded.model, convert.max_length)
+
+
+def _longer(job: LongdocJob) -> int | None:
+    """Return the length to extend to; None where the original takes it already.
+
+    Raises:
+        ConfigError: if it takes more than that.
+    """
+    limit = length_limit(job.model)
+    if job.max_length is None or limit is None or job.max_length == limit:
+        return None
+    if job.max_length < limit:
+        raise ConfigError(
+            f"max_length: got {job.max_length}, but {job.model!r} takes {limit:,} tokens already; choose a larger one, "
+            "or leave it out"
+        )
+    return job.max_length
+
+
+def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
+    """Open the data with whole rows, and say how long everything is.
+
+    Raises:
+        ConfigError: if rows are longer than the model takes and no `max_length` says how long inputs shall be, or the
+            original has no limit, or chunks would be longer than it takes.
+        DataError: if the data cannot be read, or a text has no token.
+    """
+    limit = length_limit(job.model)
+    if limit is None:
+        raise ConfigError(
+            f"model: {job.model!r} has no limit to its input, expected one whose inputs are cut; compare at lengths of "
+            "your own: linearize evaluate MODEL --compare ORIGINAL --max-length N"
+        )
+    if job.chunk_length is not None and job.chunk_length > limit:
+        raise ConfigError(
+            f"chunk_length: got {job.chunk_length}, but {job.model!r} takes at most {limit} tokens; lower it, or leave "
+            "it out"
+        )
+    options = DataOptions(
+        max_length=job.max_length or NO_LIMIT,
+        limit=job.rows.limit,
+        validation_limit=job.rows.validation_limit,
+        seed=job.seed,
+    )
+    data = prepare(job.task, load_processor(job.model, "text"), options, data=job.dataset)
+    longest = data.facts["longest_row"]
+    if job.max_length is None and longest > limit:
+        raise ConfigError(
+            f"max_length: got none, but rows have up to {longest:,} tokens and {job.model!r} takes {limit:,}; say how "
+            f"long inputs shall be, such as --max-length {_round_up(longest)}"
+        )
+    return data, Lengths(limit, job.max_length or limit, longest, _notes(job, data, limit, longest))
+
+
+def _round_up(tokens: int) -> int:
+    """Return the power of two from a number of tokens on."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def _notes(job: LongdocJob, data: TaskData, limit: int, longest: int) -> tuple[str, ...]:
+    notes = []
+    if longest <= limit:
+        notes.append(
+            f"The longest row has {longest:,} tokens, which the original reads whole ({limit:,}): a greater length "
+            "cannot decide here."
+        )
+    if job.max_length is not None and longest > job.max_length:
+        notes.append(
+            f"{100 * data.facts['cut_share']:.1f} % of the rows are longer than {job.max_length:,} tokens and are cut "
+            f"there; the longest has {longest:,}."
+        )
+    return tuple(notes)
+
+
+def write_texts(job: LongdocJob, work: Path) -> tuple[Path, str, int]:
+    """Write the texts of the training rows, those that both models are tuned on: no text to measure on is among them.
+
+    Returns:
+        The file, its columns as `DataConfig.text_column` takes them, and how many texts there are.
+    """
+    given = located(job.task, job.dataset)
+    train = open_splits(job.task, given, limit=job.rows.limit, seed=job.seed).train
+    examples = train.fetch(range(len(train)))
+    pairs = examples[0].pair is not None
+    file = work / f"{Path(name_of(job.dataset)).name.partition('.')[0]}.jsonl"
+    rows = [{"text": e.value, **({"pair": str(e.pair)} if pairs else {})} for e in examples]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file, "text,pair" if pairs else "text", len(rows)

@@ -1,0 +1,169 @@
+"""`evaluate --compare`: each side at its own length, chunks, paired differences; numbers against single evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from support.tasks import WORDS, word_tokenizer, write
+from support.tiny import SMALLER, converted, original
+
+import linearize
+from linearize.bench import reading
+from linearize.cli import main
+from linearize.errors import ConfigError, LinearizeError
+from linearize.finetune import interval
+from linearize.finetune.interval import Difference, Measured, paired_difference
+from linearize.jobs.config import EvaluateJob
+from linearize.jobs.evaluate import evaluate_checkpoint
+
+HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An original of 12 tokens, a conversion of 32, and reviews that the original has to cut."""
+    root = tmp_path_factory.mktemp("compare")
+    original("bert", HEAD, **SIZES).save_pretrained(root / "original")
+    word_tokenizer().save_pretrained(root / "original")
+    linear = converted("bert", HEAD, config=SIZES, max_length=32)
+    linearize.save(linear, root / "linear", processor=word_tokenizer())
+    chance = np.random.default_rng(0)
+    rows = [
+        {"text": " ".join(chance.choice(WORDS, int(chance.integers(4, 28)))), "label": place % 2} for place in range(40)
+    ]
+    short = [{"text": " ".join(chance.choice(WORDS, 5)), "label": place % 2} for place in range(20)]
+    for split in ("train", "validation"):
+        write(root / "long" / f"{split}.jsonl", rows)
+        write(root / "short" / f"{split}.jsonl", short)
+    return root
+
+
+@pytest.fixture
+def few_draws(monkeypatch):
+    """Draw rows 20 times: what is compared does not depend on how often."""
+    monkeypatch.setattr(interval.resampled_scores, "__kwdefaults__", {"resamples": 20, "seed": 0})
+
+
+def job(place, model="linear", data="long", **more):
+    options = {"task": "text-classification", "dataset": str(place / data), "device": "cpu"}
+    return EvaluateJob.of(model=str(place / model), **options, **more)
+
+
+def test_each_side_at_its_own_length(place, few_draws):
+    original = str(place / "original")
+    found = evaluate_checkpoint(job(place, compare=original))
+    assert [side.name for side in found.sides] == ["this model", "the original", "the original, chunks averaged"]
+    assert [(side.max_length, side.chunks) for side in found.sides][1:] == [(12, False), (12, True)]
+    assert found.sides[0].max_length == found.facts["longest_row"] <= 32
+    assert found.sides[0].cut_share == found.sides[2].cut_share == 0.0 < found.sides[1].cut_share < 1
+    # The same figures as each side by itself.
+    for side, alone in zip(found.sides, (job(place), job(place, "original", max_length=12)), strict=False):
+        single = evaluate_checkpoint(alone)
+        assert side.metrics == pytest.approx(single.figures) and side.interval == pytest.approx(single.interval)
+    assert found.original_score == found.sides[1].score and all(side.seconds_per_row > 0 for side in found.sides)
+    assert [(one.side, one.minus) for one in found.differences] == [
+        ("this model", "the original"),
+        ("this model", "the original, chunks averaged"),
+    ]
+    for one, side in zip(found.differences, found.sides[1:], strict=True):
+        assert one.value == pytest.approx(found.score - side.score)
+        assert one.interval[0] <= one.value <= one.interval[1]
+        assert one.within_noise == ("within the noise" in one.sentence)
+
+
+def test_a_model_beside_itself_is_level(place, few_draws):
+    found = evaluate_checkpoint(job(place, compare=str(place / "linear"), chunks=False))
+    assert found.differences[0].value == 0 and found.differences[0].interval == (0, 0) and len(found.sides) == 2
+    assert found.differences[0].sentence == (
+        "This model is level with the original (95 % interval of the difference: +0.00 to +0.00): within the noise."
+    )
+
+
+def test_chunks_of_a_length(place, few_draws):
+    found = evaluate_checkpoint(job(place, compare=str(place / "original"), chunk_length=8))
+    assert found.sides[2].max_length == 8
+    with pytest.raises(ConfigError, match=r"chunk_length: got 13, but .* takes at most 12 tokens"):
+        evaluate_checkpoint(job(place, compare=str(place / "original"), chunk_length=13))
+    for more in ({}, {"compare": "x", "chunks": False}):
+        with pytest.raises(ConfigError, match="chunks are read of an original only"):
+            job(place, chunk_length=8, **more)
+
+
+def test_data_whose_longest_row_makes_it_pointless(place, few_draws):
+    found = evaluate_checkpoint(job(place, data="short", compare=str(place / "original")))
+    assert len(found.sides) == 2 and found.notes == (
+        "The longest row has 7 tokens, and the original reads 12: nothing is cut, so that chunks would be whole rows, "
+        "and a greater length cannot decide here.",
+    )
+
+
+def test_a_length_that_is_asked_for_is_lowered_for_the_original(place, few_draws):
+    found = evaluate_checkpoint(job(place, compare=str(place / "original"), max_length=20, chunks=False))
+    assert [side.max_length for side in found.sides] == [20, 12]
+
+
+def measured(scores, resampled):
+    return Measured({}, scores, None, None, 10, 10, 0.0, np.array(resampled))
+
+
+def test_the_paired_difference():
+    ours, theirs = measured(0.8, [0.7, 0.8, 0.9]), measured(0.6, [0.5, 0.6, 0.7])
+    found = paired_difference(ours, theirs)
+    # The scores vary together, so that their difference does not.
+    assert found.value == pytest.approx(0.2) and found.interval == pytest.approx((0.2, 0.2)) and not found.within_noise
+    assert paired_difference(ours, Measured({}, 0.6, None, None, 9, 9, 0.0, theirs.resampled)) is None
+    assert paired_difference(ours, Measured({}, 0.6, None, None, 10, 10)) is None
+    assert Difference(0.1, (-0.1, 0.3)).within_noise and not Difference(0.1, (0.05, 0.3)).within_noise
+
+
+def test_its_interval_is_that_of_the_mean_of_differences():
+    """Of accuracies: the normal interval of the mean of (ours right) - (theirs right)."""
+    from linearize.finetune.interval import resampled_scores
+    from linearize.finetune.prepared import TaskData
+    from linearize.finetune.task_types.text import metrics_of
+    from linearize.finetune.tasks import task
+
+    chance = np.random.default_rng(1)
+    labels = chance.integers(2, size=400)
+    data = TaskData(task("sst2"), [], [], len, metrics_of(task("sst2")), "no rows")
+    sides = []
+    for right in (0.8, 0.75):
+        guesses = np.where(chance.random(400) < right, labels, 1 - labels)
+        scores = resampled_scores(data, np.eye(2)[guesses], labels)
+        share = float(np.mean(guesses == labels))
+        sides.append((Measured({}, share, None, None, 400, 400, 0.0, scores), guesses == labels))
+    (ours, mine), (theirs, its) = sides
+    found = paired_difference(ours, theirs)
+    half = 1.96 * float(np.std(mine.astype(float) - its)) / math.sqrt(400)
+    assert found.interval == pytest.approx((found.value - half, found.value + half), abs=0.01)
+
+
+def test_from_the_command_line(place, few_draws, capsys, monkeypatch):
+    monkeypatch.setattr("linearize.jobs.sides.peak_of_reading", lambda *what: 3 * 2**20)
+    line = ["evaluate", str(place / "linear"), "--task", "text-classification", "--dataset", str(place / "long")]
+    line += ["--device", "cpu", "--compare", str(place / "original"), "--memory"]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    for column in ("side", "length", "rows cut", "score (accuracy)", "95 % interval", "f1_macro", "s per row", "peak"):
+        assert column in out, column
+    assert "the original, chunks averaged" in out and "95 % interval of the difference" in out
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [side["peak_bytes"] for side in found["sides"]] == [3 * 2**20] * 3 and len(found["differences"]) == 2
+    assert main([*line, "--chunk-length", "13"]) == 2
+    err = capsys.readouterr().err
+    assert "takes at most 12 tokens" in err and err.count("\n") == 1
+
+
+def test_peak_memory_is_measured_in_a_process_of_its_own(place, monkeypatch):
+    found = reading.peak_of_reading(str(place / "linear"), HEAD, 4, 12)
+    assert found is not None and 0 <= found < 10**9
+
+    def failing(function, request):
+        raise LinearizeError(f"{function.__name__} failed on {request['tokens']} tokens")
+
+    monkeypatch.setattr(reading, "in_fresh_process", failing)
+    assert reading.peak_of_reading(str(place / "linear"), HEAD, 4, 12) is None

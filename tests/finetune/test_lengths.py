@@ -1,0 +1,162 @@
+"""How long rows are where nobody says it, and what is said of them: every kind of task that reads text."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.tasks import WORDS, word_tokenizer, write
+from support.tiny import SMALLER, original
+
+from linearize.errors import DataError
+from linearize.finetune.config import DataOptions
+from linearize.finetune.interval import measure_with_interval, resampled_scores
+from linearize.finetune.load import NO_LIMIT, WINDOW, length_limit, load_for_task, load_processor, whole_length
+from linearize.finetune.prepare import prepare
+from linearize.finetune.tasks import TASKS, task
+from linearize.jobs.config import EvaluateJob
+from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.sides import rows_per_batch
+
+
+def words(count, start=0):
+    return [WORDS[(start + number) % len(WORDS)] for number in range(count)]
+
+
+def prepared(name, folder, path, length, auto=False, **changes):
+    chosen = task(name, **changes)
+    options = DataOptions(max_length=length, auto_length=auto)
+    return prepare(chosen, load_processor(folder, "text"), options, data=str(path))
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    """A tiny BERT with a head, that takes 32 tokens, and reviews of up to 40."""
+    folder = tmp_path / "classifier"
+    sizes = {"vocab_size": 17, "max_position_embeddings": 32, **SMALLER}
+    original("bert", "AutoModelForSequenceClassification", **sizes).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    for split, counts in (("train", [3, 4] * 4), ("validation", [4, 10, 30, 31, 38, 40])):
+        rows = [{"text": " ".join(words(count, place)), "label": place % 2} for place, count in enumerate(counts)]
+        write(tmp_path / "reviews" / f"{split}.jsonl", rows)
+    return str(folder)
+
+
+def test_the_limit_is_the_smaller_one_of_model_and_tokenizer(bert, gpt2, tmp_path):
+    assert length_limit(bert) == length_limit(gpt2) == 32
+    original("roberta", max_position_embeddings=66, pad_token_id=1).save_pretrained(tmp_path / "roberta")
+    assert length_limit(str(tmp_path / "roberta")) == 64
+    tokenizer = word_tokenizer()
+    tokenizer.model_max_length = 20
+    tokenizer.save_pretrained(tmp_path / "roberta")
+    assert length_limit(str(tmp_path / "roberta")) == 20
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text('{"model_type": "t5"}')
+    assert length_limit(str(tmp_path / "none")) is None
+    assert whole_length(str(tmp_path / "none"), TASKS["sst2"]) == NO_LIMIT
+    assert whole_length(str(tmp_path / "none"), TASKS["causal-lm"]) == WINDOW
+
+
+def test_evaluate_reads_what_model_and_data_allow(classifier, tmp_path):
+    """Rows were cut at 128 tokens, or at what the model takes, and nobody said at which."""
+    made = EvaluateJob.of(model=classifier, task="text-classification", dataset=str(tmp_path / "reviews"), device="cpu")
+    found = evaluate_checkpoint(made)
+    # 31, 38 and 40 words are 33, 40 and 42 tokens, of which 32 are read.
+    assert found.facts == {"rows": 6, "max_length": 32, "longest_row": 42, "cut_share": 0.5}
+    short = tmp_path / "short"
+    rows = [{"text": " ".join(words(3 + place % 5)), "label": place % 2} for place in range(20)]
+    for split in ("train", "validation"):
+        write(short / f"{split}.jsonl", rows)
+    facts = evaluate_checkpoint(
+        EvaluateJob.of(model=classifier, task="text-classification", dataset=str(short), device="cpu")
+    ).facts
+    assert facts == {"rows": 20, "max_length": 9, "longest_row": 9, "cut_share": 0.0}
+
+
+def test_the_length_of_the_tuning_comes_first(classifier, tmp_path):
+    (tmp_path / "classifier" / "finetuning.json").write_text(json.dumps({"max_length": 12}))
+    made = EvaluateJob.of(model=classifier, task="text-classification", dataset=str(tmp_path / "reviews"), device="cpu")
+    assert made.data == DataOptions(max_length=12, auto_length=True)
+    assert evaluate_checkpoint(made).facts["max_length"] == 12
+    asked = EvaluateJob.of(model=classifier, task="text-classification", max_length=10)
+    assert asked.data == DataOptions(max_length=10)
+
+
+def test_tags(bert, tmp_path):
+    rows = [{"tokens": words(count), "ner_tags": ["O"] * (count - 1) + ["B-X"]} for count in (3, 14, 15, 20) * 3]
+    for split in ("train", "validation"):
+        write(tmp_path / "tags" / f"{split}.jsonl", rows)
+    data = prepared("token-classification", bert, tmp_path / "tags", 16)
+    assert data.facts == {"rows": 12, "max_length": 16, "longest_row": 22, "cut_share": 0.5}
+
+
+def questions(tmp_path):
+    rows = []
+    for number in range(12):
+        context = " ".join([*words(number), "song", *words(3)])
+        answer = {"text": ["song"], "answer_start": [context.index("song")]}
+        rows.append({"id": str(number), "question": "is the", "context": context, "answers": answer})
+    for split in ("train", "validation"):
+        write(tmp_path / "asked" / f"{split}.jsonl", rows)
+    return tmp_path / "asked"
+
+
+def test_questions_are_not_cut_but_split(bert, tmp_path):
+    data = prepared("question-answering", bert, questions(tmp_path), 12)
+    # [CLS] is the [SEP] context [SEP]: 5 tokens beside the context of 4 to 15 words.
+    assert data.facts["questions"] == 12 and data.facts["longest_row"] == 20 and data.facts["max_length"] == 12
+    assert data.facts["split_share"] == round(8 / 12, 4) and data.facts["cut_share"] == 0.0
+    assert data.facts["rows"] == len(data.validation) > 12
+    whole = prepared("question-answering", bert, questions(tmp_path), 32, auto=True)
+    assert whole.facts["max_length"] == 20 == len(whole.validation[0]["input_ids"])
+    assert whole.facts["rows"] == 12 and whole.facts["split_share"] == 0.0
+
+
+def test_questions_have_an_interval_over_questions(bert, tmp_path):
+    """There was none: the answer of a long text is chosen over its rows, which cannot be drawn apart."""
+    data = prepared("question-answering", bert, questions(tmp_path), 12)
+    found = measure_with_interval(load_for_task(bert, data).eval(), data)
+    assert found.units == 12 and found.rows == len(data.validation)
+    low, high = found.interval
+    assert low <= found.score <= high and found.score == pytest.approx(found.metrics["span_f1"])
+    # By hand: means over questions that are drawn with replacement.
+    logits = [np.random.default_rng(seed).normal(size=(found.rows, 12)) for seed in (0, 1)]
+    units = data.by_unit(logits, None)["span_f1"]
+    assert units.mean() == pytest.approx(data.compute_metrics(logits, None)["span_f1"]) and 0 < units.mean() < 1
+    chance = np.random.default_rng(7)
+    expected = [units[chance.integers(12, size=12)].mean() for _ in range(5)]
+    assert resampled_scores(data, logits, None, resamples=5, seed=7) == pytest.approx(expected)
+
+
+def test_language_models(bert, gpt2, tmp_path):
+    write(tmp_path / "text.jsonl", [{"text": " ".join(WORDS)} for _ in range(10)])
+    for split in ("train", "validation"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / f"{split}.txt").write_text(" ".join(words(50)))
+    masked = prepared("masked-lm", bert, tmp_path / "set", 16)
+    # Three windows of 14 tokens beside two special ones: 42 of 50.
+    assert masked.facts == {"context": 16, "mask_share": 0.15, "left_out_share": round(8 / 50, 4)}
+    causal = prepared("causal-lm", gpt2, tmp_path / "set", WINDOW, auto=True)
+    assert causal.facts["context"] == 50 and len(causal.validation) == 1
+
+
+def test_batches_are_measured_in_tokens():
+    assert rows_per_batch({"max_length": 128, "longest_row": 100}) == 32
+    assert rows_per_batch({"max_length": 8192, "longest_row": 9000}) == 2
+    assert rows_per_batch({"max_length": 8192, "longest_row": 1024}) == 16
+    assert rows_per_batch({"context": 1024}) == 16 and rows_per_batch({}) == 32
+    assert rows_per_batch({"max_length": 100_000, "longest_row": 100_000}) == 1
+
+
+def test_a_text_of_zero_tokens_is_refused(bert, tmp_path):
+    rows = [{"text": text, "label": place % 2} for place, text in enumerate(["good film", "\u200b", "bad film"] * 4)]
+    write(tmp_path / "set.jsonl", rows)
+    tokenizer = load_processor(bert, "text")
+    assert len(tokenizer("\u200b")["input_ids"]) == 3, "this tokenizer knows no such character, and says so"
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    with pytest.raises(DataError, match=r"got a text without any token \(number \d+ of \d+, from 0"):
+        prepare(task("text-classification"), tokenizer, DataOptions(max_length=8), data=str(tmp_path / "set.jsonl"))

@@ -1,0 +1,210 @@
+"""`longdoc` end to end on a tiny model, resumed, and what it refuses; numbers against single evaluations."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.tasks import WORDS, word_tokenizer, write
+from support.tiny import SMALLER, original
+
+from linearize.errors import ConfigError, DataError, LinearizeError
+from linearize.finetune import interval
+from linearize.finetune.config import TuneConfig
+from linearize.jobs import events
+from linearize.jobs.config import EvaluateJob
+from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.longdoc import in_batches, run_longdoc, verdict
+from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.longdoc_data import Lengths, examine, write_texts
+from linearize.jobs.sides import SideDifference, SideResult
+
+FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch):
+    """Draw rows 20 times: what is compared here does not depend on how often."""
+    monkeypatch.setattr(interval.resampled_scores, "__kwdefaults__", {"resamples": 20, "seed": 0})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An original of 12 tokens, and documents of up to 26."""
+    root = tmp_path_factory.mktemp("longdoc")
+    sizes = {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER, "num_hidden_layers": 1}
+    original("bert", **sizes).save_pretrained(root / "bert")
+    word_tokenizer().save_pretrained(root / "bert")
+    chance = np.random.default_rng(0)
+    for split, count in (("train", 32), ("validation", 12)):
+        documents = []
+        for number in range(count):
+            words = list(chance.choice(WORDS[2:], int(chance.integers(14, 24))))
+            documents.append({"text": " ".join([*words, WORDS[number % 2]]), "label": number % 2})
+        write(root / "documents" / f"{split}.jsonl", documents)
+    return root
+
+
+def job(place, output="long", **more):
+    options = {
+        "model": str(place / "bert"), "task": "text-classification", "dataset": str(place / "documents"),
+        "max_length": 32, "memory": False, "device": "cpu", "output": str(place / output), **FEW,
+    }  # fmt: skip
+    return LongdocJob.of(**(options | more))
+
+
+@pytest.fixture(scope="module")
+def done(place):
+    seen = []
+    return run_longdoc(job(place), seen.append), seen
+
+
+def test_from_end_to_end(place, done):
+    result, seen = done
+    assert [side.name for side in result.sides] == [
+        "original at 12", "original, chunks of 12 averaged", "linear at 12", "linear at 32",
+    ]  # fmt: skip
+    assert [(side.model, side.max_length, side.chunks) for side in result.sides] == [
+        ("original", 12, False), ("original", 12, True), ("linear", 12, False), ("linear", 32, False),
+    ]  # fmt: skip
+    assert [side.cut_share for side in result.sides] == [1.0, 0.0, 1.0, 0.0]
+    assert [(one.side, one.minus) for one in result.differences] == [
+        ("linear at 32", side.name) for side in result.sides[:3]
+    ]
+    assert result.rows == 12 and 17 <= result.longest_row <= 26 and result.chance == 0.5
+    steps = [event.what for event in seen if isinstance(event, events.Started) and event.what.startswith("step")]
+    assert [step.partition(":")[0] for step in steps] == [f"step {number} of 5" for number in range(1, 6)]
+    assert not (place / "long.work").exists() and str(place) not in (place / "long" / "results.json").read_text()
+    saved = json.loads((place / "long" / "results.json").read_text())
+    assert saved["sides"][3]["score"] == result.sides[3].score and saved["verdict"] == result.verdict
+    assert saved["options"]["max_length"] == 32 and saved["options"]["task"] == "text-classification"
+
+
+def test_its_figures_are_those_of_evaluate(place, done):
+    for name, length, side in (("original", 12, 0), ("linear", 32, 3)):
+        options = {"task": "text-classification", "dataset": str(place / "documents"), "device": "cpu"}
+        found = evaluate_checkpoint(EvaluateJob.of(model=str(place / "long" / name), max_length=length, **options))
+        assert found.figures == pytest.approx(done[0].sides[side].metrics)
+
+
+def test_both_are_tuned_alike(place, done):
+    records = [json.loads((place / "long" / name / "finetuning.json").read_text()) for name in ("original", "linear")]
+    for name in ("learning_rate", "epochs", "steps", "seed", "warmup", "weight_decay", "schedule"):
+        assert records[0]["options"][name] == records[1]["options"][name], name
+    sizes = [(one["options"]["batch_size"], one["options"]["gradient_accumulation"]) for one in records]
+    assert sizes == [(4, 2), (2, 4)] and [one["max_length"] for one in records] == [12, 32]
+    provenance = json.loads((place / "long" / "linear" / "config.json").read_text())["linearize"]["provenance"]
+    assert provenance["alignment"]["steps"] == 2 and provenance["distillation"]["steps"] == 2
+
+
+def test_an_interrupted_run_goes_on(place, done):
+    def stop(event):
+        if isinstance(event, events.Started) and event.what.startswith("step 4"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_longdoc(job(place, "cut"), stop)
+    work = place / "cut.work"
+    assert {path.name for path in work.iterdir() if path.is_dir()} == {"original", "converted", "aligned"}
+    assert not (place / "cut").exists()
+    with pytest.raises(ConfigError, match="holds an interrupted run; go on with --resume"):
+        run_longdoc(job(place, "cut"))
+    with pytest.raises(ConfigError, match="the run was started with distill_steps=2, now it is 3"):
+        run_longdoc(job(place, "cut", resume=True, distill_steps=3))
+    seen = []
+    result = run_longdoc(job(place, "cut", resume=True, save_every=7), seen.append)
+    started = [event.what[:6] for event in seen if isinstance(event, events.Started)]
+    assert [what for what in started if what.startswith("step")] == ["step 4", "step 5"]
+    assert [side.metrics for side in result.sides] == [side.metrics for side in done[0].sides]
+    assert not work.exists() and (place / "cut" / "results.json").is_file()
+
+
+def test_what_is_refused(place, tmp_path, done):
+    cases = [
+        ({"max_length": None}, r"rows have up to \d+ tokens and .* takes 12; say .* --max-length 32"),
+        ({"max_length": 8}, "takes 12 tokens already"),
+        ({"chunk_length": 13}, "chunk_length: got 13, but .* takes at most 12 tokens"),
+        ({"kernel": "hedgehug"}, "hedgehug"),
+        ({"model": str(place / "long" / "linear")}, "is converted already"),
+        ({"dataset": str(tmp_path / "nowhere")}, "does not exist"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(LinearizeError, match=message):
+            run_longdoc(job(place, "refused", **changes))
+    for name in ("cifar10", "causal-lm", "token-classification", "similarity"):
+        with pytest.raises(ConfigError, match="expected one that gives a text a class or a number"):
+            job(place, task=name)
+    with pytest.raises(LinearizeError, match="is not empty"):
+        run_longdoc(job(place))
+    assert not (place / "refused").exists() and not (place / "refused.work").exists()
+
+
+def test_a_document_of_zero_tokens_is_refused(place, tmp_path):
+    from tokenizers import normalizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "bert")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    original("bert", vocab_size=17, max_position_embeddings=12, **SMALLER).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    rows = [{"text": text, "label": place % 2} for place, text in enumerate(["good film", "\u200b"] * 10)]
+    write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match="got a text without any token"):
+        run_longdoc(job(place, model=str(tmp_path / "bert"), dataset=str(tmp_path / "rows.jsonl"), output="zero"))
+
+
+def test_data_that_cannot_decide_is_said_and_not_refused(place, tmp_path):
+    rows = [{"text": f"good film {number}", "label": number % 2} for number in range(20)]
+    write(tmp_path / "short.jsonl", rows)
+    _, lengths = examine(job(place, dataset=str(tmp_path / "short.jsonl")))
+    assert lengths.longest == 5 and lengths.notes == (
+        "The longest row has 5 tokens, which the original reads whole (12): a greater length cannot decide here.",
+    )
+    _, lengths = examine(job(place, max_length=20))
+    assert "of the rows are longer than 20 tokens and are cut there" in lengths.notes[0]
+
+
+def test_no_text_to_measure_on_is_learned_from(place, tmp_path):
+    rows = [{"text": f"film {number}", "label": number % 2} for number in range(40)]
+    write(tmp_path / "one.jsonl", rows)
+    asked = job(place, dataset=str(tmp_path / "one.jsonl"))
+    data, _ = examine(asked)
+    file, columns, count = write_texts(asked, tmp_path)
+    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    assert columns == "text" and count == len(texts) == 36 == len(data.train) and len(data.validation) == 4
+    # `film` and a number that is unknown: the rows are told apart by what was held out.
+    assert len(set(texts)) == 36 and set(texts) < {row["text"] for row in rows}
+
+
+def test_optimizer_steps_have_the_same_rows_at_every_length():
+    for length, rows in ((128, 32), (512, 32), (1024, 16), (3000, 4), (8192, 2), (40_000, 1)):
+        found = in_batches(TuneConfig(batch_size=32), length, 16_384, 3)
+        assert (found.batch_size, found.batch_size * found.gradient_accumulation) == (rows, 32), length
+        assert found.seed == 3 and found.eval_batch_size == rows
+
+
+@pytest.mark.parametrize(
+    ("cut", "chunks", "expected"),
+    [
+        (0.1, 0.1, "Read at 32 tokens, the linear model is better than the original cut at 12, and better than its"),
+        (0.1, 0.0, "better than the original cut at 12, and within the noise of its averaged chunks."),
+        (0.1, -0.1, "better than the original cut at 12, and behind its averaged chunks."),
+        (0.0, -0.1, "is within the noise of the original cut at 12, and behind its chunks."),
+        (-0.1, 0.1, "is behind the original cut at 12."),
+        (0.1, None, "Reading on pays: read at 32 tokens, the linear model is better than the original cut at 12."),
+    ],
+)  # fmt: skip
+def test_the_verdict(place, cut, chunks, expected):
+    names = ["original at 12", "chunks", "linear at 12", "linear at 32"]
+    sides = [SideResult(name, "", 12, name == "chunks", 0.0, 0.5, None, {}, 0.25) for name in names]
+    if chunks is None:
+        del sides[1]
+    values = {"original at 12": cut, "chunks": chunks, "linear at 12": 0.0}
+    differences = [
+        SideDifference("linear at 32", side.name, values[side.name], (0, 0), values[side.name] == 0, "")
+        for side in sides[:-1]
+    ]
+    text = verdict(job(place), tuple(sides), tuple(differences), Lengths(12, 32, 26))
+    assert expected in text and "Time per document: 0.25 s (original at 12)" in text
+    assert "cannot show" in verdict(job(place), tuple(sides), tuple(differences), Lengths(12, 32, 12))
