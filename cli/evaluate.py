@@ -65,6 +65,8 @@ def print_alone(out: Any, title: str, found: Any, task: Any) -> None:
     if found.chance is not None:
         rows.append(["chance", percent(found.chance, task)])
     out.print(table(title, ["metric", "this model"], rows, right=(1,)))
+    for line in found.notes:
+        out.print(line, markup=False)
 
 
 def print_compared(out: Any, title: str, found: Any, task: Any) -> None:

@@ -17,7 +17,7 @@ from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
-from linearize.surgery.positions import current_length
+from linearize.surgery.positions import current_length, runs_beyond_limit
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
@@ -297,6 +297,22 @@ def _explained(name: str, what: str) -> Iterator[None]:
             raise
         first = first_line(error)
         raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error
+
+
+def beyond_training(model: Any, task: Task, length: int) -> str | None:
+    """Refuse rows to measure on that a model cannot read; return what is to be said of those it was not trained on.
+
+    Raises:
+        ConfigError: if rows are longer than the model's positions, and these are not rotary.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is None or length <= most or not runs_beyond_limit(model):
+        check_length(model, task, length)
+        return None
+    return (
+        f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions go "
+        "on, and what lies behind was never trained."
+    )
 
 
 def check_length(model: Any, task: Task, length: int) -> None:

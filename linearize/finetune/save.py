@@ -69,7 +69,7 @@ def tuning_record(
     """Return what stage two did as plain data; paths stay out of it."""
     return {
         "task": data.task.name,
-        "data": _without_folders(data.description),
+        "data": without_folders(data.description),
         "facts": data.facts,
         "max_length": None if data.options is None else data.options.max_length,
         "metrics": result.metrics,
@@ -89,7 +89,7 @@ def tuning_files(record: dict[str, Any], result: TuneResult, earlier: list[dict[
     return {RECORD: json.dumps(record, indent=2) + "\n", **log_file(STAGE_TWO, result.history, earlier)}
 
 
-def _without_folders(description: str) -> str:
+def without_folders(description: str) -> str:
     """A checkpoint travels: the folder on somebody's disk is nobody's business, its name says what the data is."""
     name, colon, rest = description.partition(": ")
     return name_of(name) + colon + rest

@@ -84,6 +84,7 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         interval=ours.interval,
         chance=ours.chance,
         sides=(result,),
+        notes=() if result.note is None else (result.note,),
     )
     if not others:
         return found
@@ -96,7 +97,7 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         recovered=recovery(data.task, ours.score, original.score, chance=ours.chance, interval=original.interval),
     )
     measured = [(result, ours), (its_result, original)]
-    notes = []
+    notes = [note for note in (result.note, its_result.note) if note is not None]
     for side in others[1:]:
         note = why_no_chunks(its_data, side.options.max_length)
         if note is None:

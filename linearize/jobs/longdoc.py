@@ -16,6 +16,7 @@ from typing import Any
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
+from linearize.finetune.save import without_folders
 from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, TuneJob
 from linearize.jobs.convert import convert_checkpoint
@@ -234,7 +235,7 @@ def compare(
     return LongdocResult(
         str(job.target()),
         job.task.name,
-        data.description,
+        without_folders(data.description),
         ours.rows,
         lengths.longest,
         results,

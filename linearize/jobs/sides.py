@@ -11,7 +11,7 @@ from linearize.finetune.chunks import TOKENS
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import Difference, Measured, measure_with_interval, paired_difference
 from linearize.finetune.load import (
-    check_length,
+    beyond_training,
     check_trained,
     fit_tokenizer,
     length_limit,
@@ -77,6 +77,7 @@ class SideResult:
         metrics: all metrics.
         seconds_per_row: of the model's forward passes.
         peak_bytes: that reading the longest row adds to the loaded model; None: not measured.
+        note: that it read beyond what it was trained on; None where it did not.
     """
 
     name: str
@@ -89,6 +90,7 @@ class SideResult:
     metrics: dict[str, float]
     seconds_per_row: float
     peak_bytes: int | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple
     model = load_for_task(side.model, data).to(setup.device).eval()
     fit_tokenizer(model, processor)
     length = data.facts.get("max_length", data.facts.get("context", side.options.max_length))
-    check_length(model, setup.task, length)
+    note = beyond_training(model, setup.task, length)
     measured = measure_with_interval(model, data, batch_size=setup.batch_size or rows_per_batch(data.facts))
     text = setup.task.modality == "text"
     result = SideResult(
@@ -139,6 +141,7 @@ def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple
         measured.metrics,
         measured.seconds_per_unit,
         _peak(setup, side, data, length) if setup.memory and text else None,
+        note,
     )
     return data, measured, result
 

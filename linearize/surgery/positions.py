@@ -253,10 +253,21 @@ def _without_table(model: PreTrainedModel) -> str:
         # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
         if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
             raise refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
-        rotary |= (
-            hasattr(module, "inv_freq") or hasattr(module, "rotary_dim") or "rotary" in type(module).__name__.lower()
-        )
+        rotary |= _is_rotary(module)
     return f"no table; config.{_LENGTH} raised" + (", rotary frequencies unchanged (no rope scaling)" if rotary else "")
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    names = hasattr(module, "inv_freq") or hasattr(module, "rotary_dim")
+    return names or "rotary" in type(module).__name__.lower()
+
+
+def runs_beyond_limit(model: Any) -> bool:
+    """Tell whether a text model reads more tokens than its config says: positions are rotary, and there is no table."""
+    if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
+        return False
+    named = any("position_embedding" in name for name, _ in model.named_parameters())
+    return not named and any(_is_rotary(module) for module in model.modules())
 
 
 def _pair(size: Any) -> tuple[int, int]:

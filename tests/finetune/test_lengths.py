@@ -9,7 +9,7 @@ import pytest
 from support.tasks import WORDS, word_tokenizer, write
 from support.tiny import SMALLER, original
 
-from linearize.errors import DataError
+from linearize.errors import ConfigError, DataError
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import measure_with_interval, resampled_scores
 from linearize.finetune.load import NO_LIMIT, WINDOW, length_limit, load_for_task, load_processor, whole_length
@@ -160,3 +160,27 @@ def test_a_text_of_zero_tokens_is_refused(bert, tmp_path):
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
     with pytest.raises(DataError, match=r"got a text without any token \(number \d+ of \d+, from 0"):
         prepare(task("text-classification"), tokenizer, DataOptions(max_length=8), data=str(tmp_path / "set.jsonl"))
+
+
+def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gpt2):
+    """They were refused, though nothing keeps them from reading on; a table of positions does."""
+    sizes = {"vocab_size": 17, "max_position_embeddings": 16, "bos_token_id": 2, "eos_token_id": 3}
+    original("llama", "AutoModelForCausalLM", **sizes).save_pretrained(tmp_path / "llama")
+    word_tokenizer().save_pretrained(tmp_path / "llama")
+    (tmp_path / "set").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "set" / f"{split}.txt").write_text(" ".join(words(60)))
+
+    def found(model, length):
+        options = {"task": "causal-lm", "dataset": str(tmp_path / "set"), "device": "cpu", "max_length": length}
+        return evaluate_checkpoint(EvaluateJob.of(model=str(model), **options))
+
+    longer = found(tmp_path / "llama", 24)
+    assert longer.facts["context"] == 24 and longer.figures["tokens"] == 59
+    assert longer.notes == (
+        "Rows have up to 24 tokens, but LlamaForCausalLM was made for 16: its rotary positions go on, and what lies "
+        "behind was never trained.",
+    )
+    assert found(tmp_path / "llama", 16).notes == ()
+    with pytest.raises(ConfigError, match="takes at most 32 tokens"):
+        found(gpt2, 40)
