@@ -40,9 +40,8 @@ def run(args: argparse.Namespace) -> int:
     out = console(to_stderr=args.json)
     progress = StepProgress(out)
     beat = Heartbeat(out, "looking at model and data")
-    work = f"{job.target()}.work"
     try:
-        with beat, on_interrupt(lambda: f"what is done lies in {work}; go on with the same line and --resume"):
+        with beat, on_interrupt(lambda: kept(job)):
             result = run_longdoc(job, lambda event: show(event, out, progress, beat))
     finally:
         progress.stop()
@@ -51,6 +50,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_result(out, job, result)
     return 0
+
+
+def kept(job: LongdocJob) -> str:
+    """Say what an interrupted run has left on disk."""
+    from linearize.jobs.longdoc_work import work_folder
+
+    work = work_folder(job.target())
+    if not work.exists():
+        return "nothing was written"
+    return f"what is done lies in {work}; go on with the same line and --resume"
 
 
 def show(event: Event, out: Any, progress: Any, beat: Any) -> None:
