@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.errors import ConfigError
-from linearize.experiments.check import convert
+from linearize.experiments.check import convert, kind_of
 from linearize.parsing import parse_yaml
 
 FLAG = "--config"
@@ -19,7 +19,7 @@ NEVER = ("help", "json", "config")
 
 EXAMPLES = (
     *("distill_steps: 500", "epochs: 3", "steps: 500", "lengths: [512, 4096]", "device: cpu", "output: made"),
-    *("private: true", "build: true", "model: gpt2"),
+    *("private: true", "build: true", "model: gpt2", "format: csv", "new: mine.yaml"),
 )
 """Lines for the help: a verb shows the first whose option it has."""
 
@@ -69,7 +69,7 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG}: {file!r} cannot be read as YAML ({error}); mend the file") from error
     if not isinstance(values, Mapping | None):
-        raise ConfigError(f"{FLAG}: {file!r} holds a {type(values).__name__}, expected options such as kernel: elu")
+        raise ConfigError(f"{FLAG}: {file!r} holds {kind_of(values)}, expected options such as kernel: elu")
     known = {action.dest: action for action in parser._actions if action.dest not in NEVER}
     found = {}
     for key, value in (values or {}).items():

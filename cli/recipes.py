@@ -1,4 +1,4 @@
-"""List the recipes, or print one."""
+"""List the recipes, print one, or write one to start from."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from linearize.errors import printable
 
 EPILOG = """examples:
   linearize recipes
-  linearize recipes minilm-glue"""
+  linearize recipes minilm-glue
+  linearize recipes --new mine.yaml                 # every key explained; then linearize run mine.yaml --dry-run"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
+    parser.add_argument("--new", metavar="FILE.yaml", help="write a recipe to start from, every key explained")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list or one recipe."""
+    """Print the list or one recipe, or write a new one."""
     from linearize.cli._output import console, print_json, table
     from linearize.experiments.recipe import cells, load_recipe, plain, recipe_names, recipe_text
 
+    if args.new:
+        return _new(args)
     if args.name:
         recipe = load_recipe(args.name)
         print_json(plain(recipe)) if args.json else print(printable(recipe_text(args.name)), end="")
@@ -37,4 +41,19 @@ def run(args: argparse.Namespace) -> int:
     rows = [[fact["name"], fact["summary"], fact["paper"], fact["cells"]] for fact in facts]
     title = f"{len(rows)} recipes (linearize run NAME)"
     console().print(table(title, ["recipe", "what", "paper", "cells"], rows, right=(3,)))
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
+    from linearize.cli._output import console, print_json
+    from linearize.errors import ConfigError
+    from linearize.experiments.new import new_recipe
+
+    if args.name:
+        raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
+    path = new_recipe(args.new)
+    if args.json:
+        print_json({"file": str(path)})
+    else:
+        console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", markup=False, soft_wrap=True)
     return 0

@@ -219,6 +219,9 @@ def make_config(info: KernelInfo, arguments: Mapping[str, Any]) -> Any:
     return info.config(**values)
 
 
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
 def _convert(where: str, value: Any, hint: Any) -> Any:
     """Turn text into the annotated type; other values must have it already."""
     optional = isinstance(hint, types.UnionType) and type(None) in hint.__args__
@@ -239,7 +242,9 @@ def _convert(where: str, value: Any, hint: Any) -> Any:
         return value
     elif kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    raise ConfigError(f"{where}: got {value!r}, expected {kind.__name__}{' or none' if optional else ''}")
+    raise ConfigError(
+        f"{where}: got {value!r}, expected {KINDS.get(kind, 'another value')}{' or none' if optional else ''}"
+    )
 
 
 def _check(where: str, value: Any, limits: Mapping[str, Any]) -> Any:

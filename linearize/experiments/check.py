@@ -26,7 +26,7 @@ def build(cls: type[Built], values: Any, where: str) -> Built:
         ConfigError: for an unknown key, a wrong type or a missing value; names the key.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: got {_kind(values)}, expected keys with values")
+        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     made = {}
@@ -69,7 +69,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return dict(value)
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    raise ConfigError(f"{where}: got {_kind(value)}, expected {_called(hint)}")
+    raise ConfigError(f"{where}: got {kind_of(value)}, expected {_called(hint)}")
 
 
 def _any_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -87,12 +87,12 @@ def _any_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
             return convert(kind, value, where)
         except ConfigError:
             continue
-    raise ConfigError(f"{where}: got {_kind(value)}, expected {' or '.join(_called(kind) for kind in wanted)}")
+    raise ConfigError(f"{where}: got {kind_of(value)}, expected {' or '.join(_called(kind) for kind in wanted)}")
 
 
 def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where}: got {_kind(value)}, expected a list")
+        raise ConfigError(f"{where}: got {kind_of(value)}, expected a list")
     if len(inner) == 2 and inner[1] is Ellipsis:
         return tuple(convert(inner[0], one, f"{where}[{place}]") for place, one in enumerate(value))
     if len(value) != len(inner):
@@ -104,7 +104,7 @@ def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
 
 def _mapping(inner: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: got {_kind(value)}, expected keys with values")
+        raise ConfigError(f"{where}: got {kind_of(value)}, expected keys with values")
     return {key: convert(inner[1], one, f"{where}.{key}") for key, one in value.items()}
 
 
@@ -117,19 +117,33 @@ def _number(value: int | float | str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Say what a value of a YAML file is, in words of YAML."""
     if isinstance(value, Mapping):
         return "a section of keys"
     if isinstance(value, list | tuple):
         return "a list"
-    return "nothing" if value is None else f"{value!r}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "nothing"
+    # Dates and the like, which YAML makes of text without quotes, as they were written.
+    return (
+        repr(value) if isinstance(value, str | int | float) else f"{str(value)!r} (put it in quotes, if text is meant)"
+    )
 
 
 def _called(hint: Any) -> str:
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "keys with values"}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return "a section of keys"
-    return names.get(hint) or ("a list" if typing.get_origin(hint) is tuple else str(hint))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_called(kind) for kind in inner if kind is not type(None))
+    if origin is tuple:
+        kinds = {str: "of texts", int: "of whole numbers", float: "of numbers"}
+        return f"a list {kinds[inner[0]]}" if inner[0] in kinds else "a list"
+    return names.get(hint, "keys with values" if origin in (dict, Mapping) else "another value")
 
 
-__all__ = ["build", "convert"]
+__all__ = ["build", "convert", "kind_of"]

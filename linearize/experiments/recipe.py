@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.errors import ConfigError, LinearizeError, unknown_name
-from linearize.experiments.check import build
+from linearize.experiments.check import build, kind_of
 from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import DataOptions
@@ -119,7 +119,7 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
             raise
         raise ConfigError(f"recipe {title}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe {title}: got a {type(values).__name__}, expected keys with values")
+        raise ConfigError(f"recipe {title}: got {kind_of(values)}, expected keys with values")
     for change in changes:
         _change(values, change)
     return check(values, f"recipe {title}")
@@ -241,8 +241,8 @@ def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None
     for name, job in jobs.items():
         if job.finetune.teacher and recipe.flow == "scratch":
             raise ConfigError(
-                f"{where}.tasks.{name}.finetune.teacher: got {job.finetune.teacher}, but flow scratch has no tuned "
-                "softmax model; leave it out"
+                f"{where}.tasks.{name}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no "
+                "tuned softmax model; leave it out"
             )
         if job.rows.extra_pairs and not job.finetune.teacher:
             raise ConfigError(

@@ -6,11 +6,12 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import ConfigError, DataError
+from linearize.errors import ConfigError, DataError, first_line
+from linearize.experiments.changes import Changes, changes_of
 from linearize.experiments.recipe import AVERAGE, cells, check, resolve
 from linearize.experiments.schema import SOFTMAX, Recipe
 from linearize.parsing import parse_json, parse_yaml
@@ -46,9 +47,10 @@ class Table:
         title: one line.
         columns: names of the tasks, and "average" where there are several.
         rows: entries by row and column.
-        seeds: how many seeds the recipe has.
         missing: cells that are not there yet.
         damaged: lines of the results file that could not be read.
+        seeds: how many seeds the recipe has.
+        changes: in what the run differs from the recipe of the package.
     """
 
     title: str
@@ -57,6 +59,7 @@ class Table:
     missing: int
     damaged: int
     seeds: int = 1
+    changes: Changes = field(default_factory=Changes)
 
 
 def append_row(folder: Path, row: Mapping[str, Any]) -> None:
@@ -122,9 +125,7 @@ def read_recipe(folder: Path) -> Recipe:
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({type(error).__name__}); the run was damaged: run it again"
-        ) from error
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again") from error
     return check(values if isinstance(values, dict) else {}, str(path))
 
 
@@ -152,7 +153,9 @@ def make_table(recipe: Recipe, rows: Sequence[Mapping[str, Any]], name: str, dam
     missing = sum(cell.key not in done for cell in wanted)
     shown = (*columns, *((AVERAGE,) if several else ()))
     source = f" ({recipe.paper.title}, {recipe.paper.table})" if recipe.paper is not None else ""
-    return Table(f"{name}: {recipe.summary}{source}", shown, table, missing, damaged, len(recipe.seeds))
+    return Table(
+        f"{name}: {recipe.summary}{source}", shown, table, missing, damaged, len(recipe.seeds), changes_of(recipe)
+    )
 
 
 def _entry(rows: Sequence[Mapping[str, Any]], label: str, column: str, paper: float | None) -> Entry:

@@ -59,7 +59,7 @@ def read_config(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"config: {name!r} cannot be read ({error}); mend the file") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"config: {name!r} holds a {type(values).__name__}, expected a mapping with model_type")
+        raise ConfigError(f"config: {name!r} holds no mapping, expected one with model_type")
     for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
         values.pop(name, None)
     return values

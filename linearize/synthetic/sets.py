@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearize.errors import ConfigError, DataError, unknown_name
+from linearize.registry import KINDS
 from linearize.synthetic import listops, pixels, recall, retrieval
 from linearize.synthetic.tokenizers import fixed_tokenizer
 
@@ -80,7 +81,7 @@ def make_options(name: str, options: Mapping[str, Any]) -> Any:
             raise unknown_name(f"option of {name}", key, known)
         kinds = typing.get_args(hints[key]) or (hints[key],)
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ConfigError(f"{name}, {key}: got {value!r}, expected {kinds[0].__name__}")
+            raise ConfigError(f"{name}, {key}: got {value!r}, expected {KINDS[kinds[0]]}")
     return config(**options)
 
 

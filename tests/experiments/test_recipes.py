@@ -90,7 +90,7 @@ def load(tiny, write, **changes):
         ({"finetune": {"batch_size": 0}}, r"stage two, batch_size: got 0"),
         ({"finetune": {"group_by_length": "yes"}}, r"group_by_length: got 'yes', expected true or false"),
         ({"finetune": {"schedule": "sine"}}, r"stage two, schedule: got 'sine'"),
-        ({"distil": {"steps": True}}, r"distil.steps: got True, expected a whole number"),
+        ({"distil": {"steps": True}}, r"distil.steps: got true, expected a whole number"),
         ({"distil": {"loss": "none"}}, r"stage one, loss: got 'none'"),
         ({"kernels": ["hedgehoc"]}, r"kernels\[0\]: unknown kernel 'hedgehoc'. Did you mean 'hedgehog'"),
         ({"kernels": [{"name": "luna", "args": {"chanels": 3}}]}, r"kernels\[0\]: unknown argument of kernel luna"),
@@ -118,7 +118,7 @@ def load(tiny, write, **changes):
         ({"finetune": {"teacher": 3}}, r"teacher: got 3, expected true or false or text"),
         ({"teacher": {"teacher": True}}, r"tasks.cola.teacher: unknown key 'teacher'"),
         ({"rows": {"extra_pairs": 1}}, r"rows.extra_pairs: pairs made anew have no label; set finetune.teacher"),
-        ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got True, but flow scratch"),
+        ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got true, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
     ],
 )

@@ -190,7 +190,7 @@ def test_learned_tokenizers(kind, tmp_path):
     [
         ("listop", {}, None, UnknownNameError, "Did you mean 'listops'"),
         ("listops", {"lenght": 3}, None, UnknownNameError, "unknown option of listops 'lenght'"),
-        ("listops", {"train": "many"}, None, ConfigError, "listops, train: got 'many', expected int"),
+        ("listops", {"train": "many"}, None, ConfigError, "listops, train: got 'many', expected a whole number"),
         ("listops", {"depth": 2, "shortest": 500}, None, ConfigError, "no list of depth 2 has 500 tokens"),
         ("associative-recall", {"vocabulary": 5}, None, ConfigError, "expected even numbers"),
         ("pixels", {}, None, DataError, "pixels is made of an image data set"),

@@ -1,0 +1,128 @@
+"""Results as tables in other formats and as a picture, and the marks of what was not made as the recipe says."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+from PIL import Image
+from support.command_lines import run
+
+from linearize.experiments.changes import changes_of, differences
+from linearize.experiments.formats import CSV, notes, to_csv, to_latex, to_markdown
+from linearize.experiments.recipe import load_recipe, plain
+from linearize.experiments.results import make_table
+
+KERNELS = "kernels=[softmax,{name: hedgehog, args: {activation: exp}},{name: elu, label: e&u_1}]"
+CHANGED = [KERNELS, "tasks=[cola,stsb]", "seeds=[0,1]",
+           "distil.steps=10", "tasks.stsb.finetune.epochs=1", "data=somewhere", "device=cpu"]  # fmt: skip
+
+
+def rows_of(recipe):
+    """Made-up results: 0.50 and 0.52 with seeds 0 and 1, and one cell short."""
+    from linearize.experiments.recipe import cells
+
+    made = []
+    for cell in cells(recipe)[:-1]:
+        score = 0.5 + 0.02 * cell.seed
+        made.append({"cell": cell.key, "row": cell.row, "task": cell.job.name, "seed": cell.seed, "score": score,
+                     "percent": True, "recovered": None if cell.row == "softmax" else 90.0})  # fmt: skip
+    return made
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe("minilm-glue", CHANGED)
+
+
+@pytest.fixture(scope="module")
+def table(recipe):
+    return make_table(recipe, rows_of(recipe), "mine")
+
+
+def test_what_was_changed_and_what_was_left_out(recipe):
+    found = changes_of(recipe)
+    assert found.recipe == "minilm-glue" and found.everywhere == ("distil.steps 10 (120)",)
+    assert found.rows == {
+        "hedgehog": ("args.activation exp (nothing)",), "e&u_1": ("not a row of the recipe",),
+    }  # fmt: skip
+    assert found.columns == {"stsb": ("finetune.epochs 1 (4)",)}
+    assert found.left_out == ("task sst2", "task mrpc", "seed 2")
+    assert found.marked("softmax", "cola"), "a change of stage one holds everywhere"
+
+
+@pytest.mark.parametrize("name", ["minilm-glue", "associative-recall", "luna-lra"])
+def test_a_recipe_as_it_is_has_no_mark(name):
+    for one in (load_recipe(name), load_recipe(name, ["data=here", "device=cpu"])):
+        found = changes_of(one)
+        assert (found.recipe, found.everywhere, found.rows, found.columns, found.left_out) == (name, (), {}, {}, ())
+        assert not found.marked("softmax", "cola")
+    # What a run's folder holds is the resolved recipe.
+    from linearize.experiments.recipe import check
+
+    again = check(yaml.safe_load(yaml.safe_dump(plain(load_recipe(name)))), "here")
+    assert changes_of(again).everywhere == () and changes_of(again).columns == {}
+
+
+def test_only_what_differs_is_marked():
+    found = changes_of(load_recipe("minilm-glue", ["tasks.stsb.finetune.epochs=1", "seeds=[0]"]))
+    assert found.everywhere == () and found.left_out == ("seed 1", "seed 2")
+    assert found.marked("hedgehog", "stsb") and not found.marked("hedgehog", "cola")
+    own = replace(load_recipe("minilm-glue"), summary="a file of one's own", seeds=(7,))
+    assert changes_of(own).recipe is None and not changes_of(own).marked("softmax", "cola")
+    assert differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == ("b 3 (2)", "c 4 (nothing)", "a nothing (1)")
+
+
+def test_markdown(table):
+    lines = to_markdown([table]).splitlines()
+    assert lines[2] == "|  | cola | stsb | average |" and lines[3] == "| --- | ---: | ---: | ---: |"
+    row = next(line for line in lines if line.startswith("| hedgehog"))
+    assert row.startswith(r"| hedgehog | 51.00\* ± 1.41 (90.0 %) | 51.00\* ± 1.41 (90.0 %) |")
+    assert all(line.replace(r"\|", "").count("|") == 5 for line in lines[2:7])
+    assert any("distil.steps 10 (120)" in line for line in lines) and any("task sst2" in line for line in lines)
+
+
+def test_csv(table):
+    rows = list(csv.DictReader(io.StringIO(to_csv([table]))))
+    assert tuple(rows[0]) == CSV and len(rows) == 3 * 3
+    cell = next(row for row in rows if (row["row"], row["task"]) == ("hedgehog", "cola"))
+    assert float(cell["mean"]) == pytest.approx(51.0) and float(cell["deviation"]) == pytest.approx(2**0.5)
+    assert (cell["seeds"], cell["seeds_wanted"], cell["run"]) == ("2", "2", "mine")
+    assert cell["changed"] == "distil.steps 10 (120); args.activation exp (nothing)"
+    short = next(row for row in rows if (row["row"], row["task"]) == ("e&u_1", "stsb"))
+    assert (short["seeds"], short["deviation"]) == ("1", "")
+
+
+def test_latex(table):
+    text = to_latex([table])
+    assert r"\begin{tabular}{lrrr}" in text and text.count(r"\\") == 4
+    assert r"hedgehog & 51.00* $\pm$ 1.41 (90.0 \%) & " in text and r"e\&u\_1 & " in text
+
+
+def test_notes(table):
+    said = " ".join(notes(table))
+    assert "Means over 2 seeds" in said and "1 cells are not there yet" in said
+    assert "row hedgehog: args.activation exp (nothing)" in said and "task stsb: finetune.epochs 1 (4)" in said
+
+
+def test_the_verb(recipe, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(plain(recipe)))
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(recipe)))
+    code, out, _ = run(capsys, "results", folder)
+    assert code == 0 and "51.00* +- 1.41" in out and "* Not as recipe minilm-glue has it" in out
+    for kind, sign in (("md", "| --- |"), ("csv", "run,row,task,mean"), ("latex", r"\toprule")):
+        code, out, err = run(capsys, "results", folder, "--format", kind)
+        assert code == 0 and sign in out and err == ""
+    code, out, err = run(capsys, "results", tmp_path, "--format", "json", "--plot", tmp_path / "made.png")
+    assert code == 0 and json.loads(out)[0]["changes"]["recipe"] == "minilm-glue" and "made.png" in err
+    with Image.open(tmp_path / "made.png") as picture:
+        assert picture.width > 300 and len(set(picture.convert("L").tobytes())) > 20
+    assert run(capsys, "results", folder, "--plot", tmp_path / "made.txt")[0] == 2
+    code, _, err = run(capsys, "results", folder, "--format", "html")
+    assert code == 2 and "html" in err

@@ -1,0 +1,85 @@
+"""A recipe to start from is one that runs; errors of recipes speak of YAML, not of Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from support.command_lines import run
+
+import linearize
+from linearize.errors import ConfigError, LinearizeError
+from linearize.experiments.check import convert
+from linearize.experiments.new import new_recipe
+from linearize.experiments.recipe import cells, load_recipe
+from linearize.experiments.schema import FLOWS, Recipe
+from linearize.registry import kernel_info, make_config
+
+DOCUMENT = (Path(linearize.__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def test_a_new_recipe_is_checked_and_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "recipes", "--new", "mine.yaml")
+    assert code == 0, err
+    assert "Next: linearize run mine.yaml --dry-run" in out
+    recipe = load_recipe("mine.yaml")
+    assert len(cells(recipe)) == 3 * 1 * 3 and recipe.flow == "finetuned"
+    assert run(capsys, "run", "mine.yaml", "--dry-run")[0] == 0
+    # What is commented out is right as well.
+    lines = [
+        re.sub(r"^(\s*)# (data|paper|figures|mine):", r"\1\2:", line)
+        for line in Path("mine.yaml").read_text().splitlines()
+    ]
+    Path("all.yaml").write_text("\n".join(lines))
+    whole = load_recipe("all.yaml")
+    assert whole.paper.title == "Hedgehog" and whole.figures["softmax"]["cola"] == 58.8 and "mine" in whole.tasks
+    code, _, err = run(capsys, "recipes", "--new", "mine.yaml")
+    assert code == 2 and "is there already" in err
+    assert run(capsys, "recipes", "--new", "mine.txt")[0] == 2
+    assert run(capsys, "recipes", "minilm-glue", "--new", "x.yaml")[0] == 2 and not Path("x.yaml").exists()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        new_recipe("no/folder/x.yaml")
+
+
+def test_the_document_has_all_keys_and_flows():
+    for field in dataclasses.fields(Recipe):
+        assert f"`{field.name}`" in DOCUMENT, field.name
+    assert all(f"`{flow}`" in DOCUMENT for flow in FLOWS)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "words"),
+    [
+        (int, "2024-01-01", "got '2024-01-01' (put it in quotes, if text is meant), expected a whole number"),
+        (int, "true", "got true, expected a whole number"),
+        (bool, "3", "got 3, expected true or false"),
+        (str, "no", "got false, expected text"),
+        (tuple[str, ...], "a", "got 'a', expected a list"),
+        (int | str | None, "[1]", "got a list, expected a whole number or text"),
+        (dict[str, int], "x", "got 'x', expected keys with values"),
+        (float, "~", "got nothing, expected a number"),
+        (tuple[int, ...] | bool, "x", "got 'x', expected a list of whole numbers or true or false"),
+    ],
+)
+def test_errors_speak_of_yaml(hint, text, words):
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        convert(hint, yaml.safe_load(text), "here")
+    assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|datetime|class|typing|\bint\b|\bstr\b", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"frequencies": "many"}, "expected a whole number or none"),
+        ({"tied": 3}, "expected true or false"),
+        ({"floor": "x"}, "expected a number"),
+        ({"form": 3}, "expected text"),
+    ],
+)
+def test_errors_of_kernel_arguments_too(arguments, words):
+    with pytest.raises(LinearizeError, match=words):
+        make_config(kernel_info("flexformer_n"), arguments)
