@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from linearize.errors import ConfigError, LinearizeError, NotSavedError, printable, unknown_name
+from linearize.errors import ConfigError, LinearizeError, NotSavedError, missing_package, printable, unknown_name
 
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
@@ -107,7 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Long work shows its own progress; these would write over it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        return _dispatch(arguments)
+        try:
+            return _dispatch(arguments)
+        except ModuleNotFoundError as error:
+            raise missing_package(error) or error from error
     except LinearizeError as error:
         text = f"linearize: error: {' '.join(str(error).split())}"
         if isinstance(error, NotSavedError):

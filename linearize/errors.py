@@ -57,6 +57,27 @@ class CheckpointError(LinearizeError):
     """A checkpoint folder that cannot be read or written."""
 
 
+EXTRAS = {
+    **dict.fromkeys(("accelerate", "datasets", "evaluate", "peft", "scipy", "sklearn", "xxhash"), "train"),
+    **dict.fromkeys(("matplotlib",), "report"),
+    **dict.fromkeys(("timm", "torchvision", "PIL"), "vision"),
+}
+"""The packages that the plain install goes without, and the extra (see pyproject.toml) that brings each."""
+
+
+class MissingPackageError(LinearizeError, ModuleNotFoundError):
+    """A package is needed that the plain install goes without; the message names the extra that brings it."""
+
+
+def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
+    """Return what to raise in place of an import error, or None where no extra would help."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    advice = f'pip install "linearize[{EXTRAS[package]}]"'
+    return MissingPackageError(f"this needs the package {package}, which is not installed: {advice}", name=error.name)
+
+
 class NotSavedError(CheckpointError):
     """A trained result that could not be written where it should; what was trained is kept.
 
