@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -102,15 +103,55 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+class WholeWords:
+    """A table whose columns are as wide as their longest word; where they do not fit, one line per cell.
+
+    Args:
+        columns: what stands above.
+        rows: texts, never markup.
+        right: numbers of the columns that are set to the right.
+    """
+
+    BORDER = 3
+    """Columns of the terminal that a column's border and padding take; the table itself takes one more."""
+
+    def __init__(self, columns: list[str], rows: list[list[str]], right: tuple[int, ...]) -> None:
+        self.columns, self.rows, self.right = columns, rows, right
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
+        """Choose by the width that there is."""
+        widths = [self._longest([name, *(row[at] for row in self.rows)]) for at, name in enumerate(self.columns)]
+        fits = sum(widths) + self.BORDER * len(widths) + 1 <= options.max_width
+        yield self._table(widths) if fits else self._cells()
+
+    def _table(self, widths: list[int]) -> Table:
+        made = Table(header_style="bold")
+        for at, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
+            justify: Any = "right" if at in self.right else "left"
+            made.add_column(escape(name), justify=justify, overflow="fold", min_width=width)
+        for row in self.rows:
+            made.add_row(*map(escape, row))
+        return made
+
+    @staticmethod
+    def _longest(texts: list[str]) -> int:
+        return max((cell_len(word) for text in texts for word in text.split()), default=0)
+
+    def _cells(self) -> Group:
+        """The first cell of each row as a heading, and the others below it, name and value."""
+        lines = []
+        for first, *rest in self.rows:
+            lines.append(Text(f"{self.columns[0]} {first}".strip(), style="bold", overflow="fold"))
+            for name, text in zip(self.columns[1:], rest, strict=True):
+                if text:
+                    lines.append(Text(f"  {name}: {text}" if name else f"  {text}", overflow="fold"))
+        return Group(*lines)
+
+
 def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple[int, ...] = ()) -> Group:
-    """Build a table; cells are text, never markup."""
-    made = Table(header_style="bold")
-    for number, column in enumerate(columns):
-        made.add_column(escape(column), justify="right" if number in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(escape(str(cell)) for cell in row))
+    """Build a table; cells are text, never markup, and words stay whole."""
     # A table's own title is wrapped to the table's width.
-    return Group(Text(title, style="bold"), made)
+    return Group(Text(title, style="bold"), WholeWords(columns, [[str(cell) for cell in row] for row in rows], right))
 
 
 def plan_table(plan: Any) -> Group:

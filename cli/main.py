@@ -21,15 +21,16 @@ VERBS = {
     "longdoc": "long documents from end to end: convert, tune, compare with the original and its chunks",
     "init": "make an untrained linear model from a config",
     "run": "run a recipe: a published table, or a demonstration",
-    "recipes": "list the recipes, or print one",
+    "recipes": "list the recipes, print one, or write one to start from",
     "results": "show the table of a run, beside the paper's figures",
-    "kernels": "list the kernels, or explain one",
+    "kernels": "list the kernels, explain one, or advise for a model",
     "inspect": "show what a model or a converted checkpoint is",
     "push": "upload a converted checkpoint to the Hub",
     "report": "show a converted checkpoint: pictures, figures, one page",
     "compare": "show several conversions beside each other",
     "bench": "measure speed and memory beside softmax",
     "native": "compile the optional native op for the CPU, or say whether it is there",
+    "completion": "print what makes a shell complete verbs, options and names",
     "demo": "convert a small real model here, without a network",
 }
 

@@ -14,7 +14,7 @@ from linearize.cli._options import take_options
 from linearize.cli.main import VERBS, build_parser
 from linearize.jobs.config import ConvertJob, TuneJob
 
-WITHOUT = {"inspect"}
+WITHOUT = {"inspect", "completion"}
 """Verbs that have nothing but names and --json."""
 
 

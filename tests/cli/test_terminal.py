@@ -104,6 +104,23 @@ def test_a_narrow_terminal_is_never_overrun(terminal):
     assert "".join(WIDE.split()) in re.sub(r"[\s│]", "", plain(terminal.getvalue()))
 
 
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+def test_words_stay_whole(terminal, monkeypatch, width):
+    """Where columns as wide as their longest words do not fit, a table becomes a list."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    cells = [["encoder.layer.0.self", "hedgehog", "both ways"], ["encoder.layer.1.self", "softmax", "kept on request"]]
+    with redirect_stdout(terminal):
+        console().print(table("plan", ["module", "becomes", "why it stays"], cells, right=(1,)))
+    text = plain(terminal.getvalue())
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    words = {word for row in cells for cell in row for word in cell.split()}
+    assert words <= set(re.sub("[│┃]", " ", text).split())
+    # 20 + 8 + 7 letters, and borders of 10.
+    assert ("┃" in text) is (width >= 45)
+    if width == 30:
+        assert "  becomes" in text and text.index("encoder.layer.0.self") < text.index("hedgehog")
+
+
 def test_no_color_is_respected(terminal, monkeypatch):
     colour = re.compile(r"\x1b\[[0-9;]*[34][0-9]")
     with redirect_stdout(terminal):
