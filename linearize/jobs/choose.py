@@ -96,7 +96,7 @@ def advise(name: str) -> Advice:
     found.sort(key=lambda one: (one.why_not != "", one.experiment or "z", one.kl or 0.0, one.kernel))
     fits = [one for one in found if not one.why_not]
     picks = _picks(fits)
-    kernel = picks.get("fastest", picks.get("closest", fits[0].kernel if fits else "hedgehog"))
+    kernel = picks.get("closest", fits[0].kernel if fits else "hedgehog")
     given: dict[str, Any] = {"model": name, "kernel": kernel}
     short = longest is not None and longest <= SHORT
     if short:

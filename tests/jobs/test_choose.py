@@ -94,7 +94,7 @@ def test_a_short_encoder_with_small_heads(place):
     found = advise(str(place / "bert"))
     assert (found.attentions, found.causal, found.head_dims, found.longest) == (2, False, (8,), 64)
     assert found.picks == {
-        "closest": "flexformer_n", "fastest": "hedgehog", "smallest state that learns": "t2r",
+        "closest": "flexformer_n", "fastest": "luna", "smallest state that learns": "t2r",
     }  # fmt: skip
     assert [one.kernel for one in found.candidates][:3] == ["flexformer_n", "hedgehog", "t2r"]
     hedgehog = next(one for one in found.candidates if one.kernel == "hedgehog")
@@ -119,7 +119,7 @@ def test_a_causal_model_with_large_heads(place):
 
 def test_images_and_what_is_converted_already(place):
     found = advise(str(place / "vit"))
-    assert found.longest is None and not found.causal and found.picks["fastest"] == "hedgehog"
+    assert found.longest is None and not found.causal and found.picks["fastest"] == "luna"
     assert "converted already" in advise(str(place / "linear")).notes[0]
 
 
