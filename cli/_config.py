@@ -67,7 +67,7 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{FLAG}: {file!r} cannot be read as YAML ({error}); mend the file") from error
+        raise ConfigError(f"{FLAG}: {file!r} cannot be read as YAML ({error}); correct the file") from error
     if not isinstance(values, Mapping | None):
         raise ConfigError(f"{FLAG}: {file!r} holds {kind_of(values)}, expected options such as kernel: elu")
     known = {action.dest: action for action in parser._actions if action.dest not in NEVER}

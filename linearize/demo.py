@@ -103,10 +103,10 @@ def long_document(tokenizer: Any, tokens: int) -> str:
     from pydoc_data.topics import topics
 
     text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
-    room = tokens - tokenizer.num_special_tokens_to_add()
+    limit = tokens - tokenizer.num_special_tokens_to_add()
     while True:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if len(encoded["input_ids"]) >= room:
+        if len(encoded["input_ids"]) >= limit:
             break
         text = f"{text} {text}"
-    return text[: encoded["offset_mapping"][room - 1][1]]
+    return text[: encoded["offset_mapping"][limit - 1][1]]

@@ -34,7 +34,7 @@ def first_line(error: BaseException) -> str:
 
 
 class LinearizeError(Exception):
-    """Base of all errors raised on purpose: something the user can mend."""
+    """Base of all errors raised on purpose: something the user can put right."""
 
 
 class ConfigError(LinearizeError, ValueError):

@@ -90,8 +90,8 @@ class Section:
             wanted = "help" in one.metadata if self.only is None else one.name in self.only
             if wanted and one.name not in self.leave_out:
                 name = self.names.get(one.name, one.metadata.get("name", one.name))
-                alone = not self.prefix or one.name in self.shared
-                found[name if alone else f"{self.prefix}_{name}"] = one
+                plain = not self.prefix or one.name in self.shared
+                found[name if plain else f"{self.prefix}_{name}"] = one
         return found
 
 

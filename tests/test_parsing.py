@@ -86,7 +86,7 @@ def test_a_deep_config_for_init(depth, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "bert", "x": ' + "[" * depth + "]" * depth + "}")
     assert main(["init", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert "expected at most 64 levels); mend the file" in err and err.count("\n") == 1
+    assert "expected at most 64 levels); correct the file" in err and err.count("\n") == 1
 
 
 def test_what_is_good_is_read():

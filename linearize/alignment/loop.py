@@ -1,7 +1,7 @@
 """Align a whole converted model with its original: first every block under the teacher's inputs, then end to end.
 
 Stage one matches attention weights only. What a layer's errors do to the layers behind it, and what the layer's own
-weights could mend, it does not see. The alignment trains the student so that its hidden states, pooled output and
+weights could repair, it does not see. The alignment trains the student so that its hidden states, pooled output and
 logits are the teacher's, on unlabelled data. It never ends worse than it began.
 """
 

@@ -80,13 +80,13 @@ def find_blocks(model: PreTrainedModel) -> list[Block]:
             inside, block = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
             if isinstance(model.get_submodule(inside), (nn.ModuleList, nn.Sequential)):
                 candidates.append(block)
-        alone = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
+        unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
         if not candidates:
             raise ConfigError(
                 f"alignment: the attention {host!r} lies in no list of layers, so its block is not known; "
                 "skip the alignment (--align-steps 0)"
             )
-        name = (alone or candidates[-1:])[0]
+        name = (unshared or candidates[-1:])[0]
         below = host.removeprefix(f"{name}.").split(".")[0] if host != name else ""
         found.setdefault(name, Block(name, f"{name}.{below}" if below else name))
     return list(found.values())

@@ -66,8 +66,8 @@ def plain_decades(axes: Any) -> None:
 
     axes.set_yscale("log")
     drawn = [y for line in axes.get_lines() for y in line.get_ydata()]
-    few = bool(drawn) and max(drawn) < 300 * min(drawn)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    narrow = bool(drawn) and max(drawn) < 300 * min(drawn)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 

@@ -4,7 +4,7 @@ Row i of softmax's weights is t_i, the kernel's scores are s_ij = exp(c_ij) phi(
 
     positive maps:   L_i = log z_i - sum_j t_ij log s_ij,   z_i = sum_j s_ij,   dL_i / ds_ij = 1 / z_i - t_ij / s_ij
 
-Maps whose scores can be negative need more, for a logarithm behind a clamp neither sees nor mends them: z_i sums the
+Maps whose scores can be negative need more, for a logarithm behind a clamp neither sees nor corrects them: z_i sums the
 positive part only, at least a fraction of the row's magnitude (it cannot cross zero); the logarithm goes on as a
 straight line below a small fraction of the row's mean (so that a wanted key with a negative score is pulled up); and
 the negative mass over z_i is a penalty.

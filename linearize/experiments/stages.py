@@ -126,8 +126,8 @@ class StageRunner:
         model = load_for_task(str(base or checkpoint(self.recipe.model)), data).to(self.device).eval()
         fit_tokenizer(model, processor)
         start = time.perf_counter()
-        figures = measure_task(model, data)
-        record = {"metrics": figures, "score": main_metric(data.task, figures), "facts": data.facts}
+        metrics = measure_task(model, data)
+        record = {"metrics": metrics, "score": main_metric(data.task, metrics), "facts": data.facts}
         record["seconds"] = time.perf_counter() - start
         with atomic_folder(target, overwrite=True) as fresh:
             (fresh / STAGE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

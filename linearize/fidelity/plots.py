@@ -107,9 +107,9 @@ def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
     ):
         values = [np.array(spread.entropy[side]) for spread in spreads]
         mean = np.array([v.mean() for v in values])
-        reach = np.array([[m - v.min(), v.max() - m] for m, v in zip(mean, values, strict=True)]).T
+        bars = np.array([[m - v.min(), v.max() - m] for m, v in zip(mean, values, strict=True)]).T
         axes.errorbar(
-            places + shift, mean, yerr=np.abs(reach), color=colour, marker=marker, markersize=5, linestyle=dashes,
+            places + shift, mean, yerr=np.abs(bars), color=colour, marker=marker, markersize=5, linestyle=dashes,
             linewidth=1.2, elinewidth=1, capsize=2, label=side,
         )  # fmt: skip
     axes.set_xticks(places, layer_names([spread.module for spread in spreads]), fontsize=7)

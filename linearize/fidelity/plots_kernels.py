@@ -134,11 +134,11 @@ def frequencies(maps: Sequence[LayerMaps]) -> Figure:
 def _spectrum(axes: Any, layer: LayerMaps) -> None:
     found = _map(layer).frequencies(layer.scaling)
     values = {name: numbers.float().cpu().flatten().numpy() for name, numbers in found.items()}
-    reach = max(2.5, *(float(np.quantile(np.abs(v), 0.999)) for v in values.values()))
-    x = np.linspace(-reach, reach, 200)
+    limit = max(2.5, *(float(np.quantile(np.abs(v), 0.999)) for v in values.values()))
+    x = np.linspace(-limit, limit, 200)
     for (name, numbers), colour, dashes in zip(values.items(), (SOFTMAX, LINEAR), ("-", "--"), strict=False):
         style: dict[str, Any] = {"histtype": "step", "color": colour, "linestyle": dashes}
-        axes.hist(numbers, bins=60, range=(-reach, reach), density=True, label=f"learned {name}", **style)
+        axes.hist(numbers, bins=60, range=(-limit, limit), density=True, label=f"learned {name}", **style)
     axes.plot(x, np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi), color=THIRD, linestyle=":", label="softmax's own")
 
 

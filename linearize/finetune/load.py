@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from linearize.finetune.task import Task
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 from linearize.surgery.positions import current_length, runs_beyond_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
@@ -299,7 +302,7 @@ def _explained(name: str, what: str) -> Iterator[None]:
         raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error
 
 
-def beyond_training(model: Any, task: Task, length: int) -> str | None:
+def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | None:
     """Refuse rows to measure on that a model cannot read; return what is to be said of those it was not trained on.
 
     Raises:
@@ -315,15 +318,24 @@ def beyond_training(model: Any, task: Task, length: int) -> str | None:
     )
 
 
-def check_length(model: Any, task: Task, length: int) -> None:
+def check_length(
+    model: PreTrainedModel, task: Task, length: int, *, called: str = "", otherwise: str = "convert with --max-length"
+) -> None:
     """Refuse rows of text that are longer than the model's positions.
+
+    Args:
+        model: the model.
+        task: the task; only text has a length.
+        length: tokens of the longest row.
+        called: what the model is to the user; by default its class.
+        otherwise: what to do but for lowering the length.
 
     Raises:
         ConfigError: if they are.
     """
     most = current_length(model) if task.modality == "text" else None
     if most is not None and length > most:
+        name = called or type(model).__name__
         raise ConfigError(
-            f"max_length: got {length}, but {type(model).__name__} takes at most {most} tokens; lower it, or "
-            "convert with --max-length"
+            f"max_length: {name} takes at most {most} tokens, but rows have up to {length}; lower it, or {otherwise}"
         )

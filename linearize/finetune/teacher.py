@@ -8,11 +8,9 @@ from typing import Any
 
 from linearize.alignment.pair import check_teacher as check_original_of
 from linearize.errors import CheckpointError, ConfigError
-from linearize.finetune.load import RECORD, check_trained, load_for_task, load_processor, read_config_dict
+from linearize.finetune.load import RECORD, check_length, check_trained, load_for_task, load_processor, read_config_dict
 from linearize.finetune.prepared import TaskData
-from linearize.finetune.tasks import Task
 from linearize.modeling.model import is_linearized
-from linearize.surgery.positions import current_length
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers of one vocabulary, but other rules, cut in other ways."""
@@ -40,7 +38,7 @@ def load_teacher(name: str, data: TaskData, student: Any, processor: Any, max_le
     check_processor(name, load_processor(name, data.task.modality), processor)
     teacher = load_for_task(name, data)
     check_teacher(teacher, student)
-    check_teacher_length(teacher, data.task, max_length)
+    check_length(teacher, data.task, max_length, called="the teacher", otherwise="tune without a teacher")
     if getattr(teacher.config, "pad_token_id", 0) is None:
         teacher.config.pad_token_id = student.config.pad_token_id
     return freeze(teacher, student)
@@ -102,20 +100,6 @@ def check_teacher(teacher: Any, student: Any) -> None:
     check_original_of(student, teacher)
 
 
-def check_teacher_length(teacher: Any, task: Task, max_length: int) -> None:
-    """Refuse rows that are longer than the teacher takes.
-
-    Raises:
-        ConfigError: if they are.
-    """
-    most = current_length(teacher) if task.modality == "text" else None
-    if most is not None and max_length > most:
-        raise ConfigError(
-            f"teacher: takes at most {most} tokens, but rows have up to {max_length}; lower max_length, or tune "
-            "without a teacher"
-        )
-
-
 def check_processor(name: str, teacher: Any, student: Any) -> None:
     """Refuse a teacher that reads other numbers than the student: another tokenizer or image processor.
 
@@ -151,4 +135,4 @@ def _tuned_for(name: str) -> str | None:
         ) from None
 
 
-__all__ = ["check_processor", "check_teacher", "check_teacher_length", "check_tuned", "freeze", "load_teacher"]
+__all__ = ["check_processor", "check_teacher", "check_tuned", "freeze", "load_teacher"]

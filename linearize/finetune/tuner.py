@@ -88,9 +88,9 @@ class Tuner(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         weight = self.label_weight()
         fields = {name: value for name, value in inputs.items() if name not in LABELS}
-        alone = weight == 0 or self.kind in BY_ROW
+        unlabelled = weight == 0 or self.kind in BY_ROW
         hidden = self.tune.teacher_hidden_weight > 0
-        outputs = model(**(fields if alone else inputs), output_hidden_states=hidden)
+        outputs = model(**(fields if unlabelled else inputs), output_hidden_states=hidden)
         theirs = self._taught(fields, hidden=hidden)
         parts = {}
         if hidden:

@@ -57,7 +57,7 @@ def read_config(name: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config: {name!r} cannot be read ({error}); mend the file") from error
+        raise ConfigError(f"config: {name!r} cannot be read ({error}); correct the file") from error
     if not isinstance(values, dict):
         raise ConfigError(f"config: {name!r} holds no mapping, expected one with model_type")
     for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):

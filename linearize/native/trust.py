@@ -44,7 +44,7 @@ def _objection(place: Path, *, above: bool) -> str:
         return "" if above else f"{place} is a link"
     sticky = above and found.st_mode & stat.S_ISVTX
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
-        return f"{place} can be written by others (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w mends that)"
+        return f"{place} can be written by others (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w puts that right)"
     return ""
 
 

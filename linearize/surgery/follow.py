@@ -51,7 +51,7 @@ def follow(
     for name, tensor in live.items():
         if tensor.shape != before[name].shape:
             why = f"with {name} of shape {tuple(tensor.shape)}, expected {tuple(before[name].shape)} from its config"
-            raise refusal(model, why, "mend the config")
+            raise refusal(model, why, "correct the config")
     was, fresh = _refill(old, live), _refill(new, live)
     tensors = {}
     for name, tensor in live.items():

@@ -204,10 +204,10 @@ def expectations(plan: Plan) -> list[str]:
         config = make_config(info, layer.arguments)
         if info.is_positive(config) or not info.normalized:
             continue
-        mends = [f"--kernel-arg {mend} avoids it" for mend in _positive_choices(info, config)]
+        ways_out = [f"--kernel-arg {choice} avoids it" for choice in _positive_choices(info, config)]
         found.append(
             f"{layer.kernel}: weights can be negative, so it stays further from softmax than kernels whose weights "
-            f"cannot; {mends[0] if mends else '`linearize kernels` says which those are'}"
+            f"cannot; {ways_out[0] if ways_out else '`linearize kernels` says which those are'}"
         )
     return list(dict.fromkeys(found))
 

@@ -97,14 +97,16 @@ def _said(rows: Mapping[str, Any]) -> str:
 
 def _listops(config: listops.ListOps, source: str | None) -> Made:
     found = listops.tables(config)
-    told = f"ListOps of {config.shortest} to {config.longest} tokens, seed {config.seed}: {_said(found)}"
-    return Made(_tables(found), fixed_tokenizer(listops.TOKENS), told)
+    description = f"ListOps of {config.shortest} to {config.longest} tokens, seed {config.seed}: {_said(found)}"
+    return Made(_tables(found), fixed_tokenizer(listops.TOKENS), description)
 
 
 def _recall(config: recall.AssociativeRecall, source: str | None) -> Made:
     found = recall.tables(config)
-    told = f"associative recall, {config.vocabulary} tokens, length {config.length}, seed {config.seed}: {_said(found)}"
-    return Made(_tables(found), fixed_tokenizer(recall.tokens(config), framed=False), told)
+    description = (
+        f"associative recall, {config.vocabulary} tokens, length {config.length}, seed {config.seed}: {_said(found)}"
+    )
+    return Made(_tables(found), fixed_tokenizer(recall.tokens(config), framed=False), description)
 
 
 def _pathfinder(config: pixels.Pathfinder, source: str | None) -> Made:

@@ -131,7 +131,7 @@ def test_contradicting_facts_are_refused(change, message):
         ({"tied": 1}, "got 1, expected true or false"),
     ],
 )
-def test_wrong_arguments_name_the_mend(arguments, message):
+def test_wrong_arguments_say_what_to_do(arguments, message):
     with pytest.raises(ConfigError, match=message):
         make_config(INFO, arguments)
     with pytest.raises(UnknownNameError, match=r"Did you mean 'power'\? Known: power, tied"):

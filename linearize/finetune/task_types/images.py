@@ -75,10 +75,10 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
 def shifted(pixels: Tensor, seed: int) -> Tensor:
     """Shift images [B, C, H, W] by up to `SHIFT` of their size, edges repeated, and mirror half of them."""
     chance = np.random.default_rng(seed)
-    reach = max(1, round(pixels.shape[-1] * SHIFT))
-    wide = torch.nn.functional.pad(pixels, (reach,) * 4, mode="replicate")
+    most = max(1, round(pixels.shape[-1] * SHIFT))
+    wide = torch.nn.functional.pad(pixels, (most,) * 4, mode="replicate")
     made = torch.empty_like(pixels)
-    for place, (down, right) in enumerate(chance.integers(0, 2 * reach + 1, size=(len(pixels), 2))):
+    for place, (down, right) in enumerate(chance.integers(0, 2 * most + 1, size=(len(pixels), 2))):
         crop = wide[place, :, down : down + pixels.shape[2], right : right + pixels.shape[3]]
         made[place] = crop.flip(-1) if chance.random() < 0.5 else crop
     return made
