@@ -6,6 +6,10 @@ Everything that asks for a head reads this table: loading, tuning, recipes, the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Modality = Literal["text", "image"]
+"""What a model reads."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Head:
     name: str
     auto_class: str
     suffixes: tuple[str, ...] = ()
-    modality: str = "text"
+    modality: Modality = "text"
     per_label: bool = False
     own_weights: bool = True
     pipeline: str | None = None

@@ -6,11 +6,15 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
 from linearize.heads import HEADS
 from linearize.parsing import parse_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 
@@ -115,6 +119,11 @@ def model_type(name: str) -> str | None:
         CheckpointError: if the folder is no checkpoint or the Hub name cannot be reached.
     """
     return _read_config(name, None).get("model_type")
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device, in place; transformers' own `to` is annotated without one."""
+    model.to(device)
 
 
 def check_device(name: str) -> str:

@@ -29,6 +29,7 @@ from linearize.distillation.loop import make_accelerator
 from linearize.distillation.run import Batches, Part, Progress, Run, frozen
 from linearize.distillation.state import RunState
 from linearize.errors import ConfigError
+from linearize.loading import move
 from linearize.modeling.model import is_linearized
 
 
@@ -125,7 +126,7 @@ def align(
             "alignment: got FSDP, expected one process or plain data parallelism (DDP); skip the alignment "
             "(--align-steps 0), or launch without FSDP"
         )
-    student.to(accelerator.device)  # type: ignore[arg-type]
+    move(student, accelerator.device)
     pair = make_pair(student, teacher, shared=config.train == "kernels")
     return _Run(pair, data, config, on_step, accelerator).run()
 

@@ -21,6 +21,7 @@ from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.errors import ConfigError
 from linearize.fidelity.whole import check_original
+from linearize.loading import move
 from linearize.modeling.plan import Plan
 from linearize.surgery.apply import apply
 from linearize.teacher.observe import body_of, run_module, softmax_output
@@ -185,7 +186,7 @@ def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shar
     check_teacher(student, teacher)
     made = copy.deepcopy(teacher)
     apply(made, Plan.from_dict(student.config.linearize))
-    made.to(next(student.parameters()).device)  # type: ignore[arg-type]
+    move(made, next(student.parameters()).device)
     return Pair(student, _frozen(made))
 
 

@@ -89,7 +89,8 @@ def _shown(before: Any, after: Any) -> tuple[str, str]:
         return one, two
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         key = next(key for key in [*after, *before] if before.get(key) != after.get(key))
-        return tuple(f"{{{key!r}: {_short(repr(side.get(key)))}}}" for side in (before, after))  # type: ignore
+        one, two = (_short(repr(side.get(key))) for side in (before, after))
+        return f"{{{key!r}: {one}}}", f"{{{key!r}: {two}}}"
     return _short(one), _short(two)
 
 

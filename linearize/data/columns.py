@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.data.config import DataConfig
 from linearize.data.hub import rows_of
 from linearize.errors import DataError
+from linearize.heads import Modality
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     Table = TypeVar("Table", Dataset, IterableDataset)
 
-Modality = Literal["text", "image"]
 TEXT_NAMES = ("text", "sentence", "content", "document", "article", "review", "body")
 PAIRS = (
     ("sentence1", "sentence2"),

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from linearize.data.columns import Modality
 from linearize.data.hub import cause
 from linearize.data.records import Example
 from linearize.errors import ConfigError, DataError
+from linearize.heads import Modality
 
 if TYPE_CHECKING:
     from torch import Tensor

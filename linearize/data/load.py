@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
-from linearize.data.columns import Modality, class_names, column_kinds, find_pair, merge_names, uniform
+from linearize.data.columns import class_names, column_kinds, find_pair, merge_names, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
 from linearize.data.feeds import MapFeed, PackedFeed, StreamFeed, StreamPart
@@ -23,6 +23,7 @@ from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Source
 from linearize.data.walk import exists
 from linearize.errors import ConfigError, DataError, unknown_name
+from linearize.heads import Modality
 
 FETCH_ROWS = 1_000
 
@@ -67,7 +68,8 @@ def load_source(config: DataConfig, processor: Any, modality: Modality) -> Sourc
         raise DataError("got a mixture of streamed tables and image files, expected one kind; turn streaming off.")
     if streams:
         return _streamed(config, streams, encoder, parts)
-    return _mapped(config, [part.data for part in parts], encoder, parts, fallback)  # type: ignore[misc]
+    records = [part.data for part in parts if not isinstance(part.data, StreamPart)]
+    return _mapped(config, records, encoder, parts, fallback)
 
 
 def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]:

@@ -26,6 +26,7 @@ from linearize.distillation.state import RunState
 from linearize.distillation.trainer import KernelTrainer
 from linearize.errors import ConfigError
 from linearize.fidelity.measure import Fidelity, measure_layers
+from linearize.loading import move
 from linearize.modeling.model import is_linearized
 
 
@@ -166,7 +167,7 @@ class _Run(Run[KernelTrainer, Progress]):
         after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
             # A spread-out run is over: the kernels go back to the rest of the model that was given.
-            self.model.to(home)  # type: ignore[arg-type]
+            move(self.model, home)
         return DistillResult(
             len(self.history),
             progress.best_step,

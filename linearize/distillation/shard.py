@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError
+from linearize.loading import move
 from linearize.teacher.observe import body_of
 
 
@@ -28,7 +29,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
         ConfigError: for the first version of FSDP, which cannot leave kernels out.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
-        model.to(accelerator.device)  # type: ignore[arg-type]
+        move(model, accelerator.device)
         return model
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:

@@ -71,8 +71,8 @@ class KernelTrainer:
         for loss in self.layers:
             self._check(loss, step)
             parameters = [p for p in loss.layer.parameters() if p.grad is not None]
-            for parameter in parameters:
-                parameter.grad.div_(loss.count)  # type: ignore[union-attr]
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                gradient.div_(loss.count)
             norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
             if not math.isfinite(float(norm)):
                 raise diverged(loss.name, step, f"the gradient became {float(norm)}")

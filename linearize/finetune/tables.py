@@ -152,13 +152,13 @@ def _open(task: Task, given: Given, split: str, raw: bool) -> Any:
     if raw:
         return raw_table(given, split)
     config = _config(task, split)
-    data = open_records(given, config, task.modality).data  # type: ignore[arg-type]
+    data = open_records(given, config, task.modality).data
     return View(data, np.arange(len(data.sizes)))  # type: ignore[union-attr]
 
 
 def _records(task: Task, table: Any) -> View:
     config = _config(task, task.train)
-    table = uniform(table, config, task.modality, "table")  # type: ignore[arg-type]
+    table = uniform(table, config, task.modality, "table")
     names = class_names(table, "table")
     data: Any = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
     return View(data, np.arange(len(data.sizes)))
@@ -227,7 +227,7 @@ def _local_split(task: Task, path: Path, given: str) -> str | None:
     found = next((name for name in task.validation if _opens(path, name, task)), None)
     if found is None and task.exact_validation:
         # Opened for its message, which lists the splits that are there.
-        open_local(path, task.validation[0], task.modality, False)  # type: ignore[arg-type]
+        open_local(path, task.validation[0], task.modality, False)
     return found
 
 
@@ -239,7 +239,7 @@ def _has_splits(path: Path, task: Task) -> bool:
 
 def _opens(path: Path, split: str, task: Task) -> bool:
     try:
-        open_local(path, split, task.modality, False)  # type: ignore[arg-type]
+        open_local(path, split, task.modality, False)
     except DataError as error:
         if "got split" in str(error):
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from linearize.heads import Head
+from linearize.heads import Head, Modality
 
 Labels = Literal["class", "number", "tags", "span", "tokens"]
 """What a row's label is: a class, a number, a tag per word, a span of the text, or tokens of the row itself."""
@@ -86,6 +86,6 @@ class Task:
         return self.type.head
 
     @property
-    def modality(self) -> str:
+    def modality(self) -> Modality:
         """ "text" or "image"."""
         return self.head.modality

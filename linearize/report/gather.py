@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from linearize.events import Callback, Started, ignore
 from linearize.report.options import ReportOptions
+
+if TYPE_CHECKING:
+    from linearize.bench.rows import Row
+    from linearize.checkpoint.inspect import CheckpointInfo
+    from linearize.fidelity.maps import LayerMaps
+    from linearize.fidelity.measure import Fidelity
+    from linearize.fidelity.spread import LayerSpread
+    from linearize.fidelity.whole import OutputDifference
+    from linearize.loading import Loaded
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
@@ -42,16 +51,16 @@ class Gathered:
         left_out: what the report does not have, and why.
     """
 
-    info: Any
+    info: CheckpointInfo
     modality: str
     inputs: str
-    fidelity: Any
-    spreads: list[Any]
-    maps: list[Any]
+    fidelity: Fidelity
+    spreads: list[LayerSpread]
+    maps: list[LayerMaps]
     tokens: list[str]
     picture: Tensor | None
-    outputs: Any
-    speeds: list[Any]
+    outputs: OutputDifference | None
+    speeds: list[Row]
     log: list[dict[str, Any]]
     notes: list[str]
     left_out: list[str]
@@ -132,12 +141,12 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     )  # fmt: skip
 
 
-def _seed(info: Any) -> int:
+def _seed(info: CheckpointInfo) -> int:
     seed = info.provenance.get("seed")
     return seed if isinstance(seed, int) and seed >= 0 else 0
 
 
-def _maps(loaded: Any, first: dict[str, Tensor], left_out: list[str]) -> list[Any]:
+def _maps(loaded: Loaded, first: dict[str, Tensor], left_out: list[str]) -> list[LayerMaps]:
     from linearize.errors import DataError
     from linearize.fidelity.maps import attention_maps
 
@@ -149,8 +158,8 @@ def _maps(loaded: Any, first: dict[str, Tensor], left_out: list[str]) -> list[An
 
 
 def _speeds(
-    options: ReportOptions, loaded: Any, notes: list[str], left_out: list[str], on_event: Callback
-) -> list[Any]:
+    options: ReportOptions, loaded: Loaded, notes: list[str], left_out: list[str], on_event: Callback
+) -> list[Row]:
     from linearize.bench.side_by_side import measure_speed
     from linearize.report.lengths import check_lengths
     from linearize.surgery.positions import current_length

@@ -56,6 +56,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, *, seed: int = 0) -> Inpu
         DataError: if the data cannot be found, read or used.
     """
     from linearize.data.config import DataConfig
+    from linearize.data.feeds import StreamPart
     from linearize.data.load import load_source, open_records
     from linearize.surgery.positions import current_length
 
@@ -82,7 +83,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, *, seed: int = 0) -> Inpu
     )
     if config.sources and len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
-        if len(part.data.sizes) < 2 * config.holdout:  # type: ignore[union-attr]
+        if not isinstance(part.data, StreamPart) and len(part.data.sizes) < 2 * config.holdout:
             return _all_of(part, config, loaded, options.inputs, notes)
     source = load_source(config, loaded.processor, modality)
     batches, left = [], options.inputs

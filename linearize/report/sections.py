@@ -126,7 +126,7 @@ def _maps(found: Gathered) -> Iterator[Section]:
     yield Section("maps", "Attention maps", text, tuple(pictures))
 
 
-def _ranked(found: Gathered) -> list[tuple[float, Any, int]]:
+def _ranked(found: Gathered) -> list[tuple[float, LayerMaps, int]]:
     """List all heads by the total variation of their maps, the closest first."""
     all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
     return sorted(all_heads, key=lambda entry: entry[0])
