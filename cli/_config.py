@@ -117,7 +117,7 @@ def _scalar(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_with_file(parser: Any, words: list[str], values: Mapping[str, Any]) -> argparse.Namespace:
+def parse_with_file(parser: argparse.ArgumentParser, words: list[str], values: Mapping[str, Any]) -> argparse.Namespace:
     """Parse a line whose options come before those of a file, and those before the defaults.
 
     Args:

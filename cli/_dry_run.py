@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TuneJob
     from linearize.jobs.events import Event
 
 HELP = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
@@ -16,7 +17,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=HELP)
 
 
-def show_bill(job: Any, *, as_json: bool) -> int:
+def show_bill(job: ConvertJob | DistillJob | AlignJob | TuneJob, *, as_json: bool) -> int:
     """Check a job and print its plan and its bill.
 
     Returns:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-def add_native(parser: Any) -> None:
+def add_native(parser: argparse._ActionsContainer) -> None:
     """Declare the option that says no."""
     parser.add_argument(
         "--no-native",
@@ -17,7 +20,7 @@ def add_native(parser: Any) -> None:
     )
 
 
-def prepare_native(args: argparse.Namespace, device: str, out: Any) -> None:
+def prepare_native(args: argparse.Namespace, device: str, out: Console) -> None:
     """Compile the native op if it is wanted and not there, in some seconds and with one line; never an error.
 
     Args:
@@ -45,7 +48,7 @@ def _on_cpu(device: str) -> bool:
     return check_device(device) == "cpu"
 
 
-def _build(out: Any) -> None:
+def _build(out: Console) -> None:
     from linearize.attention.backends.self_test import agreement, check_agreement
     from linearize.errors import ConfigError
     from linearize.native.build import build, note_failure

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, Any]
     What is not given stays out of the parsed values, so that the config's default holds.
     """
     options = options_of(config).values()
-    groups: dict[str | None, Any] = {None: parser}
+    groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
     for title in sorted({one.group: None for one in options if one.group}, key=lambda title: title == LAST):
         groups[title] = parser.add_argument_group(title)
     for one in options:
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, Any]
     return {title: group for title, group in groups.items() if title is not None}
 
 
-def _add(parser: Any, one: Option) -> None:
+def _add(parser: argparse._ActionsContainer, one: Option) -> None:
     metadata = one.metadata
     how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
     if metadata.get("positional"):
@@ -50,7 +50,7 @@ def _add(parser: Any, one: Option) -> None:
     parser.add_argument(f"--{one.name.replace('_', '-')}", **how)
 
 
-def add_json(parser: Any, help: str = "print the result as JSON on stdout") -> None:
+def add_json(parser: argparse._ActionsContainer, help: str = "print the result as JSON on stdout") -> None:
     """Declare `--json`."""
     parser.add_argument("--json", action="store_true", help=help)
 

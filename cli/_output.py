@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -20,6 +19,21 @@ from rich.table import Table
 from rich.text import Text
 
 from linearize.errors import printable
+from linearize.parsing import finite
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import ConsoleOptions, RenderableType
+    from rich.progress import TaskID
+
+    from linearize.alignment.loop import AlignResult, AlignStep
+    from linearize.distillation.loop import StepReport
+    from linearize.fidelity.measure import Fidelity
+    from linearize.finetune.watch import TuneStep
+    from linearize.modeling.plan import Plan
+
+    Report = StepReport | AlignStep | TuneStep
 
 
 class Screen(Console):
@@ -29,7 +43,7 @@ class Screen(Console):
         super().__init__(**options)
         self.spoke = time.monotonic()
 
-    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Render as rich does, without control characters in the text; rich's own styles come later."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
@@ -92,15 +106,7 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
 
 def print_json(data: Any) -> None:
     """Print one JSON document; NaN and infinity become null, as JSON has neither."""
-    print(json.dumps(_finite(data), indent=2, allow_nan=False))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    print(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
 class WholeWords:
@@ -118,7 +124,7 @@ class WholeWords:
     def __init__(self, columns: list[str], rows: list[list[str]], right: tuple[int, ...]) -> None:
         self.columns, self.rows, self.right = columns, rows, right
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Choose by the width that there is."""
         widths = [self._longest([name, *(row[at] for row in self.rows)]) for at, name in enumerate(self.columns)]
         fits = sum(widths) + self.BORDER * len(widths) + 1 <= options.max_width
@@ -148,13 +154,13 @@ class WholeWords:
         return Group(*lines)
 
 
-def table(title: str, columns: list[str], rows: list[list[Any]], *, right: tuple[int, ...] = ()) -> Group:
+def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, right: tuple[int, ...] = ()) -> Group:
     """Build a table; cells are text, never markup, and words stay whole."""
     # A table's own title is wrapped to the table's width.
     return Group(Text(title, style="bold"), WholeWords(columns, [[str(cell) for cell in row] for row in rows], right))
 
 
-def plan_table(plan: Any) -> Group:
+def plan_table(plan: Plan) -> Group:
     """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
     from linearize.surgery.plan import expectations
 
@@ -183,10 +189,10 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def fidelity_table(before: Any, after: Any) -> Group:
+def fidelity_table(before: Fidelity, after: Fidelity) -> Group:
     """Show how close each layer is to softmax, before and after stage one."""
 
-    def pair(name: str, one: Any, two: Any, digits: int = 3) -> str:
+    def pair(name: str, one: Callable[[str], float | None], two: Callable[[str], float | None], digits: int = 3) -> str:
         return f"{number(one(name), digits)} > {number(two(name), digits)}"
 
     figures = ("kl", "total_variation", "negative_share", "output_error")
@@ -205,7 +211,7 @@ def fidelity_table(before: Any, after: Any) -> Group:
     return table(title, columns, rows, right=(2, 3, 4, 5))
 
 
-def closeness_table(result: Any) -> Group:
+def closeness_table(result: AlignResult) -> Group:
     """Show how close the whole model is to its teacher, before and after the alignment."""
     before, after = result.before, result.after
     rows = [[name, f"{old:.3f} > {after.layers[name]:.3f}"] for name, old in before.layers.items()]
@@ -228,9 +234,9 @@ class StepProgress:
     def __init__(self, out: Console) -> None:
         self.out = out
         self.bar: Progress | None = None
-        self.task: Any = None
+        self.task: TaskID | None = None
 
-    def __call__(self, report: Any) -> None:
+    def __call__(self, report: Report) -> None:
         """Show a step."""
         if not self.out.is_terminal:
             if report.step == 1 or getattr(report, "held_out", None) is not None:
@@ -253,7 +259,7 @@ class StepProgress:
             self.bar.console.print(self._line(report))
 
     @staticmethod
-    def stage(report: Any) -> str:
+    def stage(report: Report) -> str:
         """Say which stage a step is of."""
         if not hasattr(report, "losses"):
             return "stage two"
@@ -261,7 +267,7 @@ class StepProgress:
         return "stage one" if phase is None else f"alignment, {phase}"
 
     @classmethod
-    def where(cls, report: Any) -> str:
+    def where(cls, report: Report) -> str:
         """Say where a stage stands, and how long it has to go."""
         left = getattr(report, "left", None)
         if left is None:
@@ -270,12 +276,12 @@ class StepProgress:
         return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
 
     @classmethod
-    def short(cls, report: Any) -> str:
+    def short(cls, report: Report) -> str:
         """Say where it stands, and the loss."""
         return f"{cls.where(report)}: loss {report.loss:.4f}"
 
     @classmethod
-    def _line(cls, report: Any) -> str:
+    def _line(cls, report: Report) -> str:
         losses = getattr(report, "losses", {})
         layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in losses.values())}" if losses else ""
         held_out = getattr(report, "held_out", None)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from linearize.cli._output import Heartbeat, StepProgress
+    from linearize.distillation.loop import DistillResult
+    from linearize.jobs.convert import ConvertResult
     from linearize.jobs.events import Callback, Event
+    from linearize.jobs.findings import Findings
 
 
 def kept_states(target: str, *endings: str) -> str:
@@ -26,7 +30,7 @@ def kept_states(target: str, *endings: str) -> str:
 
 
 def show(
-    work: Callable[[Callback], Any],
+    work: Callable[[Callback], ConvertResult],
     target: str,
     *,
     as_json: bool,
@@ -50,7 +54,7 @@ def show(
     out.quiet = not is_main()
     progress = StepProgress(out)
     beat = Heartbeat(out, "loading the model")
-    found: list[Any] = []
+    found: list[Findings] = []
 
     def on_event(event: Event) -> None:
         if isinstance(event, Concluded):
@@ -77,7 +81,7 @@ def show(
     return 0
 
 
-def show_findings(out: Any, found: list[Any]) -> None:
+def show_findings(out: Console, found: list[Findings]) -> None:
     """Print what a job has found, and what comes next; what is to be copied is not folded."""
     for findings in found:
         for line in findings.lines():
@@ -95,7 +99,7 @@ def as_lines(out: Console) -> Callback:
     return on_event
 
 
-def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:
+def show_training(event: Event, out: Console, progress: StepProgress, beat: Heartbeat) -> None:
     """Show an event of stage one or of the alignment behind it."""
     from linearize.cli._output import closeness_table, fidelity_table
     from linearize.jobs import events
@@ -121,7 +125,7 @@ def show_training(event: Event, out: Any, progress: Any, beat: Any) -> None:
             out.print(closeness_table(result))
 
 
-def summary_of(result: Any) -> str:
+def summary_of(result: DistillResult) -> str:
     """Say in one line what stage one did."""
     if result.stopped == "nothing to learn":
         return "Stage one skipped: no kernel of this plan has anything to learn."

@@ -12,6 +12,12 @@ from linearize.cli._options import add_json, add_options, take_options
 from linearize.options import options_of
 
 if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.status import Status
+
+    from linearize.bench.goals import GoalsResult
+    from linearize.bench.job import BenchResult
+    from linearize.bench.rows import Row, Variant
     from linearize.events import Event
 
 EPILOG = """examples:
@@ -83,7 +89,7 @@ FREE = (
 """Options that have no meaning beside --goals."""
 
 
-def options_from(args: argparse.Namespace) -> Any:
+def options_from(args: argparse.Namespace) -> BenchOptions:
     """Turn parsed arguments into `BenchOptions`.
 
     Raises:
@@ -130,9 +136,9 @@ def _refuse(given: dict[str, Any], names: tuple[str, ...], why: str) -> None:
 class Progress:
     """What is being measured: a turning sign on a terminal, plain lines elsewhere."""
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Console) -> None:
         self.out = out
-        self.status: Any = None
+        self.status: Status | None = None
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
@@ -158,15 +164,14 @@ class Progress:
             self.status = None
 
 
-def show(out: Any, result: Any) -> None:
+def show(out: Console, result: BenchResult | GoalsResult) -> None:
     """Print the tables and what they mean."""
-    from linearize.cli._output import table
 
-    by_what: dict[str, list[Any]] = {}
+    by_what: dict[str, list[Row]] = {}
     for row in result.rows:
         by_what.setdefault(row.what, []).append(row)
     for what, rows in by_what.items():
-        out.print(_table(table, what, sorted(rows, key=lambda row: row.tokens)))
+        out.print(_table(what, sorted(rows, key=lambda row: row.tokens)))
     for found in result.crossovers:
         out.print(f"Faster than {found.reference} from: {found.text} ({found.what})", markup=False)
     machine = result.machine
@@ -181,7 +186,7 @@ def show(out: Any, result: Any) -> None:
     out.print(f"Noise: {result.noise.text}.", markup=False)
 
 
-def show_goals(out: Any, result: Any) -> None:
+def show_goals(out: Console, result: GoalsResult) -> None:
     """Print what was promised, what was measured, and whether that is reached."""
     from linearize.cli._output import table
 
@@ -206,8 +211,10 @@ SHOWN = {
 """Derived figures that the table shows; --json has all."""
 
 
-def _table(table: Any, what: str, rows: list[Any]) -> Any:
-    """One line per length: seconds (and their spread) of each side, the ratio, memory of each side."""
+def _table(what: str, rows: list[Row]) -> Group:
+    """One line per length: seconds (and their spread) of each variant, the ratio, memory of each variant."""
+    from linearize.cli._output import table
+
     first = rows[0]
     remembered = [name for name in first.variants if any(row.memory(name) is not None for row in rows)]
     derived = [key for key in SHOWN if any(row.figures.get(key) is not None for row in rows)]
@@ -227,7 +234,7 @@ def _table(table: Any, what: str, rows: list[Any]) -> Any:
     return table(f"{what}: medians (spread)", columns, cells, right=tuple(range(len(columns))))
 
 
-def _seconds(side: Any) -> str:
-    if side.timing is None:
-        return side.problem or "-"
-    return f"{side.timing.seconds:.4g} ({side.timing.spread:.0%})"
+def _seconds(variant: Variant) -> str:
+    if variant.timing is None:
+        return variant.problem or "-"
+    return f"{variant.timing.seconds:.4g} ({variant.timing.spread:.0%})"

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
+    from linearize.bench.rows import mebibytes
     from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, print_json, table
     from linearize.cli._progress import show_training
     from linearize.demo import run_demo
@@ -66,8 +67,3 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.to_dict())
     return 0
-
-
-def mebibytes(count: int | None) -> str:
-    """Write a peak of memory; "-" where it could not be measured."""
-    return "-" if count is None else f"{count / 2**20:.0f}"

@@ -11,7 +11,12 @@ from linearize.errors import NotSavedError
 from linearize.jobs.config import ConvertJob, TuneJob
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linearize.finetune.trainer import TuneResult
+    from linearize.finetune.watch import TuneStep
     from linearize.jobs.events import Event
+    from linearize.jobs.findings import Findings
 
 EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola
@@ -84,7 +89,7 @@ def tune_in_place(converted: ConvertJob, task: str, *, to_stderr: bool) -> None:
             raise
 
 
-def kept_checkpoint(job: Any) -> str:
+def kept_checkpoint(job: TuneJob) -> str:
     """Say what an interrupted stage two has left on disk, and the words that go on from there."""
     from linearize.finetune.trainer import last_checkpoint
 
@@ -94,17 +99,17 @@ def kept_checkpoint(job: Any) -> str:
     return f"{kept}; go on with the same line and --resume"
 
 
-def tune(job: Any, out: Any) -> tuple[Any, Any]:
+def tune(job: TuneJob, out: Console) -> tuple[TuneResult, Findings]:
     """Tune, print what happens, and return the result and the findings."""
     from linearize.cli._output import Heartbeat, StepProgress, on_interrupt
     from linearize.cli._progress import show_findings
     from linearize.jobs import events
     from linearize.jobs.finetune import finetune_checkpoint
 
-    found: list[Any] = []
+    found: list[Findings] = []
     progress = StepProgress(out)
     beat = Heartbeat(out, "loading the model and its data")
-    last: list[Any] = []
+    last: list[TuneStep] = []
 
     def on_event(event: Event) -> None:
         match event:

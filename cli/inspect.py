@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from linearize.modeling.plan import Plan
 
 EPILOG = """examples:
   linearize inspect roberta-base
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_of_original(name: str) -> Any:
+def _plan_of_original(name: str) -> Plan | None:
     """Plan an imaginary conversion: it lists every attention and whether it can be reached."""
     from linearize.errors import UnsupportedModelError
     from linearize.loading import load_model

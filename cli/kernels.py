@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linearize.registry import KernelInfo
 
 EPILOG = """examples:
   linearize kernels
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def describe(info: Any) -> dict[str, Any]:
+def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
     from linearize.attention.factory import count_parameters
     from linearize.attention.shape import HeadShape

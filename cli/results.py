@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from linearize.experiments.results import Table
 
 EPILOG = """examples:
   linearize results runs/minilm-glue
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def results_table(found: Any) -> Any:
+def results_table(found: Table) -> Group:
     """Build the table."""
     from linearize.cli._output import table
     from linearize.experiments.formats import lines_of

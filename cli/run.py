@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from linearize.events import Callback, Event
+    from linearize.experiments.schema import Recipe
 
 EPILOG = """examples:
   linearize run minilm-glue data=./glue kernels=[softmax,hedgehog] --output runs/minilm
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(recipe: Any, name: str) -> None:
+def _show(recipe: Recipe, name: str) -> None:
     """Print a checked recipe and the cells of its table."""
     import yaml
 

@@ -13,6 +13,7 @@ from linearize.options import check, option
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def parse_lora(text: str) -> LoraConfig:
     return LoraConfig(**values)
 
 
-def add_lora(model: Any, config: LoraConfig) -> list[str]:
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Put low-rank updates into a model; only they, the kernels and the head are trained then.
 
     Args:
@@ -86,7 +87,7 @@ def add_lora(model: Any, config: LoraConfig) -> list[str]:
     return targets
 
 
-def merge_lora(model: Any) -> Any:
+def merge_lora(model: PreTrainedModel) -> Any:
     """Add the updates to the weights and take their modules out; the model is then as it was, with other weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -100,7 +101,7 @@ def merge_lora(model: Any) -> Any:
     return model.requires_grad_(True)
 
 
-def target_modules(model: Any, endings: str | None = None) -> list[str]:
+def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[str]:
     """Return the names of the linear maps inside the attentions, or of the modules with the given endings.
 
     Raises:
@@ -125,7 +126,7 @@ def target_modules(model: Any, endings: str | None = None) -> list[str]:
     return sorted(set(found))
 
 
-def _hosts(model: Any) -> list[str]:
+def _hosts(model: PreTrainedModel) -> list[str]:
     """Names of the attention modules; of a softmax model they are found by a trial run."""
     from linearize.attention.interface import linear_attentions
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.errors import CheckpointError
 from linearize.jobs.config import ConvertJob, DemoJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
+
+if TYPE_CHECKING:
+    from linearize.bench.side_by_side import Comparison
+    from linearize.jobs.convert import ConvertResult
 
 SIZES: dict[str, Any] = {"batch_size": 32, "holdout": 64}
 """Rows per step, and rows that fidelity is measured on."""
@@ -19,9 +23,9 @@ SIZES: dict[str, Any] = {"batch_size": 32, "holdout": 64}
 class DemoResult:
     """What the demo did: the conversion, the pipeline's answer and the comparison on a long document."""
 
-    conversion: Any
+    conversion: ConvertResult
     embedding_size: int
-    comparison: Any
+    comparison: Comparison
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
 from linearize.heads import HEADS
@@ -15,6 +15,9 @@ from linearize.parsing import parse_json
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
+
+ModelT = TypeVar("ModelT", bound="nn.Module")
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 
@@ -31,7 +34,7 @@ class Loaded:
         embedder: files of a sentence embedder's further modules, by name; see `linearize.checkpoint.sentence`.
     """
 
-    model: Any
+    model: PreTrainedModel
     processor: Any
     modality: str
     name: str
@@ -105,7 +108,7 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     return Loaded(model, _load_processor(name, None, modality), modality, name, _embedder(model, name, None))
 
 
-def _embedder(model: Any, name: str, revision: str | None) -> dict[str, bytes]:
+def _embedder(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, bytes]:
     """Read the modules of a sentence embedder; a model with a head is none."""
     from linearize.checkpoint.sentence import sentence_files
 
@@ -121,9 +124,9 @@ def model_type(name: str) -> str | None:
     return _read_config(name, None).get("model_type")
 
 
-def move(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place; transformers' own `to` is annotated without one."""
-    model.to(device)
+def move(model: ModelT, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ModelT:
+    """Move a model to a device or to a type of numbers, in place; transformers' own `to` is annotated with neither."""
+    return model.to(device=device, dtype=dtype)
 
 
 def check_device(name: str) -> str:

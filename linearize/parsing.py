@@ -1,4 +1,5 @@
-"""Read JSON and YAML that somebody else wrote: limits of size, depth and aliases, `ValueError` for all that is wrong.
+"""Read JSON and YAML that somebody else wrote: limits of size, depth and aliases, `ValueError` for all that is wrong;
+and what is written as JSON.
 
 A few hundred bytes of YAML aliases stand for billions of values, and brackets in brackets end Python's own stack.
 """
@@ -6,6 +7,7 @@ A few hundred bytes of YAML aliases stand for billions of values, and brackets i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,7 +38,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: object) -> None:
     """Refuse lists and mappings in each other to more than `MOST_DEPTH` levels.
 
     Raises:
@@ -50,7 +52,7 @@ def check_depth(value: Any) -> None:
     raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels")
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
@@ -102,3 +104,12 @@ def _check_events(text: str) -> None:
             raise ValueError(
                 f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values in all that they stand for"
             )
+
+
+def finite(data: Any) -> Any:
+    """Replace what JSON has no number for by null."""
+    if isinstance(data, dict):
+        return {str(key): finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +15,12 @@ from linearize.alignment.measure import blockwise_loss, measure
 from linearize.alignment.objective import Objective, Share, size_of
 from linearize.alignment.pair import Block
 from linearize.distillation.interrupts import Interrupts
+from linearize.distillation.processes import autocast
 from linearize.distillation.trainer import warm_cosine
 from linearize.errors import TrainingError
+
+if TYPE_CHECKING:
+    pass
 
 
 def trained_parameters(student: nn.Module, blocks: list[Block], train: str) -> dict[str, nn.Parameter]:
@@ -120,7 +124,7 @@ class AlignTrainer:
         return terms, loss, float(self.optimizer.param_groups[0]["lr"])
 
     def _backward(self, batch: Mapping[str, Tensor], share: Share) -> tuple[dict[str, float], float]:
-        with self._autocast():
+        with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
                 found = self.objective.blockwise(batch, share, train=True)
                 return found, sum(found.values()) / max(len(found), 1)
@@ -131,7 +135,7 @@ class AlignTrainer:
 
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
         """Return the phase's loss on held-out batches."""
-        with self._autocast():
+        with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
                 found = blockwise_loss(self.objective, held_out)
                 return sum(found.values()) / max(len(found), 1)
@@ -140,11 +144,6 @@ class AlignTrainer:
     def moved(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch on the models' device."""
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-
-    def _autocast(self) -> Any:
-        """The precision of the passes: as asked, or as the user's `accelerate config` says."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
-        return self.accelerator.autocast() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _sum(self, values: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:

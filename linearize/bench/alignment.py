@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linearize.attention.interface import linear_attentions
 from linearize.bench.rows import Row, ratio
 from linearize.bench.timing import Call
 from linearize.bench.whole_model import OfModel
+
+if TYPE_CHECKING:
+    from linearize.alignment.trainer import AlignTrainer
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class AlignmentSuite(OfModel):
 
         return call
 
-    def _trainer(self, variant: str, tokens: int) -> Any:
+    def _trainer(self, variant: str, tokens: int) -> AlignTrainer:
         from linearize.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
         from linearize.alignment.objective import Objective
         from linearize.alignment.pair import make_pair

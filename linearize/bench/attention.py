@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -159,18 +159,20 @@ class AttentionSuite(SizedSuite):
         mixer = self.sizes.mixer(causal=self.causal)
         scaling = self.sizes.head_dim**-0.5
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return mixer(AttentionCall(q, k, v, scaling))[0]
 
         return self._call(attend, [q, k, v], list(mixer.parameters()))
 
-    def _call(self, attend: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> Call:
+    def _call(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], parameters: list[nn.Parameter]
+    ) -> Call:
         if not self.backward:
             return torch.no_grad()(lambda: attend(*inputs))
         wanted = [x.requires_grad_() for x in [*inputs, *parameters]]
         gradient = torch.ones_like(inputs[2])
 
-        def both() -> Any:
+        def both() -> object:
             return torch.autograd.grad(attend(*inputs), wanted, gradient, allow_unused=True)
 
         return both

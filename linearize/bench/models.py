@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from linearize.attention.layer import LinearAttention, Observer
 from linearize.bench.machine import DTYPES
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BERT_BASE = "bert-base"
 """The name that stands for BERT's sizes (12 layers, 12 heads of size 64), random weights and no network."""
@@ -48,7 +51,7 @@ class BenchModel:
     device: str = "cpu"
 
     @classmethod
-    def of(cls, model: Any, folder: str | None, *, longest: int) -> BenchModel:
+    def of(cls, model: PreTrainedModel, folder: str | None, *, longest: int) -> BenchModel:
         """Take a converted model that is loaded already.
 
         Args:
@@ -80,28 +83,29 @@ class BenchModel:
         return f"{sizes}, {self.kernel}"
 
     @cached_property
-    def original(self) -> Any:
+    def original(self) -> PreTrainedModel:
         """The softmax model, long enough; not for converted checkpoints.
 
         Raises:
             UnsupportedModelError: if it is no text model, or its positions cannot be extended.
             CheckpointError: if it cannot be loaded.
         """
+        from linearize.loading import move
         from linearize.surgery.positions import current_length, extend_positions
 
         model = self._bert() if self.model == BERT_BASE else self._loaded()
         length = current_length(model)
         if length is not None and length < self.longest:
             extend_positions(model, self.longest)
-        return model.eval().to(self.device, DTYPES[self.dtype])
+        return move(model.eval(), self.device, DTYPES[self.dtype])
 
-    def _bert(self) -> Any:
+    def _bert(self) -> PreTrainedModel:
         from transformers import BertConfig, BertModel
 
         torch.manual_seed(0)
         return BertModel(BertConfig(num_hidden_layers=self.layers or 12), add_pooling_layer=False)
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> PreTrainedModel:
         from linearize.loading import load_model
 
         loaded = load_model(self.model)
@@ -115,7 +119,7 @@ class BenchModel:
             )
 
     @cached_property
-    def linear(self) -> Any:
+    def linear(self) -> PreTrainedModel:
         """The model with kernels in its attentions.
 
         Raises:
@@ -125,7 +129,7 @@ class BenchModel:
 
         if not self.converted:
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, window=self.window).eval()
-        from linearize.loading import load_converted
+        from linearize.loading import load_converted, move
         from linearize.surgery.positions import current_length
 
         loaded = load_converted(self.model, device=self.device)
@@ -136,7 +140,7 @@ class BenchModel:
                 f"lengths: got {self.longest:,}, but {self.model!r} takes at most {length:,} tokens; leave it out, or "
                 "convert with --max-length"
             )
-        return loaded.model.to(DTYPES[self.dtype])
+        return move(loaded.model, dtype=DTYPES[self.dtype])
 
     def inputs(self, tokens: int) -> dict[str, Tensor]:
         """Make an input of so many tokens."""
@@ -169,7 +173,7 @@ class BenchModel:
         return call
 
 
-def _forward(model: Any, inputs: Mapping[str, Tensor]) -> Call:
+def _forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Call:
     from linearize.teacher.observe import run_body
 
     @torch.no_grad()
@@ -179,6 +183,6 @@ def _forward(model: Any, inputs: Mapping[str, Tensor]) -> Call:
     return forward
 
 
-def values_only(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float) -> Tensor:
+def values_only(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Observe by doing no attention at all: each token gets its own value, [B, K, T, V] -> [B, H, T, V]."""
     return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] != k.shape[1] else v

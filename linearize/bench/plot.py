@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from linearize.bench.rows import Row
 from linearize.errors import ConfigError
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 OURS = ((LINEAR, "s", "--"), ("#56b4e9", "^", "-."), ("#009e73", "D", ":"), ("#cc79a7", "v", (0, (5, 1))))
@@ -60,18 +63,18 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def plain_decades(axes: Any) -> None:
+def plain_decades(axes: Axes) -> None:
     """Make the y axis logarithmic with numbers as people write them, at 1, 2 and 5 where decades alone are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")
-    drawn = [y for line in axes.get_lines() for y in line.get_ydata()]
+    drawn = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
     narrow = bool(drawn) and max(drawn) < 300 * min(drawn)
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
-def _panel(axes: Any, rows: Sequence[Row], value: Any) -> None:
+def _panel(axes: Axes, rows: Sequence[Row], value: Callable[[Row, str], float | None]) -> None:
     kinds = list(dict.fromkeys(row.what for row in rows))
     names = short_names(kinds)
     drawn: set[str] = set()

@@ -100,6 +100,11 @@ class Row:
         }
 
 
+def mebibytes(count: int | None) -> str:
+    """Write a peak of memory in MiB; "-" where it was not measured."""
+    return "-" if count is None else f"{count / 2**20:.0f}"
+
+
 def ratio(one: float | None, other: float | None) -> float | None:
     """Divide; None where either is missing or the divisor is zero."""
     return None if one is None or not other else one / other

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.bench.measure import peak_memory
 from linearize.bench.models import BenchModel
@@ -16,6 +16,9 @@ from linearize.bench.rows import Row, Variant
 from linearize.bench.timing import Timing, in_turns
 from linearize.bench.whole_model import ModelSuite
 from linearize.errors import LinearizeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VARIANTS = ("softmax", "linear")
 
@@ -54,7 +57,7 @@ class Comparison:
         return self.softmax_seconds / self.linear_seconds
 
 
-def measure_speed(model: Any, folder: str | None, lengths: Sequence[int], repeats: int = 3) -> list[Row]:
+def measure_speed(model: PreTrainedModel, folder: str | None, lengths: Sequence[int], repeats: int = 3) -> list[Row]:
     """Time one forward of a text model without its head per length, and measure its memory.
 
     Args:

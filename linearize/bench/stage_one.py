@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ from linearize.bench.rows import Row, ratio
 from linearize.bench.timing import Call
 from linearize.bench.whole_model import OfModel
 from linearize.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from linearize.distillation.trainer import KernelTrainer
 
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
 """Numbers in one block of the least work (2 MiB of fp32, to stay in cache), but never fewer rows than so many."""
@@ -72,7 +77,7 @@ class StageOneSuite(OfModel):
         return lambda: trainer.step(batches, 1)
 
     @cached_property
-    def _trainer(self) -> Any:
+    def _trainer(self) -> KernelTrainer:
         from linearize.distillation.config import DistillConfig
         from linearize.distillation.layer_loss import layer_loss
         from linearize.distillation.loop import make_accelerator
@@ -82,7 +87,7 @@ class StageOneSuite(OfModel):
         losses = [layer_loss(name, layer, config) for name, layer in linear_attentions(model).items()]
         return KernelTrainer(model, losses, config, make_accelerator(model))
 
-    def _frozen(self) -> Any:
+    def _frozen(self) -> PreTrainedModel:
         """Return the model with nothing but its kernels learning."""
         model = self.model.linear.requires_grad_(False)
         for layer in linear_attentions(model).values():

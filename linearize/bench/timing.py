@@ -6,11 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-Call = Callable[[], Any]
+Call = Callable[[], object]
 
 AIM, LEAST, MOST = 10.0, 3, 200
 """Unless told how often: so many seconds for all turns together, but at least and at most so many turns."""

@@ -46,19 +46,19 @@ def base_facts(name: str) -> dict[str, Any]:
     return {key: facts[key] for key in _KEPT if _is_fact(facts.get(key))} if isinstance(facts, dict) else {}
 
 
-def _is_fact(value: Any) -> bool:
+def _is_fact(value: object) -> bool:
     """Whether a value is a name or a list of names; whatever else a card says is not taken over."""
     values = value if isinstance(value, list) else [value]
     return bool(value) and len(values) <= 100 and all(isinstance(one, str) and len(one) <= 300 for one in values)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Escape a text for Markdown, HTML and cells of tables, on one line."""
     line = " ".join(printable(str(value)).split())
     return re.sub(r"([\\`*_\[\]|#~$!])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
-def _code(value: Any) -> str:
+def _code(value: object) -> str:
     """Put a text between backticks, more of them than it has in a row; a table's cell ends at no bar in it."""
     line = " ".join(printable(str(value)).split()).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
@@ -150,5 +150,5 @@ def _fidelity(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"head": head, "rows": rows}
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else ""

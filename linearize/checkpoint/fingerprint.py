@@ -82,7 +82,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     )
 
 
-def _shown(before: Any, after: Any) -> tuple[str, str]:
+def _shown(before: object, after: object) -> tuple[str, str]:
     """Write two values down; of two long ones the first place where they differ."""
     one, two = repr(before), repr(after)
     if max(len(one), len(two)) <= 120:

@@ -95,7 +95,7 @@ def training_rows(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _alignment_rows(aligned: Any) -> list[tuple[str, str]]:
+def _alignment_rows(aligned: object) -> list[tuple[str, str]]:
     if not isinstance(aligned, dict):
         return []
     teacher = aligned.get("teacher") or "its own softmax"
@@ -115,7 +115,7 @@ def _alignment_rows(aligned: Any) -> list[tuple[str, str]]:
     return rows
 
 
-def weights_were_trained(provenance: Any) -> bool:
+def weights_were_trained(provenance: object) -> bool:
     """Tell whether the weights that came from the original were trained since, by an alignment or by stage two.
 
     The checkpoint's own softmax is then no longer the original's.

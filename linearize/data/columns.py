@@ -188,7 +188,7 @@ def _dtype_kind(dtype: str) -> str:
     return dtype.removeprefix("large_")
 
 
-def _value_kind(value: Any) -> str:
+def _value_kind(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):

@@ -16,6 +16,7 @@ from linearize.heads import Modality
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 PACK_TEXTS = 256
 # Longer than any text: rows are cut by us, and the tokenizer need not warn that a text is long.
@@ -48,7 +49,9 @@ class TextEncoder:
         ConfigError: If it is no tokenizer, or has neither a padding nor an end token.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, names: tuple[str, ...] | None, packed: bool = False) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, names: tuple[str, ...] | None, packed: bool = False
+    ) -> None:
         # Image processors have a `pad` as well; this method only tokenizers have.
         if not hasattr(tokenizer, "convert_tokens_to_ids"):
             tokenizer = getattr(tokenizer, "tokenizer", tokenizer)

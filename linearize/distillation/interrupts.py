@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 class Interrupts:
@@ -47,7 +50,7 @@ class Interrupts:
             self._waiting = False
             raise KeyboardInterrupt
 
-    def _arrived(self, number: int, frame: Any) -> None:
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self.held and not self._waiting:
             self._waiting = True
             return

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def several() -> bool:
@@ -44,3 +49,13 @@ def wait_for_all() -> None:
         from accelerate import PartialState
 
         PartialState().wait_for_everyone()
+
+
+def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager[None]:
+    """Return the context of a pass: the precision that was asked for, or the one of the user's `accelerate config`."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    if dtype is None:
+        return accelerator.autocast()
+    return torch.autocast(accelerator.device.type, dtype)

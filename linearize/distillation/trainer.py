@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,9 +16,13 @@ from linearize.attention.layer import LinearAttention
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.layer_loss import LayerLoss
+from linearize.distillation.processes import autocast
 from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
 from linearize.teacher.observe import run_body, softmax_output
+
+if TYPE_CHECKING:
+    pass
 
 
 class KernelTrainer:
@@ -102,13 +106,8 @@ class KernelTrainer:
         """Run the frozen model once; losses (and gradients) are taken on the way."""
         self.training = train
         moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-        with torch.no_grad(), observed(self.model, self._observe), self._autocast():
+        with torch.no_grad(), observed(self.model, self._observe), autocast(self.accelerator, self.config.precision):
             run_body(self.model, moved)
-
-    def _autocast(self) -> Any:
-        """The precision of the frozen model: as asked, or as the user's `accelerate config` says."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
-        return self.accelerator.autocast() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _observe(
         self, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float

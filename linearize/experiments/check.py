@@ -14,7 +14,7 @@ from linearize.errors import ConfigError, LinearizeError, unknown_name
 Built = TypeVar("Built")
 
 
-def build(cls: type[Built], values: Any, where: str) -> Built:
+def build(cls: type[Built], values: object, where: str) -> Built:
     """Build a dataclass from a mapping.
 
     Args:

@@ -46,7 +46,7 @@ def notes(table: Table) -> list[str]:
     if table.missing:
         found.append(f"{table.missing} cells are not there yet: go on with --resume.")
     if table.damaged:
-        found.append(f"{table.damaged} lines of the results are damaged and left out; --resume mends them.")
+        found.append(f"{table.damaged} lines of the results are damaged and left out; --resume repairs them.")
     return found
 
 

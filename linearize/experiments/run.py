@@ -190,7 +190,7 @@ def _same(before: Any, now: dict[str, Any], folder: Path) -> None:
             )
 
 
-def _grown(old: Any, new: Any) -> bool:
+def _grown(old: object, new: object) -> bool:
     """Tell whether all that was there is there still, unchanged."""
     if isinstance(old, dict) and isinstance(new, dict):
         return all(name in new and new[name] == value for name, value in old.items())

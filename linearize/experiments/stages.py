@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.loop import AlignResult, align
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
@@ -34,7 +34,11 @@ from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune, measure_task
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.train import alignment_record, distillation_record, without_heads
+from linearize.loading import move
 from linearize.surgery.apply import convert as put_in_kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 STAGE = "stage.json"
 
@@ -123,7 +127,7 @@ class StageRunner:
         if (target / STAGE).is_file():
             return target
         data, processor = self.data(cell.job, cell.seed)
-        model = load_for_task(str(base or checkpoint(self.recipe.model)), data).to(self.device).eval()
+        model = move(load_for_task(str(base or checkpoint(self.recipe.model)), data), self.device).eval()
         fit_tokenizer(model, processor)
         start = time.perf_counter()
         metrics = measure_task(model, data)
@@ -165,7 +169,7 @@ class StageRunner:
     ) -> Path:
         data, processor = self.data(job, seed)
         config = dataclasses.replace(config, seed=seed)
-        model = self._start(base, kernel, job, data, seed).to(self.device)
+        model = move(self._start(base, kernel, job, data, seed), self.device)
         fit_tokenizer(model, processor)
         check_length(model, job.task, job.rows.max_length)
         guide = None
@@ -189,7 +193,7 @@ class StageRunner:
         shutil.rmtree(work, ignore_errors=True)
         return target
 
-    def _start(self, base: Path | None, kernel: Kernel | None, job: Job, data: TaskData, seed: int) -> Any:
+    def _start(self, base: Path | None, kernel: Kernel | None, job: Job, data: TaskData, seed: int) -> PreTrainedModel:
         """Load the checkpoint to tune, or make a fresh model."""
         if base is not None:
             return load_for_task(str(base), data, new_head=True, seed=seed)
@@ -199,18 +203,21 @@ class StageRunner:
         model = fresh_model(_sized(job.config, processor, job.rows.max_length), data.task, data.num_labels, seed=seed)
         return model if kernel is None or kernel.name == SOFTMAX else convert(model, kernel, seed)
 
-    def _distil(self, model: Any, data: TaskData, job: Job, cell: Cell) -> DistillResult:
+    def _distil(self, model: PreTrainedModel, data: TaskData, job: Job, cell: Cell) -> DistillResult:
         batches = TaskBatches(data, job.distil.batch_size, job.distil.holdout, cell.seed)
         config = dataclasses.replace(job.distil, seed=cell.seed, steps=distil_steps(job.distil, batches))
         if not cell.kernel.distil:
             config = dataclasses.replace(config, steps=0)
-        return distill(model.to(self.device), batches, config, on_step=lambda report: self.on_event(StepDone(report)))
+        return distill(
+            move(model, self.device), batches, config, on_step=lambda report: self.on_event(StepDone(report))
+        )
 
-    def _align(self, model: Any, data: TaskData, job: Job, cell: Cell) -> AlignResult:
+    def _align(self, model: PreTrainedModel, data: TaskData, job: Job, cell: Cell) -> AlignResult:
         """Bring a distilled model close to its own softmax, which is the tuned one's where the flow tunes first."""
         batches = TaskBatches(data, job.align.batch_size, job.align.holdout, cell.seed)
         config = dataclasses.replace(job.align, seed=cell.seed)
-        return align(model.to(self.device), batches, config, on_step=lambda report: self.on_event(StepDone(report)))
+        move(model, self.device)
+        return align(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
 
 
 def distil_steps(config: Distil, batches: TaskBatches) -> int:
@@ -220,7 +227,7 @@ def distil_steps(config: Distil, batches: TaskBatches) -> int:
     return max(1, math.ceil(config.epochs * batches.steps_per_epoch / config.gradient_accumulation))
 
 
-def convert(model: Any, kernel: Kernel, seed: int) -> Any:
+def convert(model: PreTrainedModel, kernel: Kernel, seed: int) -> PreTrainedModel:
     """Put a row's kernel into a model."""
     return put_in_kernels(model, kernel.name, kernel.arguments(), keep_softmax=kernel.keep_softmax, seed=seed)
 

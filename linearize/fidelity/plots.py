@@ -32,6 +32,7 @@ from linearize.fidelity.plots_style import (
 from linearize.fidelity.spread import RATIOS, LayerSpread
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FIDELITY_FIGURES = {
@@ -62,7 +63,7 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
 
 
 def heatmap(
-    figure: Figure, axes: Any, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
+    figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
 ) -> None:
     """Draw a table [layers, heads] with its numbers in the cells, where there is room for them."""
     image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=min(0.0, float(np.nanmin(table))))

@@ -11,7 +11,9 @@ from linearize.errors import DataError
 from linearize.fidelity.plots_style import FIGURES, axes_grid, new_figure, tidy, whole_numbers
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.typing import ColorType as Colour
 
 COLUMNS = 3
 MARKERS, DASHES = "os^Dv<>P", ("-", "--", ":", "-.")
@@ -58,14 +60,14 @@ def _of_layers(row: Mapping[str, Any], key: str) -> list[tuple[int, float]]:
     return [(place, float(value)) for place, value in found if value is not None]
 
 
-def _colours(count: int) -> list[Any]:
+def _colours(count: int) -> list[Colour]:
     """Return colours from dark to light: they stay apart for the colour-blind and in grey."""
     from matplotlib import colormaps
 
     return [colormaps[FIGURES](place) for place in np.linspace(0.05, 0.85, count)]
 
 
-def _bars(axes: Any, names: Sequence[str] | None, values: Sequence[float | None], colours: Sequence[Any]) -> None:
+def _bars(axes: Axes, names: Sequence[str] | None, values: Sequence[float | None], colours: Sequence[Colour]) -> None:
     """Draw one bar per conversion with its number, a dash where there is none."""
     places = range(len(values))
     axes.barh(places, [value or 0.0 for value in values], color=colours, height=0.6)
@@ -78,7 +80,7 @@ def _bars(axes: Any, names: Sequence[str] | None, values: Sequence[float | None]
 
 
 def _lines(
-    axes: Any, names: Sequence[str], lines: Sequence[Sequence[tuple[int, float]]], colours: Sequence[Any]
+    axes: Axes, names: Sequence[str], lines: Sequence[Sequence[tuple[int, float]]], colours: Sequence[Colour]
 ) -> None:
     """Draw one line over the layers per conversion that has the figure."""
     for number, (name, points) in enumerate(zip(names, lines, strict=True)):

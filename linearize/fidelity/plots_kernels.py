@@ -20,6 +20,7 @@ from linearize.fidelity.plots import heatmap
 from linearize.fidelity.plots_style import FIGURES, LINEAR, SOFTMAX, THIRD, axes_grid, layer_names, new_figure, tidy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Drawing = Callable[[Sequence[LayerMaps]], "Figure"]
@@ -131,7 +132,7 @@ def frequencies(maps: Sequence[LayerMaps]) -> Figure:
 
 
 @torch.no_grad()
-def _spectrum(axes: Any, layer: LayerMaps) -> None:
+def _spectrum(axes: Axes, layer: LayerMaps) -> None:
     found = _map(layer).frequencies(layer.scaling)
     values = {name: numbers.float().cpu().flatten().numpy() for name, numbers in found.items()}
     limit = max(2.5, *(float(np.quantile(np.abs(v), 0.999)) for v in values.values()))

@@ -13,6 +13,7 @@ from linearize.fidelity.maps import LayerMaps
 from linearize.fidelity.plots_style import NEGATIVE, WEIGHTS, axes_grid, layer_names, new_figure, safe_label, tidy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GAP = 0.12
@@ -39,7 +40,7 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     return figure
 
 
-def _mosaic(axes: Any, layer: LayerMaps, name: str, heads: range, columns: int) -> None:
+def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> None:
     tokens = layer.softmax.shape[-1]
     step = tokens + max(1, round(GAP * tokens))
     canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
@@ -175,7 +176,7 @@ def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") 
     return figure
 
 
-def _overlay(places: Sequence[Any], picture: np.ndarray, weights: Sequence[Tensor]) -> None:
+def _overlay(places: Sequence[Axes], picture: np.ndarray, weights: Sequence[Tensor]) -> None:
     """Lay maps [T, T] over a picture, all on one scale: from their smallest to their largest weight."""
     height, width = picture.shape[:2]
     before, rows, columns = patch_grid(weights[0].shape[-1], height, width)

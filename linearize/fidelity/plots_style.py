@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
@@ -27,7 +28,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float] | None = None) -> list[Any]:
+def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float] | None = None) -> list[Axes]:
     """Lay out `count` axes in rows of `columns` (of these relative heights); what is left over stays empty."""
     rows = -(-count // columns)
     cells = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel().tolist()
@@ -36,7 +37,7 @@ def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float]
     return cells[:count]
 
 
-def tidy(axes: Any, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
+def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
     """Label axes and take the box off."""
     axes.set_title(title, fontsize=9, loc="left")
     axes.set_xlabel(xlabel, fontsize=8)
@@ -46,7 +47,7 @@ def tidy(axes: Any, title: str = "", xlabel: str = "", ylabel: str = "") -> None
         axes.spines[side].set_visible(False)
 
 
-def whole_numbers(axes: Any, ticks: int = 9) -> None:
+def whole_numbers(axes: Axes, ticks: int = 9) -> None:
     """Put ticks at whole numbers only: there is no half step and no half layer."""
     from matplotlib.ticker import MaxNLocator
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def measure(
     return dataclasses.replace(found, outputs=output_difference(original, converted, batches))
 
 
-def check_original(original: Any, converted: Any, name: str = "") -> None:
+def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: str = "") -> None:
     """Refuse an original that cannot be the one that was converted.
 
     Raises:

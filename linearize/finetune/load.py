@@ -109,7 +109,7 @@ def tuned_length(name: str) -> int | None:
     return length if type(length) is int and length > 1 else None
 
 
-def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> Any:
+def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> PreTrainedModel:
     """Load a checkpoint with the head of a task; a head that it does not have is drawn from the seed.
 
     The names that a trained head has for its outputs decide what they mean: where they are the task's in another order,
@@ -175,7 +175,7 @@ def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
 
 
 @torch.no_grad()
-def reorder_outputs(model: Any, order: Sequence[int]) -> None:
+def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
     """Put the outputs of a classifier into another order, in place.
 
     Args:
@@ -201,7 +201,7 @@ def reorder_outputs(model: Any, order: Sequence[int]) -> None:
             tensor.copy_(tensor[list(order)])
 
 
-def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *, seed: int = 0) -> Any:
+def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *, seed: int = 0) -> PreTrainedModel:
     """Make an untrained softmax model from a config.
 
     Args:
@@ -243,7 +243,7 @@ def label_options(task: Task, count: int) -> dict[str, Any]:
     return options
 
 
-def ready(model: Any) -> Any:
+def ready(model: PreTrainedModel) -> PreTrainedModel:
     """Let a converted model's config name the class that it has now; models with a cache do without while training."""
     if is_linearized(model):
         name = type(model).__name__.removeprefix("Linearized")
@@ -251,7 +251,7 @@ def ready(model: Any) -> Any:
     return model
 
 
-def fit_tokenizer(model: Any, processor: Any) -> None:
+def fit_tokenizer(model: PreTrainedModel, processor: Any) -> None:
     """Tell a model which token is padding, where its config does not say; GPT's classifiers look for it."""
     if hasattr(processor, "convert_tokens_to_ids") and getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = copy_tokenizer(processor).pad_token_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.output import atomic_folder
@@ -14,13 +14,16 @@ from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import RECORD
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.trainer import TuneResult
-from linearize.loading import quiet
+from linearize.loading import move, quiet
 from linearize.modeling.model import is_linearized
 from linearize.options import name_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def save_model(
-    model: Any,
+    model: PreTrainedModel,
     target: str | Path,
     processor: Any,
     *,
@@ -41,7 +44,7 @@ def save_model(
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
-    model.to("cpu")
+    move(model, "cpu")
     files = extra_files or {}
     if is_linearized(model):
         provenance = {**(model.config.linearize.get("provenance") or {}), **(stage or {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from linearize.data.records import Example, TextRecords
 from linearize.data.walk import exists
 from linearize.errors import DataError
 from linearize.finetune.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 HELD_OUT = 0.1
 """Share of the training rows to measure on where a data set has no split for it."""
@@ -156,7 +159,7 @@ def _open(task: Task, given: Given, split: str, raw: bool) -> Any:
     return View(data, np.arange(len(data.sizes)))  # type: ignore[union-attr]
 
 
-def _records(task: Task, table: Any) -> View:
+def _records(task: Task, table: Dataset) -> View:
     config = _config(task, task.train)
     table = uniform(table, config, task.modality, "table")
     names = class_names(table, "table")
@@ -172,7 +175,7 @@ def _config(task: Task, split: str) -> DataConfig:
     return DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
 
 
-def raw_table(name: str, split: str) -> Any:
+def raw_table(name: str, split: str) -> Dataset:
     """Open one split as a `datasets.Dataset` with all its columns.
 
     Raises:
@@ -251,7 +254,7 @@ def _select(data: Any, rows: np.ndarray) -> Any:
     return View(data.records, data.rows[rows]) if isinstance(data, View) else data.select(rows)
 
 
-def need_columns(table: Any, names: Sequence[str], origin: str, kind: str | None = None) -> None:
+def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
     """Refuse a raw table that lacks a column, or whose column does not hold what it should.
 
     Raises:

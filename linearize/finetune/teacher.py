@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.pair import check_teacher as check_original_of
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.load import RECORD, check_length, check_trained, load_for_task, load_processor, read_config_dict
 from linearize.finetune.prepared import TaskData
+from linearize.loading import move
 from linearize.modeling.model import is_linearized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers of one vocabulary, but other rules, cut in other ways."""
 
 
-def load_teacher(name: str, data: TaskData, student: Any, processor: Any, max_length: int) -> Any:
+def load_teacher(
+    name: str, data: TaskData, student: PreTrainedModel, processor: Any, max_length: int
+) -> PreTrainedModel:
     """Load a tuned softmax model as the teacher of a student.
 
     Args:
@@ -44,12 +50,12 @@ def load_teacher(name: str, data: TaskData, student: Any, processor: Any, max_le
     return freeze(teacher, student)
 
 
-def freeze(teacher: Any, student: Any) -> Any:
+def freeze(teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
     """Put a teacher beside its student: evaluation mode, no gradients, same device and type of numbers."""
     like = next(student.parameters())
     if getattr(teacher.config, "use_cache", False):
         teacher.config.use_cache = False
-    return teacher.to(device=like.device, dtype=like.dtype).eval().requires_grad_(False)
+    return move(teacher, like.device, like.dtype).eval().requires_grad_(False)
 
 
 def check_tuned(name: str, data: TaskData) -> None:
@@ -85,7 +91,7 @@ def check_tuned(name: str, data: TaskData) -> None:
         )
 
 
-def check_teacher(teacher: Any, student: Any) -> None:
+def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     """Refuse a teacher whose hidden states and logits cannot be compared with the student's.
 
     Raises:

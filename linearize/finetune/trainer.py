@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.adapters import add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
@@ -24,6 +24,9 @@ from linearize.finetune.teacher import check_teacher, freeze
 from linearize.finetune.watch import TuneStep, step_reporter, watch
 from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Files without which a checkpoint of the trainer is a half-written one (the weights come first)."""
@@ -55,7 +58,7 @@ class TuneResult:
 
 
 def finetune(
-    model: Any,
+    model: PreTrainedModel,
     data: TaskData,
     config: TuneConfig | None = None,
     *,
@@ -63,7 +66,7 @@ def finetune(
     resume: bool = False,
     on_log: Callable[[dict[str, Any]], None] | None = None,
     tensorboard: str | Path | None = None,
-    teacher: Any = None,
+    teacher: PreTrainedModel | None = None,
     on_step: Callable[[TuneStep], None] | None = None,
 ) -> TuneResult:
     """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
@@ -195,7 +198,9 @@ def _train(trainer: Any, folder: Path, last: Path | None, started: dict[str, Any
         ) from error
 
 
-def measure_task(model: Any, data: TaskData, *, batch_size: int = 64, precision: str = "no") -> dict[str, float]:
+def measure_task(
+    model: PreTrainedModel, data: TaskData, *, batch_size: int = 64, precision: str = "no"
+) -> dict[str, float]:
     """Measure a model on a task's validation rows and return the metrics."""
     import tempfile
 
@@ -218,12 +223,12 @@ def selection_record(data: TaskData, config: TuneConfig, taught: bool, value: fl
 
 
 def make_trainer(
-    model: Any,
+    model: PreTrainedModel,
     data: TaskData,
     config: TuneConfig,
     folder: str | Path,
     on_log: Callable[[dict[str, Any]], None] | None,
-    teacher: Any = None,
+    teacher: PreTrainedModel | None = None,
 ) -> Any:
     """Build transformers' trainer for a task; re-paired rows are learned from where there is a teacher."""
     from torch.utils.data import ConcatDataset
@@ -258,7 +263,7 @@ def make_trainer(
     return trainer
 
 
-def _check_names(model: Any, checkpoint: Path) -> None:
+def _check_names(model: PreTrainedModel, checkpoint: Path) -> None:
     """Refuse a checkpoint whose weights are not this model's: the trainer would pass over them without a word.
 
     Raises:
@@ -283,7 +288,9 @@ def _check_names(model: Any, checkpoint: Path) -> None:
         )
 
 
-def training_arguments(model: Any, data: TaskData, config: TuneConfig, folder: str | Path) -> Any:
+def training_arguments(
+    model: PreTrainedModel, data: TaskData, config: TuneConfig, folder: str | Path
+) -> TrainingArguments:
     """Translate the options for transformers."""
     from transformers import TrainingArguments
 

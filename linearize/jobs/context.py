@@ -16,7 +16,7 @@ from linearize.distillation.state import StateFolder, keep_states
 from linearize.errors import CheckpointError, TrainingError
 from linearize.jobs.config import AlignJob, StageOneJob
 from linearize.jobs.events import Callback, DataOpened
-from linearize.loading import Loaded, quiet
+from linearize.loading import Loaded, move, quiet
 
 
 @dataclass
@@ -118,7 +118,7 @@ def write(context: Context, provenance: Mapping[str, Any], files: Mapping[str, s
         NotSavedError: if it cannot be written; what was trained is kept as states.
     """
     loaded, job = context.loaded, context.job
-    loaded.model.to("cpu")
+    move(loaded.model, "cpu")
     if is_main():
         try:
             with quiet():

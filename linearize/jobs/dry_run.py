@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from linearize.adapters import add_lora
 from linearize.alignment.config import BLOCKWISE, AlignConfig
 from linearize.alignment.loop import align
 from linearize.attention.interface import linear_attentions
 from linearize.bench.memory import is_out_of_memory
+from linearize.bench.timing import wait
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.distillation.config import DistillConfig
@@ -224,7 +223,7 @@ def _stage_two(job: TuneJob, opened: Any) -> StageBill:
                 trainer.training_step(trainer.model, batch)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
-            _wait(trainer.model)
+            wait()
             times.append(time.perf_counter() - start)
         step = sum(times[1:]) / len(times[1:]) if len(times) > 1 else times[0]
         evaluation = _evaluation(trainer, data)
@@ -246,12 +245,6 @@ def _evaluation(trainer: Any, data: Any) -> float:
         for batch in itertools.islice(batches, 2 if not times else 0):
             start = time.perf_counter()
             trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
-            _wait(trainer.model)
+            wait()
             times.append(time.perf_counter() - start)
     return count * min(times, default=0.0)
-
-
-def _wait(model: Any) -> None:
-    """Wait for a device that works on its own."""
-    if next(model.parameters()).device.type == "cuda":
-        torch.cuda.synchronize()

@@ -26,6 +26,7 @@ from linearize.jobs.conclude import after_tuning
 from linearize.jobs.config import TuneJob
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
 from linearize.jobs.findings import Findings
+from linearize.loading import move
 
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
@@ -93,7 +94,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     processor = load_processor(job.model, job.task.modality)
     data = prepare(job.task, processor, job.data, data=job.dataset)
     on_event(DataOpened(data.description))
-    model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed).to(device)
+    model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
     fit_tokenizer(model, processor)
     check_length(model, job.task, job.data.max_length)
     teacher = None

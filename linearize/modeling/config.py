@@ -182,7 +182,7 @@ def check_section(section: Any) -> dict[str, Any]:
     return section
 
 
-def _check_absent(names: Any) -> None:
+def _check_absent(names: object) -> None:
     """Refuse a list of absent weights that is none, or that names a kernel's: no model was built without those."""
     good = isinstance(names, list) and all(isinstance(name, str) and "linear_attention." not in name for name in names)
     if not good:

@@ -210,6 +210,6 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _expect(good: Any, what: str, got: Any) -> None:
+def _expect(good: object, what: str, got: object) -> None:
     if not good:
         raise ValueError(f"{what}: got {repr(got)[:200]}")

@@ -168,7 +168,7 @@ def write_comparison(compared: Compared, target: str, *, overwrite: bool = False
     from linearize.checkpoint.output import atomic_folder
     from linearize.fidelity.plots_compare import compare_conversions
     from linearize.fidelity.plots_style import to_png
-    from linearize.report.write import finite
+    from linearize.parsing import finite
 
     rows = [asdict(conversion) for conversion in compared.conversions]
     labels = {key: label for key, label in FIGURES.items() if any(row[key] is not None for row in rows)}

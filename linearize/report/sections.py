@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.bench.plot import time_and_memory
+from linearize.bench.rows import mebibytes
 from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.errors import DataError
 from linearize.fidelity import plots, plots_kernels, plots_maps
 from linearize.fidelity.plots_style import layer_names, to_png
 from linearize.report.gather import Gathered
+
+if TYPE_CHECKING:
+    from linearize.fidelity.maps import LayerMaps
 
 LARGE = 2
 """How many of the best and of the worst heads are shown large."""
@@ -223,8 +227,8 @@ def _speed(found: Gathered) -> Iterator[Section]:
             _number(row.seconds("softmax")),
             _number(row.seconds("linear")),
             "-" if row.speedup is None else f"{row.speedup:.2f}",
-            _mebibytes(row.memory("softmax")),
-            _mebibytes(row.memory("linear")),
+            mebibytes(row.memory("softmax")),
+            mebibytes(row.memory("linear")),
         ]
         for row in found.speeds
     ]
@@ -237,7 +241,3 @@ def _speed(found: Gathered) -> Iterator[Section]:
     alt = "Seconds and peak memory against the length of the input, softmax beside linear."
     picture = draw("speed", time_and_memory(found.speeds), alt)
     yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))
-
-
-def _mebibytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 2**20:.0f}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 from linearize.events import Callback, Started, ignore
 from linearize.options import recorded
+from linearize.parsing import finite
 from linearize.report.gather import Gathered, ReportOptions, gather
 
 PAGE = "index.html"
@@ -57,12 +56,3 @@ def _write(options: ReportOptions, target: str, overwrite: bool, on_event: Callb
         for picture in (picture for section in sections for picture in section.pictures):
             (folder / "images" / f"{picture.name}.png").write_bytes(picture.png)
     return found
-
-
-def finite(data: Any) -> Any:
-    """Replace what JSON has no number for by null."""
-    if isinstance(data, dict):
-        return {str(key): finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

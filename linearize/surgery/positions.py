@@ -180,13 +180,13 @@ def extend_processor(processor: Any, length: PositionReport | int, model: nn.Mod
     return processor
 
 
-def _parts(model: Any) -> list[str]:
+def _parts(model: nn.Module) -> list[str]:
     """Name the configs of the parts (text, image ...) of a composite model."""
     config = getattr(model, "config", None)
     return [name for name in sorted(getattr(config, "sub_configs", ())) if getattr(config, name, None) is not None]
 
 
-def _no_length(model: Any) -> UnsupportedModelError:
+def _no_length(model: nn.Module) -> UnsupportedModelError:
     if parts := ", ".join(_parts(model)):
         return refusal(model, f"made of several parts ({parts})", "extend the part itself")
     why = f"with neither a table of positions nor a config.{_LENGTH}: not limited, or in a way not known here"

@@ -6,12 +6,15 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ConfigError, DataError, unknown_name
 from linearize.registry import KINDS
 from linearize.synthetic import listops, pixels, recall, retrieval
 from linearize.synthetic.tokenizers import fixed_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Made:
     """
 
     tables: dict[str, Any]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase | None
     description: str
 
 

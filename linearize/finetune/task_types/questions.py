@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,11 +17,15 @@ from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_t
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
 BEST, LONGEST = 20, 30
 """Starts and ends that are tried per row, and the longest answer in tokens, as in the usual SQuAD scripts."""
 
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
     """Read questions, texts and answers.
 
     Raises:
@@ -93,7 +97,7 @@ def _collate(rows: list[Row]) -> dict[str, Tensor]:
     return {name: torch.tensor([row[name] for row in rows]) for name in names if name in rows[0]}
 
 
-def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
+def _rows(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     question, context = task.columns
     _check_texts(task, table)
     rows: list[Row] = []

@@ -5,7 +5,7 @@ A raw table with the columns `text` (tokens between blanks) and `positions` (whi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +27,12 @@ from linearize.finetune.prepared import (
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+
+def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
     """Read sequences; the loss is taken on the answers only.
 
     Raises:
@@ -64,7 +68,7 @@ def _first(logits: Any) -> Tensor:
     return logits[0] if isinstance(logits, tuple) else logits
 
 
-def _rows(table: Any, tokenizer: Any, options: DataOptions) -> Rows:
+def _rows(table: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     need_columns(table, ("text", "positions"), "recall")
     rows = []
     for text, positions in zip(table["text"], table["positions"], strict=True):
