@@ -20,7 +20,7 @@ from linearize.checkpoint.output import atomic_folder, claim
 from linearize.distillation.loop import DistillResult, distill
 from linearize.errors import ConfigError
 from linearize.events import Callback
-from linearize.experiments.feed import TaskBatches
+from linearize.experiments.batches import TaskBatches
 from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Model, Recipe, Tokens
 from linearize.finetune.config import TuneConfig

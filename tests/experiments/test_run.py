@@ -10,8 +10,8 @@ import yaml
 from linearize.checkpoint.log import read_log
 from linearize.cli import results
 from linearize.errors import ConfigError, DataError, LinearizeError
+from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
-from linearize.experiments.feed import TaskBatches
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
