@@ -74,8 +74,8 @@ class KernelInfo:
         choose: when to choose it, in a few words.
         stage_one: default training of stage one; where that depends on the arguments, (config) -> `StageOne`. Read it
             through `training`.
-        unsaid: what arguments stand for that a checkpoint does not mention, where their defaults were others when it
-            was written; from then on checkpoints always mention them.
+        legacy_defaults: what arguments stand for that a checkpoint does not mention, where their defaults were others
+            when it was written; from then on checkpoints always mention them.
     """
 
     name: str
@@ -104,7 +104,7 @@ class KernelInfo:
     preset: Callable[[Any, int], list[tuple[str, dict[str, Any]]]] | None = None
     choose: str = ""
     stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    legacy_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def windowed(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from linearize.bench.memory import (
     OUT_OF_MEMORY,
-    NoRoomError,
+    OutOfMemoryError,
     in_fresh_process,
     is_out_of_memory,
     limit_memory,
@@ -52,7 +52,7 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
                 calls[name] = suite.prepare(name, tokens)
                 warm_up += seconds_of(calls[name])
             except (RuntimeError, MemoryError) as error:
-                variants[name] = _no_room(error)
+                variants[name] = _out_of_memory(error)
                 calls.pop(name, None)
     times = in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls)
     for name, values in times.items():
@@ -63,9 +63,9 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
     return Row(suite.name, suite.what, tokens, suite.pair, variants, suite.figures(row, rate))
 
 
-def _no_room(error: RuntimeError | MemoryError | NoRoomError) -> Variant:
+def _out_of_memory(error: RuntimeError | MemoryError | OutOfMemoryError) -> Variant:
     """Return a variant that ran out of memory, and give back what it had; another error goes on."""
-    if not (isinstance(error, NoRoomError) or is_out_of_memory(error)):
+    if not (isinstance(error, OutOfMemoryError) or is_out_of_memory(error)):
         raise error
     gc.collect()
     if torch.cuda.is_available():
@@ -80,8 +80,8 @@ def _memory(suite: Suite, variant: str, tokens: int) -> Variant:
             return Variant(bytes=peak_memory(suite, variant, (tokens,))[tokens])
         if suite.device.startswith("cuda"):
             return Variant(bytes=_on_gpu(suite, variant, tokens))
-    except (RuntimeError, MemoryError, NoRoomError) as error:
-        return _no_room(error)
+    except (RuntimeError, MemoryError, OutOfMemoryError) as error:
+        return _out_of_memory(error)
     return Variant()
 
 
@@ -89,7 +89,7 @@ def peak_memory(suite: Suite, variant: str, lengths: Sequence[int]) -> dict[int,
     """Return the bytes that a call of one variant adds to a fresh process's peak, by length.
 
     Raises:
-        NoRoomError: if memory runs out there.
+        OutOfMemoryError: if memory runs out there.
         LinearizeError: if the process fails in another way.
     """
     request = {"suite": suite.name, "fields": asdict(suite), "variant": variant, "lengths": list(lengths)}

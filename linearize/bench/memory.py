@@ -26,7 +26,7 @@ once. By itself it keeps freed blocks of up to 32 MiB, and a tensor that takes o
 _STATUS, _RESET, _FREE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
 
-class NoRoomError(LinearizeError):
+class OutOfMemoryError(LinearizeError):
     """A measured call needs more memory than there is: a result, not a fault."""
 
 
@@ -34,7 +34,7 @@ def in_fresh_process(function: Callable[[dict[str, Any]], Any], request: Mapping
     """Call a module's function in a new interpreter, offline; request and result travel as JSON.
 
     Raises:
-        NoRoomError: if memory runs out there.
+        OutOfMemoryError: if memory runs out there.
         LinearizeError: if the process fails in another way.
     """
     module, name = function.__module__, function.__name__
@@ -49,13 +49,13 @@ def in_fresh_process(function: Callable[[dict[str, Any]], Any], request: Mapping
         check=False,
     )
     if done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        raise NoRoomError(OUT_OF_MEMORY)
+        raise OutOfMemoryError(OUT_OF_MEMORY)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise LinearizeError(f"a measurement in a process of its own failed: {last}")
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     if answer == OUT_OF_MEMORY:
-        raise NoRoomError(OUT_OF_MEMORY)
+        raise OutOfMemoryError(OUT_OF_MEMORY)
     return answer
 
 

@@ -191,18 +191,18 @@ def cells(recipe: Recipe) -> list[Cell]:
 
 def plain(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain data: what `recipe.yaml` in a run's folder holds."""
-    shorn: dict[str, Any] = _shorn(dataclasses.asdict(recipe))
+    values: dict[str, Any] = _without_empty(dataclasses.asdict(recipe))
     if isinstance(recipe.tasks, dict):
-        shorn["tasks"] = {name: _shorn(dataclasses.asdict(step)) for name, step in recipe.tasks.items()}
-    return shorn
+        values["tasks"] = {name: _without_empty(dataclasses.asdict(step)) for name, step in recipe.tasks.items()}
+    return values
 
 
-def _shorn(value: Any) -> Any:
+def _without_empty(value: Any) -> Any:
     """Leave out what is empty, so that a resolved recipe stays readable; tuples become lists, as YAML has them."""
     if isinstance(value, Mapping):
-        kept = {key: _shorn(one) for key, one in value.items()}
+        kept = {key: _without_empty(one) for key, one in value.items()}
         return {key: one for key, one in kept.items() if one is not None and one not in ({}, [], "")}
-    return [_shorn(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_without_empty(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _job(recipe: Recipe, name: str, step: Step, where: str) -> Job:

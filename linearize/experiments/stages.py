@@ -113,10 +113,10 @@ class StageRunner:
         """Tune a converted checkpoint on the cell's task; without one, train a fresh linear model."""
         target = self.folder / "cells" / cell.key
         kernel = None if base is not None else cell.kernel
-        teacher = self._guide(cell) if cell.job.finetune.teacher else None
+        teacher = self._tuned_teacher(cell) if cell.job.finetune.teacher else None
         return self._tuned(target, base, kernel, cell.job, cell.job.finetune, cell.seed, teacher)
 
-    def _guide(self, cell: Cell) -> Path:
+    def _tuned_teacher(self, cell: Cell) -> Path:
         """Return the softmax model tuned on the cell's task: what was converted, or the table's own softmax row."""
         tuned = self.teacher if self.recipe.flow == "finetuned" else self.untouched
         return tuned(cell.job, cell.seed)

@@ -51,7 +51,7 @@ def _next(context: Context, trends: dict[str, Trend], lengths: Lengths | None) -
     job = context.job
     found: Step | None = None
     if context.alignment is not None:
-        found = _gentler(context) or _align_on(context, trends)
+        found = _lower_rates(context) or _align_on(context, trends)
         if found is None and isinstance(job, ConvertJob):
             found = _convert_on(job, trends, lengths)
     elif not weights_were_trained(context.provenance):
@@ -85,7 +85,7 @@ def _align_again(context: Context, options: dict[str, Any]) -> str:
     return _align(context, {"length": length, "teacher": _original(context), **options})
 
 
-def _gentler(context: Context) -> Step | None:
+def _lower_rates(context: Context) -> Step | None:
     """Where the alignment found nothing better than its start: the same at half the rates."""
     result, job = context.alignment, context.job
     if not result.history or result.best_step:

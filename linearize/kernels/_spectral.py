@@ -47,7 +47,7 @@ class SpectralConfig:
         return self.positive and self.magnitude
 
 
-UNSAID = {"form": "paper", "floor": 0.0}
+LEGACY_DEFAULTS = {"form": "paper", "floor": 0.0}
 """The only form that there was when checkpoints did not say it, and its denominators had no floor."""
 
 

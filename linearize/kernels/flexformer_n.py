@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels._spectral import (
-    UNSAID,
+    LEGACY_DEFAULTS,
     SpectralConfig,
     SpectralMap,
     halves,
@@ -144,6 +144,6 @@ register_kernel(
         learnable=True,
         positive=lambda config: config.positive,
         stage_one=spectral_stage_one,
-        unsaid=UNSAID,
+        legacy_defaults=LEGACY_DEFAULTS,
     )
 )

@@ -74,6 +74,6 @@ register_kernel(
         positive=False,
         random=True,
         estimates=torch.exp,
-        unsaid={"floor": 0.0},
+        legacy_defaults={"floor": 0.0},
     )
 )

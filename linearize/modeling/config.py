@@ -50,12 +50,12 @@ class LinearizeConfig(PreTrainedConfig):
         """Write the section with the checksum of its plan."""
         values = super().to_dict()
         if self.linearize:
-            values["linearize"] = _sealed(self.linearize)
+            values["linearize"] = _with_checksum(self.linearize)
         return values
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Write the section even where a default equals it, and where the code is."""
-        section = _sealed(self.linearize) if self.linearize else self.linearize
+        section = _with_checksum(self.linearize) if self.linearize else self.linearize
         values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
         values.pop("auto_map", None)
         if self.linearize and not _why_no_code(Plan.from_dict(self.linearize)):
@@ -70,7 +70,7 @@ class LinearizeConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
-def _sealed(section: dict[str, Any]) -> dict[str, Any]:
+def _with_checksum(section: dict[str, Any]) -> dict[str, Any]:
     return {**section, "checksum": checksum(section)}
 
 
@@ -84,7 +84,7 @@ def checksum(section: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_seal(section: Mapping[str, Any]) -> None:
+def check_checksum(section: Mapping[str, Any]) -> None:
     """Refuse a section that was changed after it was written.
 
     Checkpoints from before there was a checksum do not have what their hosts said either, and are taken as they are.

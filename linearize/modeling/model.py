@@ -22,7 +22,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_seal
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
@@ -144,7 +144,7 @@ def check_checkpoint(name: Any, **options: Any) -> None:
     if saved is not None and "quantization_config" not in values:
         check_weights(name, saved, config, **hub)
     # Last, so that whatever shows what was changed says so.
-    check_seal(values["linearize"])
+    check_checksum(values["linearize"])
 
 
 def saved_class(config: Any) -> type[PreTrainedModel] | None:

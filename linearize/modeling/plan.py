@@ -29,7 +29,7 @@ class LayerPlan:
         index: number among the self-attentions that can be converted, in the order in which they run; None for others.
         kernel: the kernel's name, or "softmax" where the layer stays.
         shape: sizes and direction.
-        arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.unsaid`.
+        arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.legacy_defaults`.
         reason: why the layer stays.
         cache_index: the host's `layer_idx`, None where it has none.
         window: W of the softmax window joined to the kernel, or None.
@@ -156,7 +156,7 @@ def _planned(name: str, shape: HeadShape, cache_index: int | None) -> Any:
 
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     known, got = {f.name for f in dataclasses.fields(LayerPlan)}, set(data)
-    # Checkpoints without a checksum were written before `host` was (see `linearize.modeling.config.check_seal`).
+    # Checkpoints without a checksum were written before `host` was (see `linearize.modeling.config.check_checksum`).
     _expect(got | {"host"} == known, "keys of a layer", sorted(map(str, got)))
     values = {"host": (), **data}
     module, kernel, arguments, host = (values[key] for key in ("module", "kernel", "arguments", "host"))
@@ -170,7 +170,7 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
     if kernel != SOFTMAX:
-        values["arguments"] = _unsaid(kernel) | arguments
+        values["arguments"] = _legacy_defaults(kernel) | arguments
     layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host)})
     if layer.converted:
         _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
@@ -179,10 +179,10 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     return layer
 
 
-def _unsaid(kernel: str) -> dict[str, Any]:
+def _legacy_defaults(kernel: str) -> dict[str, Any]:
     """Return what a plan means by arguments that it does not mention."""
     try:
-        return dict(kernel_info(kernel).unsaid)
+        return dict(kernel_info(kernel).legacy_defaults)
     except ConfigError:
         # Said, in one place for all mistakes, where the kernel is built.
         return {}

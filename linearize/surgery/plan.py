@@ -182,11 +182,11 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
     # Building it checks name, arguments, direction and sizes before the model is touched.
     mixer = build_mixer(kernel, own, layer.shape, window)
     defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
-    unsaid = mixer.info.unsaid
+    legacy_defaults = mixer.info.legacy_defaults
     changed = {
         name: value
         for name, value in dataclasses.asdict(mixer.config).items()
-        if value != defaults[name] or name in unsaid
+        if value != defaults[name] or name in legacy_defaults
     }
     return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window)
 

@@ -19,7 +19,7 @@ from linearize.bench.goals import Goal, _judge, goals, run_goals
 from linearize.bench.job import BenchOptions, Measured, run_bench
 from linearize.bench.machine import Noise
 from linearize.bench.measure import measure
-from linearize.bench.memory import NoRoomError, in_fresh_process, is_out_of_memory
+from linearize.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
 from linearize.bench.models import BenchModel
 from linearize.bench.plot import check_picture, short_names, write_plot
 from linearize.bench.public_op import PublicOpSuite
@@ -206,7 +206,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
 
     def none(*_):
-        raise NoRoomError("out of memory")
+        raise OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(measuring, "in_fresh_process", none)
     row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1)

@@ -16,7 +16,7 @@ from transformers import AutoModel
 import linearize
 from linearize.attention.shape import HeadShape
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.modeling.config import check_seal, check_section, checksum
+from linearize.modeling.config import check_checksum, check_section, checksum
 from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import CALLED, Plan
 from linearize.registry import kernel_info
@@ -100,7 +100,7 @@ def test_a_wrong_value_in_the_section_is_refused(field, saved):
         section = read(saved / "bert")["linearize"] | {field: value}
         with pytest.raises(LinearizeError) as caught:
             check_section(section)
-            check_seal(section)
+            check_checksum(section)
             # The original's type is looked up when the config is made.
             linearize.modeling.config.base_config_class(section["base_model_type"])
         assert "\n" not in str(caught.value)
@@ -110,12 +110,12 @@ def test_every_field_has_to_be_there(saved):
     section = read(saved / "bert")["linearize"]
     for key in set(section) - {"provenance"}:
         with pytest.raises(CheckpointError):
-            check_seal(check_section({name: value for name, value in section.items() if name != key}))
+            check_checksum(check_section({name: value for name, value in section.items() if name != key}))
     for key in section["layers"][0]:
         other = copy.deepcopy(section)
         del other["layers"][0][key]
         with pytest.raises(CheckpointError, match="has checksum" if key == "host" else "keys of a layer"):
-            check_seal(check_section(other))
+            check_checksum(check_section(other))
 
 
 def test_the_schema_is_covered(saved):
@@ -270,7 +270,7 @@ def fuzz(folders, count, seed):
             mutate(values["linearize"], rng)
         try:
             section = check_section(values["linearize"])
-            check_seal(section)
+            check_checksum(section)
             plan = Plan.from_dict(section)
         except LinearizeError as error:
             assert "\n" not in str(error) and len(str(error)) < 1500

@@ -66,8 +66,8 @@ def test_facts_are_complete(info):
     config = make_config(info, needed(info))
     assert info.training(config).loss in ("weights", "output")
     assert info.normalized or info.training(config).loss == "output"
-    assert set(info.unsaid) <= {field.name for field in dataclasses.fields(info.config)}
-    make_config(info, needed(info) | dict(info.unsaid))
+    assert set(info.legacy_defaults) <= {field.name for field in dataclasses.fields(info.config)}
+    make_config(info, needed(info) | dict(info.legacy_defaults))
     assert info.feature_dim is None or info.feature_dim(config, 64) >= 1
 
 
