@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.pair import check_teacher
 from linearize.checkpoint.inspect import weights_were_trained
@@ -21,6 +21,11 @@ from linearize.modeling.plan import Plan
 from linearize.options import recorded
 from linearize.surgery.positions import current_length
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from linearize.alignment.loop import AlignResult
+
 
 @dataclass
 class AlignmentSaved:
@@ -36,7 +41,7 @@ class AlignmentSaved:
 
     output: Path
     data: str
-    alignment: Any
+    alignment: AlignResult
     seconds: float
     findings: Findings
 
@@ -64,7 +69,7 @@ def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> AlignmentSav
         return save_aligned(context, job)
 
 
-def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, Any]:
+def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrainedModel | None]:
     """Do what comes before the first step: checkpoint and teacher are loaded, and the data is open."""
     earlier = read_log(job.model)
     loaded = load_converted(job.model, device=first_device(job))
@@ -90,7 +95,7 @@ def save_aligned(context: Context, job: AlignJob) -> AlignmentSaved:
     return saved
 
 
-def load_teacher(context: Context, job: AlignJob) -> Any:
+def load_teacher(context: Context, job: AlignJob) -> PreTrainedModel | None:
     """Load the original; None where the checkpoint's own softmax still is the original's.
 
     Raises:
@@ -132,7 +137,7 @@ def check_own_softmax(provenance: dict[str, Any]) -> None:
         )
 
 
-def check_rows(teacher: Any, length: int, modality: str) -> None:
+def check_rows(teacher: PreTrainedModel, length: int, modality: str) -> None:
     """Refuse rows that are longer than the teacher takes.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.inspect import weights_were_trained
 from linearize.jobs import findings
@@ -16,6 +16,12 @@ from linearize.modeling.plan import Plan
 from linearize.options import options_of
 from linearize.report.options import ReportOptions
 from linearize.surgery.positions import current_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from linearize.finetune.prepared import TaskData
+    from linearize.finetune.trainer import TuneResult
 
 STAGE_ONE, ALIGNMENT, STAGE_TWO = "stage one", "alignment", "stage two"
 SAMPLE = 256
@@ -141,7 +147,7 @@ def _look(context: Context) -> Step:
     return "to look at every layer", line("report", ReportOptions, options)
 
 
-def after_tuning(model: Any, job: TuneJob, data: Any, result: Any) -> Findings:
+def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData, result: TuneResult) -> Findings:
     """Say what stage two has found, and what comes next.
 
     Args:
@@ -162,7 +168,7 @@ def after_tuning(model: Any, job: TuneJob, data: Any, result: Any) -> Findings:
     return Findings({STAGE_TWO: found}, None, lengths_found, load, command, why)
 
 
-def _after_stage_two(model: Any, job: TuneJob, found: Trend, target: str) -> Step:
+def _after_stage_two(model: PreTrainedModel, job: TuneJob, found: Trend, target: str) -> Step:
     if found.verdict == "falling":
         steps = {"steps": found.steps + found.more, "overwrite": True}
         return "as it still falls", command_of("finetune", job, steps, leave_out=("epochs",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
@@ -31,6 +31,11 @@ from linearize.surgery.apply import convert_model
 from linearize.surgery.plan import plan
 from linearize.surgery.positions import extend_processor
 
+if TYPE_CHECKING:
+    from linearize.alignment.loop import AlignResult
+    from linearize.distillation.loop import DistillResult
+    from linearize.surgery.positions import PositionReport
+
 
 @dataclass
 class ConvertResult:
@@ -38,12 +43,12 @@ class ConvertResult:
 
     output: Path
     plan: Plan
-    distillation: Any
-    positions: Any
+    distillation: DistillResult | None
+    positions: PositionReport | None
     data: str | None
     parameters_added: int
     seconds: float
-    alignment: Any = None
+    alignment: AlignResult | None = None
     findings: Findings | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.adapters import add_lora
 from linearize.alignment.config import BLOCKWISE, AlignConfig
@@ -37,6 +37,9 @@ from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import open_tuning, sources_of
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
 TIMED = 3
@@ -70,7 +73,7 @@ def dry_run(job: ConvertJob | DistillJob | AlignJob | TuneJob, on_event: Callbac
     return _of_training(context, teacher)
 
 
-def _of_training(context: Context, teacher: Any) -> Bill:
+def _of_training(context: Context, teacher: PreTrainedModel | None) -> Bill:
     job, model = context.job, context.loaded.model
     device = next(model.parameters()).device.type
     work: list[tuple[str, Callable[[], list[StageBill]]]] = []
@@ -147,7 +150,7 @@ def _stage_one(context: Context, config: DistillConfig) -> StageBill:
     return StageBill("stage one", total, rows, step, steps, evaluations, seconds)
 
 
-def _alignment(context: Context, config: AlignConfig, teacher: Any) -> list[StageBill]:
+def _alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None) -> list[StageBill]:
     """Time each phase of the alignment."""
     found = []
     for phase, steps in config.phases():

@@ -8,13 +8,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ConfigError
 from linearize.heads import HEADS, head_of_class
 from linearize.jobs.trend import Trend, trend
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.registry import kernel_info, make_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from linearize.alignment.loop import AlignResult
+    from linearize.alignment.measure import Closeness
+    from linearize.distillation.loop import DistillResult
+    from linearize.fidelity.measure import Fidelity
 
 FAR = 2.0
 """Times the mean of the layers from which on the worst of them is an exception that softmax may stay in."""
@@ -109,7 +117,7 @@ class Findings:
         return asdict(self)
 
 
-def stage_one_trend(result: Any, steps: int) -> Trend:
+def stage_one_trend(result: DistillResult, steps: int) -> Trend:
     """Judge stage one's held-out loss: of the last group of layers, where they were trained in groups.
 
     Args:
@@ -122,7 +130,7 @@ def stage_one_trend(result: Any, steps: int) -> Trend:
     return trend([point for point in points if point[0] > 0], done)
 
 
-def alignment_trend(result: Any) -> Trend:
+def alignment_trend(result: AlignResult) -> Trend:
     """Judge the alignment's held-out loss, of its last phase: the phases measure different things.
 
     Args:
@@ -154,7 +162,7 @@ def stage_two_trend(history: Iterable[Mapping[str, Any]], steps: int) -> Trend:
     return Trend("unknown", steps)
 
 
-def worst_of_layers(fidelity: Any, plan: Plan) -> WorstLayer | None:
+def worst_of_layers(fidelity: Fidelity, plan: Plan) -> WorstLayer | None:
     """Return the layer whose weights are furthest from softmax's, with what helps it.
 
     Args:
@@ -167,7 +175,7 @@ def worst_of_layers(fidelity: Any, plan: Plan) -> WorstLayer | None:
     if any(layer.kl is None for layer in fidelity.layers):
         name, said = "output_error", "relative error of the output"
     worst = max(fidelity.layers, key=lambda layer: getattr(layer, name))
-    value, mean = float(getattr(worst, name)), float(fidelity.mean(name))
+    value, mean = float(getattr(worst, name)), fidelity.mean(name) or 0.0
     # Names in a plan begin at the base model.
     layer = next((one for one in plan.converted if f".{worst.module}".endswith(f".{one.module}")), None)
     helps: tuple[str, ...] = ()
@@ -176,7 +184,7 @@ def worst_of_layers(fidelity: Any, plan: Plan) -> WorstLayer | None:
     return WorstLayer(worst.module, None if layer is None else layer.index, said, value, mean, helps)
 
 
-def worst_of_blocks(closeness: Any, plan: Plan) -> WorstLayer | None:
+def worst_of_blocks(closeness: Closeness, plan: Plan) -> WorstLayer | None:
     """Return the block in which the error of the hidden states grows most: errors are passed on from block to block.
 
     Args:
@@ -268,7 +276,7 @@ def lengths_of(seen: int | None, promised: int | None) -> Lengths | None:
     return None if seen is None or promised is None else Lengths(min(seen, promised), promised)
 
 
-def load_lines(model: Any, folder: object, *, embedder: bool = False) -> str:
+def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False) -> str:
     """Return the lines of Python that load a checkpoint, on one line.
 
     Args:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, check_target, claim
@@ -27,6 +27,9 @@ from linearize.jobs.config import TuneJob
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
 from linearize.jobs.findings import Findings
 from linearize.loading import move
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
@@ -72,10 +75,10 @@ class Opened:
 
     work: Path
     earlier: list[dict[str, Any]]
-    model: Any
+    model: PreTrainedModel
     processor: Any
     data: TaskData
-    teacher: Any
+    teacher: PreTrainedModel | None
 
 
 def open_tuning(job: TuneJob, on_event: Callback) -> Opened:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.config import AlignConfig
 from linearize.alignment.loop import align
@@ -20,6 +20,12 @@ from linearize.jobs.events import Aligned, Distilled, Noted, StepDone
 from linearize.options import name_of
 from linearize.trackers import reporter
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from linearize.alignment.loop import AlignResult
+    from linearize.distillation.loop import DistillResult
+
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:
     """Teach the kernels to imitate softmax, if there is data and a step to do."""
@@ -30,7 +36,7 @@ def run_stage_one(context: Context, config: DistillConfig) -> None:
     context.on_event(Distilled(context.distillation))
 
 
-def run_alignment(context: Context, config: AlignConfig, teacher: Any = None) -> None:
+def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None = None) -> None:
     """Bring the whole model close to a teacher; None: its own softmax."""
     if pools_first(context.loaded.embedder):
         config = replace(config, pooling="first")
@@ -70,7 +76,7 @@ def _on_step(context: Context, write: Callable[[Any], None]) -> Callable[[Any], 
     return on_step
 
 
-def distillation_record(result: Any) -> dict[str, Any]:
+def distillation_record(result: DistillResult) -> dict[str, Any]:
     """Return what stage one did as plain data."""
     return {
         "steps": result.steps,
@@ -93,7 +99,11 @@ def without_heads(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alignment_record(
-    result: Any, *, teacher: str | None = None, data: DataConfig | None = None, config: AlignConfig | None = None
+    result: AlignResult,
+    *,
+    teacher: str | None = None,
+    data: DataConfig | None = None,
+    config: AlignConfig | None = None,
 ) -> dict[str, Any]:
     """Return what a checkpoint says about its alignment."""
     found: dict[str, Any] = {
