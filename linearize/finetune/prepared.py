@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.config import DataOptions
 from linearize.finetune.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
@@ -95,7 +98,7 @@ class TaskData:
         return None if self.task.labels is None else len(self.task.labels)
 
 
-def copy_tokenizer(tokenizer: Any) -> Any:
+def copy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a copy that can pad: one without a padding token pads with its end token.
 
     Raises:
@@ -114,12 +117,11 @@ def copy_tokenizer(tokenizer: Any) -> Any:
     return made
 
 
-def pad(tokenizer: Any, rows: Sequence[Row]) -> dict[str, Tensor]:
+def pad(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, Tensor]:
     """Pad the token fields of rows to the longest: `input_ids`, `attention_mask`, `token_type_ids`, long [B, T]."""
     names = [name for name in TOKEN_FIELDS if name in rows[0]]
-    return dict(
-        tokenizer.pad({name: [row[name] for row in rows] for name in names}, return_tensors="pt", verbose=False)
-    )
+    batch: dict[str, list[list[int]]] = {name: [row[name] for row in rows] for name in names}
+    return dict(tokenizer.pad(batch, return_tensors="pt", verbose=False))
 
 
 def pad_labels(rows: Sequence[Row], width: int) -> Tensor:
@@ -127,7 +129,7 @@ def pad_labels(rows: Sequence[Row], width: int) -> Tensor:
     return torch.tensor([list(row["labels"]) + [IGNORED] * (width - len(row["labels"])) for row in rows])
 
 
-def stable_seed(seed: int, *parts: Any) -> int:
+def stable_seed(seed: int, *parts: object) -> int:
     """Make a seed from numbers alone: nothing depends on what was drawn before, so a resumed run agrees."""
     value = seed
     for part in parts:
@@ -136,7 +138,11 @@ def stable_seed(seed: int, *parts: Any) -> int:
 
 
 def text_facts(
-    tokenizer: Any, first: Sequence[str], second: Sequence[str | None], rows: Sequence[Row], options: DataOptions
+    tokenizer: PreTrainedTokenizerBase,
+    first: Sequence[str],
+    second: Sequence[str | None],
+    rows: Sequence[Row],
+    options: DataOptions,
 ) -> dict[str, Any]:
     """Return what a reader of the metrics must know of rows of texts: how many, how long, and how many were cut.
 
@@ -156,7 +162,7 @@ def text_facts(
     return row_facts(lengths, options)
 
 
-def check_tokens(task: Task, rows: Sequence[Row], tokenizer: Any) -> None:
+def check_tokens(task: Task, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a text of zero tokens, of which nothing can be read.
 
     Raises:
@@ -188,7 +194,9 @@ def row_facts(lengths: Sequence[int], options: DataOptions) -> dict[str, Any]:
     }
 
 
-def tokenise(tokenizer: Any, first: Sequence[str], second: Sequence[str | None], max_length: int | None) -> list[Row]:
+def tokenise(
+    tokenizer: PreTrainedTokenizerBase, first: Sequence[str], second: Sequence[str | None], max_length: int | None
+) -> list[Row]:
     """Tokenise texts or pairs into rows of at most `max_length` tokens; None: whole."""
     rows: list[Row] = []
     for begin in range(0, len(first), 1_000):

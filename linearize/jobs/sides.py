@@ -23,6 +23,7 @@ from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.task import Task
 from linearize.jobs.events import Callback, Started, ignore
+from linearize.loading import move
 
 MOST_ROWS = 32
 """Rows of a batch where nobody says it and they are short."""
@@ -124,7 +125,7 @@ def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple
     processor = load_processor(side.model, setup.task.modality)
     data = prepare(setup.task, processor, side.options, data=setup.dataset)
     check_trained(side.model, setup.task)
-    model = load_for_task(side.model, data).to(setup.device).eval()
+    model = move(load_for_task(side.model, data), setup.device).eval()
     fit_tokenizer(model, processor)
     length = data.facts.get("max_length", data.facts.get("context", side.options.max_length))
     note = beyond_training(model, setup.task, length)

@@ -7,7 +7,7 @@ one token, so that every token but the very first is predicted once.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Row, TaskData, copy_tokenizer, stable_seed
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEXTS = 1_000
 
@@ -53,7 +56,7 @@ class Windows(Dataset):
         return {"input_ids": ids, "labels": labels, "fixed": self.fixed}
 
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
     """Read texts as one row of tokens per split.
 
     Raises:
@@ -78,7 +81,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     return _causal(task, train, valid, words, options, splits.description)
 
 
-def tokens_of(table: Any, column: str, tokenizer: Any) -> tuple[np.ndarray, int]:
+def tokens_of(table: Any, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
     """Tokenise a column -> tokens [N], and its words as WikiText counts them (line ends count)."""
     parts, words = [], 0
     for begin in range(0, len(table), TEXTS):
@@ -165,7 +168,12 @@ def token_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _masked(
-    task: Task, train: np.ndarray, valid: np.ndarray, tokenizer: Any, options: DataOptions, description: str
+    task: Task,
+    train: np.ndarray,
+    valid: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    description: str,
 ) -> TaskData:
     if tokenizer.mask_token_id is None:
         raise ConfigError("masked language model: got a tokenizer without a mask token; use task causal-lm")
@@ -201,7 +209,7 @@ def _masked(
     )
 
 
-def _mask(rows: list[Row], tokenizer: Any, options: DataOptions) -> dict[str, Tensor]:
+def _mask(rows: list[Row], tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> dict[str, Tensor]:
     """Choose tokens and replace them as BERT does: 80 % by the mask, 10 % by a random token, 10 % not at all."""
     salt = np.concatenate([row["input_ids"] for row in rows])
     made = []
@@ -220,7 +228,7 @@ def _mask(rows: list[Row], tokenizer: Any, options: DataOptions) -> dict[str, Te
     return _framed(made, tokenizer)
 
 
-def _framed(made: list[tuple[np.ndarray, np.ndarray]], tokenizer: Any) -> dict[str, Tensor]:
+def _framed(made: list[tuple[np.ndarray, np.ndarray]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
     """Put the special tokens around rows and pad them."""
     front = [tokenizer.cls_token_id] if tokenizer.cls_token_id is not None else []
     back = [tokenizer.sep_token_id] if tokenizer.sep_token_id is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,14 @@ from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
 from linearize.finetune.task_types.text import CHUNKS, metrics_of, numbered
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SECOND = "second_"
 """What the names of the second sentence's fields begin with."""
 
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
     """Read pairs of sentences and how alike they are.
 
     A batch of N pairs is one of 2 N sentences, the first of every pair and then the second of every pair, and N labels:
@@ -68,7 +71,9 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     )
 
 
-def _measured(task: Task, view: View, tokenizer: Any, options: DataOptions) -> tuple[Rows, dict[str, Any]]:
+def _measured(
+    task: Task, view: View, tokenizer: PreTrainedTokenizerBase, options: DataOptions
+) -> tuple[Rows, dict[str, Any]]:
     """Make the rows to measure on, and what is to be said of their sentences: two a row."""
     examples = view.fetch(range(len(view)))
     if not options.chunks:
@@ -99,7 +104,7 @@ def _check_pairs(task: Task, examples: Sequence[Example]) -> None:
         raise DataError(f"task {task.name}: got rows with one text, expected two; name both columns (--columns A,B)")
 
 
-def _rows(task: Task, view: View, tokenizer: Any, options: DataOptions) -> Rows:
+def _rows(task: Task, view: View, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     examples = view.fetch(range(len(view)))
     _check_pairs(task, examples)
     first = tokenise(tokenizer, [e.value for e in examples], [None] * len(examples), options.max_length)

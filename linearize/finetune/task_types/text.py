@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,13 +32,16 @@ from linearize.finetune.prepared import (
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 CHUNKS = "chunks"
 """The field of a row that holds a text's chunks."""
 MOST_CLASSES = 100_000
 """A label of a larger number is no class: a head of a million outputs was never meant."""
 
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
     """Read texts and labels.
 
     Raises:
@@ -74,7 +77,7 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
 
 
 def _measured(
-    task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions
+    task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions
 ) -> tuple[Rows, dict[str, Any]]:
     """Make the rows to measure on, and what is to be said of them."""
     rows = _rows(task, examples, tokenizer, options)
@@ -83,7 +86,7 @@ def _measured(
 
 
 def _in_chunks(
-    task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions
+    task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions
 ) -> tuple[Rows, dict[str, Any]]:
     """Make the rows to measure on of texts that are read as chunks.
 
@@ -99,7 +102,9 @@ def _in_chunks(
     return Rows([{CHUNKS: chunks, "labels": label} for chunks, label in zip(texts, labels, strict=True)]), facts
 
 
-def _extra(task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions) -> Rows | None:
+def _extra(
+    task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions
+) -> Rows | None:
     """Make the rows of texts paired anew that the options ask for; their label says that there is none.
 
     Raises:
@@ -120,7 +125,7 @@ def _extra(task: Task, examples: Sequence[Example], tokenizer: Any, options: Dat
     return Rows(rows)
 
 
-def _rows(task: Task, examples: Sequence[Example], tokenizer: Any, options: DataOptions) -> Rows:
+def _rows(task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     rows = tokenise(tokenizer, [e.value for e in examples], [e.pair for e in examples], options.max_length)
     check_tokens(task, rows, tokenizer)
     for row, label in zip(rows, numbered(task, examples), strict=True):

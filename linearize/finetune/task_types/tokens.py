@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -26,8 +26,11 @@ from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 from linearize.finetune.task_types.text import MOST_CLASSES
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+
+def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
     """Read words and tags.
 
     Raises:
@@ -69,7 +72,9 @@ def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> T
     )
 
 
-def _whole_lengths(tokenizer: Any, texts: list[list[str]], rows: Sequence[Row], options: DataOptions) -> list[int]:
+def _whole_lengths(
+    tokenizer: PreTrainedTokenizerBase, texts: list[list[str]], rows: Sequence[Row], options: DataOptions
+) -> list[int]:
     """Return the tokens of every row of words, uncut: those that fill their row are tokenised again, whole."""
     lengths = [len(row["input_ids"]) for row in rows]
     for place, length in enumerate(lengths):
@@ -100,7 +105,7 @@ def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
     return tuple(str(number) for number in range(int(max(found)) + 1))
 
 
-def _rows(task: Task, table: Any, tokenizer: Any, options: DataOptions) -> Rows:
+def _rows(task: Task, table: Any, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     words, label = task.columns[0], str(task.label)
     names = task.labels or ()
     places: dict[Any, int] = {name: number for number, name in enumerate(names)} | {n: n for n in range(len(names))}
