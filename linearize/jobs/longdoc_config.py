@@ -14,14 +14,8 @@ from linearize.options import check, option, section
 
 CONVERSION, TUNING, OUTPUT = "conversion", "tuning, of both models alike", "output"
 TUNED = (
-    "learning_rate",
-    "batch_size",
-    "epochs",
-    "steps",
-    "warmup",
-    "kernel_learning_rate",
-    "selection_rows",
-    "precision",
+    *("learning_rate", "batch_size", "epochs", "steps", "warmup", "kernel_learning_rate", "selection_rows"),
+    *("precision", "gradient_checkpointing"),
 )
 """What of `TuneConfig` is left to the user."""
 
