@@ -103,7 +103,7 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         if note is None:
             _, chunks, chunks_result = measure_side(setup, side, on_event)
             measured.append((chunks_result, chunks))
-        elif its_data.task.modality == "text":
+        elif its_data.chunkable or its_data.facts.get("cut_share"):
             notes.append(note)
     differences = [difference(data.task, measured[0], other) for other in measured[1:]]
     return replace(

@@ -105,6 +105,22 @@ def test_a_length_that_is_asked_for_is_lowered_for_the_original(place, few_draws
     assert [side.max_length for side in found.sides] == [20, 12]
 
 
+def test_tasks_that_are_not_read_as_chunks(place, few_draws):
+    """Pairs that are cut have a note; where nothing is cut there is nothing to say."""
+    chance = np.random.default_rng(3)
+    rows = [
+        {"first": " ".join(chance.choice(WORDS, 6)), "second": " ".join(chance.choice(WORDS, 8)), "label": number % 2}
+        for number in range(12)
+    ]
+    for split in ("train", "validation"):
+        write(place / "pairs" / f"{split}.jsonl", rows)
+    asked = job(place, data="pairs", columns="first,second", compare=str(place / "original"))
+    found = evaluate_checkpoint(asked)
+    assert (
+        len(found.sides) == 2 and found.sides[1].cut_share == 1.0 and "does not read one text a row" in found.notes[0]
+    )
+
+
 def measured(scores, resampled):
     return Measured({}, scores, None, None, 10, 10, 0.0, np.array(resampled))
 
