@@ -1,9 +1,10 @@
 """The part of a matrix that runs by default covers what it says, and the rest is left to `make slow`."""
 
 import itertools
+from pathlib import Path
 
 import pytest
-from support.sampling import cover
+from support.sampling import NOT_QUICK, cover
 
 MATRIX = [frozenset({("a", i), ("b", j), ("c", k)}) for i, j, k in itertools.product(range(6), range(5), range(4))]
 
@@ -49,3 +50,31 @@ def test_the_rest_is_slow(pytester, monkeypatch):
     )
     assert both == pytester.inline_run().countoutcomes()[0] == 27
     assert pytester.inline_run("--quick").countoutcomes()[0] == 2
+
+
+@pytest.mark.parametrize("name", NOT_QUICK)
+def test_what_quick_leaves_out_is_there(name):
+    file, _, function = name.partition("::")
+    path = Path(__file__).parents[1] / file
+    assert path.exists() and (not function or f"def {function}(" in path.read_text())
+
+
+def test_quick_leaves_out_single_tests(pytester, monkeypatch):
+    pytester.makeconftest('pytest_plugins = ["support.sampling"]')
+    pytester.makeini("[pytest]\nmarkers = slow\naddopts = --strict-markers -p no:cacheprovider")
+    pytester.makepyfile(
+        test_parts="""
+        import pytest
+
+        @pytest.mark.parametrize("a", range(3))
+        def test_one(a):
+            pass
+
+        def test_one_more():
+            pass
+        """
+    )
+    monkeypatch.setattr("support.sampling.NOT_QUICK", ("test_parts.py::test_one",))
+    assert pytester.inline_run("--quick").countoutcomes()[0] == 1
+    monkeypatch.setattr("support.sampling.NOT_QUICK", ("test_parts.py",))
+    assert pytester.inline_run("--quick").countoutcomes()[0] == 0
