@@ -22,6 +22,7 @@ EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola
   linearize finetune bert-hedgehog --task text-classification --dataset a.jsonl --columns review --label-column mood
   linearize finetune gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --lora r=8,alpha=16
+  linearize finetune llama-hedgehog --task chat --dataset chats.jsonl --max-length 4096       # column `messages`
   linearize finetune bert-hedgehog --task cola --output bert-cola --resume
   linearize finetune bert-base --task mrpc --output bert-mrpc                     # the teacher: the original, tuned
   linearize finetune bert-hedgehog --task mrpc --teacher bert-mrpc --extra-pairs 1 --epochs 10

@@ -99,7 +99,7 @@ class TaskData:
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a copy that can pad: one without a padding token pads with its end token.
+    """Return a copy that can pad, behind the tokens; one without a padding token pads with its end token.
 
     Raises:
         ConfigError: if it is no tokenizer or has neither.
@@ -110,6 +110,8 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
         raise ConfigError(f"got {type(tokenizer).__name__} for text, expected a tokenizer; add one to the folder")
     made = deepcopy(tokenizer)
     made.model_max_length = int(1e30)
+    # Labels of tokens are filled up behind them as well, and positions count from the first place.
+    made.padding_side = "right"
     if made.pad_token_id is None:
         if made.eos_token_id is None:
             raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first")

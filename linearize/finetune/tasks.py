@@ -43,6 +43,7 @@ TASK_TYPES: dict[str, TaskType] = {
         TaskType(
             "causal-lm", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.language", next_token=True
         ),
+        TaskType("chat", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.chat", next_token=True),
         TaskType("recall", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.recall", next_token=True),
         TaskType(
             "image-classification", HEADS["image-classification"], "class", "linearize.finetune.task_types.images"
@@ -154,6 +155,17 @@ TASKS: dict[str, Task] = {
             lower_is_better=True,
             percent=False,
             folders=("wikitext2", "wikitext103"),
+        ),
+        Task(
+            "chat",
+            TASK_TYPES["chat"],
+            "conversations: what the assistant says next, by the tokenizer's chat template",
+            columns=("messages",),
+            label=None,
+            metrics=("perplexity",),
+            score=("perplexity",),
+            lower_is_better=True,
+            percent=False,
         ),
         Task("image-classification", TASK_TYPES["image-classification"], "any images with a class"),
         Task(

@@ -21,12 +21,13 @@ from linearize.errors import ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.loss_meter import meter_of
 from linearize.finetune.prepared import IGNORED
+from linearize.finetune.tasks import TASK_TYPES
 from linearize.modeling.model import kernel_parameters
 
 LABELS = ("labels", "start_positions", "end_positions")
 BY_ROW = ("classification", "regression")
 """Kinds of tasks with one label per row, which rows made anew have none of."""
-PER_TOKEN = ("causal-lm", "recall")
+PER_TOKEN = tuple(name for name, type in TASK_TYPES.items() if type.next_token)
 """Kinds whose models sum the loss over tokens and divide by those of all passes."""
 KERNEL_RATE = 3e-4
 """Peak rate of the kernels where a teacher guides them (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
@@ -245,7 +246,7 @@ def output_loss(
     if mine.ndim == 2:
         return logits_loss(mine, theirs, temperature=temperature, regression=kind == "regression")
     labels = inputs["labels"]
-    if kind in ("causal-lm", "recall"):
+    if kind in PER_TOKEN:
         # The prediction at a place is of the next token.
         mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
     return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)

@@ -261,7 +261,7 @@ class TaskChoice:
 
     task: str = option(
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, text-classification, text-regression, masked-lm, "
-        "causal-lm, image-classification, cifar10, token-classification, question-answering",
+        "causal-lm, chat, image-classification, cifar10, token-classification, question-answering",
         metavar="T",
     )
     columns: tuple[str, ...] = option(

@@ -1,0 +1,134 @@
+"""Conversations: which tokens are the assistant's, what is refused, and that a converted model learns from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from support.checkpoints import WORDS, make_original, make_text, tokenizer
+from support.command_lines import run
+
+from linearize.errors import ConfigError, DataError
+from linearize.finetune.config import DataOptions
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import IGNORED
+from linearize.finetune.task_types.chat import encode
+from linearize.finetune.tasks import task
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ '<s> ' + m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{{ '<s> ' + (m['content'] if loop.last else 'cat') + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s> ' }}{% endif %}"
+)
+
+
+def chatty(template=TEMPLATE, side="right"):
+    made = tokenizer(ends=False)
+    made.chat_template, made.padding_side = template, side
+    return made
+
+
+def turns(*texts):
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def write(path, rows, column="messages"):
+    path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    return str(path)
+
+
+def conversations(count):
+    """The assistant says the next two words."""
+    chats = []
+    for place in range(count):
+        first, second, third, *_ = (WORDS * 3)[place % len(WORDS) :]
+        chats.append(turns(first, f"{second} {third}", second, third))
+    return chats
+
+
+def test_the_assistants_tokens_are_those_behind_its_prompt():
+    words = chatty()
+    ids, spoken = encode(words, turns("the cat", "sat on", "a", "mat"))
+    unknown, begin, end = words.unk_token_id, words.bos_token_id, words.eos_token_id
+    the, cat, sat, on, a, mat = words.convert_tokens_to_ids(["the", "cat", "sat", "on", "a", "mat"])
+    assert ids == [
+        begin, unknown, the, cat, end, begin, unknown, sat, on, end, begin, unknown, a, end, begin, unknown, mat, end,
+    ]  # fmt: skip
+    assert [place for place, own in enumerate(spoken) if own] == [7, 8, 9, 16, 17]
+
+
+def test_rows_are_cut_and_filled_up_behind_whatever_the_tokenizer_does():
+    rows = [{"messages": turns("the", "cat sat")}, {"messages": turns("the cat sat on a mat", "and")}] * 2
+    tables = {"train": Dataset.from_list(rows), "validation": Dataset.from_list(rows)}
+    found = {}
+    for side in ("right", "left"):
+        data = prepare(task("chat"), chatty(side=side), DataOptions(max_length=9), data=tables)
+        batch = data.collate([data.train[0], data.train[1]])
+        found[side] = batch
+        # The second conversation is cut before the assistant says anything.
+        assert "; 4 left out, in which the assistant says nothing that fits" in data.description
+        assert len(data.train) == len(data.validation) == 2
+    assert all(torch.equal(found["left"][name], found["right"][name]) for name in found["left"])
+    labels = found["left"]["labels"][0]
+    assert [place for place, label in enumerate(labels.tolist()) if label != IGNORED] == [6, 7, 8]
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    good = write(tmp_path / "good.jsonl", conversations(12))
+    with pytest.raises(ConfigError, match="without a chat template"):
+        prepare(task("chat"), tokenizer(), DataOptions(max_length=16), data=good)
+    with pytest.raises(ConfigError, match="writes a turn differently once others follow it"):
+        prepare(task("chat"), chatty(FORGETFUL), DataOptions(max_length=16), data=good)
+    with pytest.raises(DataError, match="no column 'messages'"):
+        other = write(tmp_path / "other.jsonl", conversations(12), "dialogue")
+        prepare(task("chat"), chatty(), DataOptions(max_length=16), data=other)
+    prepare(task("chat", columns=("dialogue",)), chatty(), DataOptions(max_length=16), data=other)
+    for number, rows in enumerate(([["the", "cat"]] * 12, [[{"role": "user"}]] * 12, [[]] * 12)):
+        with pytest.raises(DataError):
+            prepare(task("chat"), chatty(), DataOptions(max_length=16), data=write(tmp_path / f"{number}.jsonl", rows))
+    with pytest.raises(DataError, match="the chat template refuses a conversation"):
+        odd = write(tmp_path / "odd.jsonl", [[{"role": "judge", "content": "the"}]] * 12)
+        prepare(task("chat"), chatty(), DataOptions(max_length=16), data=odd)
+    with pytest.raises(DataError, match="in which the assistant says nothing within 16 tokens"):
+        silent = write(tmp_path / "silent.jsonl", [turns("the")] * 12)
+        prepare(task("chat"), chatty(), DataOptions(max_length=16), data=silent)
+
+
+def test_a_converted_model_learns_what_to_say(tmp_path, capsys):
+    """Tuned and measured by the command line; the loss is the model's own on the assistant's tokens alone."""
+    make_text(tmp_path / "linear", "llama", head="AutoModelForCausalLM")
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM")
+    for name in ("linear", "llama"):
+        chatty().save_pretrained(tmp_path / name)
+    path = write(tmp_path / "chats.jsonl", conversations(60))
+    line = ["--task", "chat", "--dataset", path, "--max-length", "32", "--device", "cpu", "--json"]
+    code, before, err = run(capsys, "evaluate", tmp_path / "linear", *line)
+    assert code == 0, err
+    code, after, err = run(
+        capsys, "finetune", tmp_path / "linear", *line, "--output", tmp_path / "out", "--epochs", "12",
+        "--learning-rate", "1e-2", "--batch-size", "8",
+    )  # fmt: skip
+    assert code == 0, err
+    first, last = json.loads(before)["score"], json.loads(after)["score"]
+    assert first > 15 and last < 0.5 * first
+
+
+def test_the_figure_is_that_of_the_assistants_tokens(tmp_path):
+    from support.tiny import original
+
+    model = original("gpt2", "AutoModelForCausalLM", vocab_size=len(chatty())).eval()
+    data = prepare(
+        task("chat"), chatty(), DataOptions(max_length=32), data=write(tmp_path / "c.jsonl", conversations(20))
+    )
+    batch = data.collate([data.validation[place] for place in range(len(data.validation))])
+    with torch.no_grad():
+        out = model(**batch)
+    found = data.compute_metrics(data.reduce(out.logits, batch["labels"]).numpy(), None)
+    assert found["perplexity"] == pytest.approx(float(out.loss.exp()), rel=1e-5)
