@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,13 +13,16 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
+from linearize.checkpoint.card_facts import commands, eval_results, limits, results
 from linearize.checkpoint.inspect import training_rows
 from linearize.errors import printable
 from linearize.heads import HEADS, Head, head_of_class
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.portable import why_not
 from linearize.parsing import parse_yaml
 from linearize.registry import kernel_info
+from linearize.surgery.positions import current_length
 
 _KEPT = ("license", "license_name", "license_link", "language", "base_model")
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -66,12 +70,13 @@ def _code(value: object) -> str:
     return f"{fence}{space}{line}{space}{fence}"
 
 
-def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None) -> str:
+def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None, name: str = "") -> str:
     """Write the card of a converted model.
 
     Args:
         model: the model; its config's provenance says how it was made.
         facts: what the original's card says in front (`base_facts`).
+        name: what it is loaded by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
 
     Returns:
         Markdown.
@@ -82,12 +87,18 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
     head = head_of_class(type(model).__name__)
     base = provenance.get("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
     card = ModelCard.from_template(
-        _card_data(model, plan, head, facts or {}),
+        _card_data(model, plan, head, facts or {}, name, provenance),
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
         auto_class=(head or HEADS["feature-extraction"]).auto_class,
         kernels=[kernel_info(name) for name in _kernels(plan)],
+        name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
+        needs=why_not(plan),
+        limits=[_text(text) for text in limits(plan, provenance, current_length(model))],
+        results=[(_text(metric), f"{ours:.4g}", _number(theirs)) for metric, ours, theirs in results(provenance)],
+        original_score=any(theirs is not None for _, _, theirs in results(provenance)),
+        commands=commands(provenance),
         longest=_longest(model),
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
         layers=[_layer(layer) for layer in plan.layers],
@@ -101,12 +112,22 @@ def _kernels(plan: Plan) -> list[str]:
     return sorted({layer.kernel for layer in plan.converted})
 
 
-def _card_data(model: PreTrainedModel, plan: Plan, head: Head | None, facts: Mapping[str, Any]) -> ModelCardData:
+def _card_data(
+    model: PreTrainedModel,
+    plan: Plan,
+    head: Head | None,
+    facts: Mapping[str, Any],
+    called: str,
+    provenance: Mapping[str, Any],
+) -> ModelCardData:
     """Return what the Hub reads in front of a card; a Hub name of the original goes before its card's own facts."""
     values: dict[str, Any] = {key: _plain(value) for key, value in facts.items()}
     name = str(getattr(model.config, "name_or_path", "") or "")
     if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         values["base_model"] = name
+    measured = eval_results(provenance, head.pipeline_tag if head else "feature-extraction")
+    if measured:
+        values |= {"eval_results": measured, "model_name": printable(called or "THIS_MODEL")}
     return ModelCardData(
         library_name="transformers",
         tags=["linearize", "linear-attention", *_kernels(plan)],
@@ -120,8 +141,6 @@ def _plain(value: Any) -> Any:
 
 
 def _longest(model: PreTrainedModel) -> str:
-    from linearize.surgery.positions import current_length
-
     length = current_length(model)
     return "not limited" if length is None else f"{length:,} tokens"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -12,7 +13,7 @@ from huggingface_hub import HfApi
 # HTTPError is of the HTTP library that huggingface_hub uses, which has changed more than once.
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
-from linearize.errors import CheckpointError, ConfigError, first_line
+from linearize.errors import CheckpointError, ConfigError, first_line, printable
 
 _BROKEN = (HTTPError, ConnectionError, TimeoutError)
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -52,6 +53,7 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{str(folder)!r} has no config.json, so it is no checkpoint; convert a model first")
+    _name_card(path, repo_id)
     api = HfApi()
     for left in reversed(range(tries)):
         try:
@@ -78,6 +80,31 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
                 ) from None
         time.sleep(0.2 * 2 ** (tries - left))
     raise CheckpointError(f"could not push to {repo_id!r}: got tries={tries}, expected at least 1")
+
+
+SNIPPET = re.compile(r'(\.from_pretrained\()"(?:[^"\\\n]|\\.)*"(\))')
+INDEX = re.compile(r"(^model-index:\n- name: ).*$", re.MULTILINE)
+
+
+def with_name(card: str, name: str) -> str:
+    """Return a card whose loading lines and model index have another name, such as that of the repository."""
+    said = json.dumps(printable(name), ensure_ascii=False)
+    front, between, rest = card.partition("\n---\n")
+    front = INDEX.sub(lambda found: found[1] + said, front)
+    return front + between + SNIPPET.sub(lambda found: f"{found[1]}{said}{found[2]}", rest, count=1)
+
+
+def _name_card(path: Path, repo_id: str) -> None:
+    """Have the card of a folder load the model by the name of its repository."""
+    card = path / "README.md"
+    if not card.is_file():
+        return
+    before = card.read_text(encoding="utf-8")
+    after = with_name(before, repo_id)
+    if after != before:
+        beside = path / ".README.md"
+        beside.write_text(after, encoding="utf-8")
+        beside.replace(card)
 
 
 def _why(status: int, error: Exception) -> str:

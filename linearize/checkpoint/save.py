@@ -56,7 +56,7 @@ def save(
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
     if provenance is not None:
         model.config.linearize = {**model.config.linearize, "provenance": provenance}
-    card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")))
+    card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")), name=Path(target).name)
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
         # What a load would refuse is refused here, where the model is still in memory.

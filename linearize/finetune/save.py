@@ -82,9 +82,21 @@ def tuning_record(
         "selection": result.selection,
         "stopped": result.stopped,
         "teacher": None if teacher is None else Path(teacher).name,
+        "original": None if teacher is None else original_result(teacher, data.task.name),
         "seconds": result.seconds,
         "options": asdict(config),
     }
+
+
+def original_result(teacher: str | Path, task: str) -> dict[str, Any] | None:
+    """Return what the original reached on a task, as its own record says; None where it says nothing of that task."""
+    try:
+        record = json.loads((Path(teacher).expanduser() / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("task") != task:
+        return None
+    return {name: record.get(name) for name in ("score", "metrics", "max_length")}
 
 
 def tuning_files(record: dict[str, Any], result: TuneResult, earlier: list[dict[str, Any]]) -> dict[str, str]:

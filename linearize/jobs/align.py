@@ -10,9 +10,19 @@ from linearize.alignment.pair import check_teacher
 from linearize.checkpoint.inspect import weights_were_trained
 from linearize.checkpoint.log import ALIGNMENT, log_file, read_log
 from linearize.errors import ConfigError
+from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
 from linearize.jobs.config import AlignJob
-from linearize.jobs.context import Context, first_device, make_room, open_data, reserved, write
+from linearize.jobs.context import (
+    Context,
+    add_command,
+    first_device,
+    longest_row,
+    make_room,
+    open_data,
+    reserved,
+    write,
+)
 from linearize.jobs.events import Callback, Concluded, Saved, ignore
 from linearize.jobs.findings import Findings
 from linearize.jobs.train import alignment_record, run_alignment
@@ -87,7 +97,12 @@ def save_aligned(context: Context, job: AlignJob) -> AlignmentSaved:
     result = context.alignment
     record = alignment_record(result, teacher=job.teacher, data=job.data, config=job.align)
     record["options"] = recorded(job)
-    write(context, {**context.provenance, "alignment": record}, log_file(ALIGNMENT, result.history, context.earlier))
+    made = add_command(context, command_of("align", job, travels=True)) | longest_row(context)
+    write(
+        context,
+        {**context.provenance, **made, "alignment": record},
+        log_file(ALIGNMENT, result.history, context.earlier),
+    )
     found = after_training(context, Plan.from_dict(context.loaded.model.config.linearize))
     saved = AlignmentSaved(Path(context.target), context.source.description, result, context.seconds, found)
     context.on_event(Saved(saved.output))

@@ -14,9 +14,12 @@ from linearize.distillation.batches import batches_for
 from linearize.distillation.processes import is_main, several, wait_for_all
 from linearize.distillation.state import StateFolder, keep_states
 from linearize.errors import CheckpointError, TrainingError
+from linearize.jobs import findings
 from linearize.jobs.config import AlignJob, StageOneJob
-from linearize.jobs.events import Callback, DataOpened
+from linearize.jobs.events import Callback, DataOpened, Noted
 from linearize.loading import Loaded, move, quiet
+from linearize.modeling.plan import Plan
+from linearize.modeling.portable import why_not
 
 
 @dataclass
@@ -106,6 +109,21 @@ def make_room(context: Context) -> None:
             folder.remove()
 
 
+def longest_row(context: Context) -> dict[str, int]:
+    """Return what a checkpoint says of the lengths that it was taught on: tokens of the longest held-out row."""
+    if context.source is None or context.loaded.modality != "text":
+        return {}
+    found = findings.longest_row(context.source.holdout_batches())
+    before = context.provenance.get("longest_row")
+    return {} if found is None else {"longest_row": max(found, before if isinstance(before, int) else 0)}
+
+
+def add_command(context: Context, command: str) -> dict[str, list[str]]:
+    """Return the commands that made a checkpoint, with the one that makes it now."""
+    earlier = context.provenance.get("commands")
+    return {"commands": [*(earlier if isinstance(earlier, list) else []), command]}
+
+
 def write(context: Context, provenance: Mapping[str, Any], files: Mapping[str, str | bytes]) -> None:
     """Write the checkpoint, once, and drop the states of its run.
 
@@ -134,6 +152,9 @@ def write(context: Context, provenance: Mapping[str, Any], files: Mapping[str, s
             trained = {"stage1": context.distillation, "align": context.alignment}
             states = {name: one.state for name, one in trained.items() if one is not None}
             raise keep_states(error, context.target, states) from error
+        stays = why_not(Plan.from_dict(loaded.model.config.linearize))
+        if stays:
+            context.on_event(Noted(f"The checkpoint does not run by itself: {stays}."))
         if job.keeps_states:
             for folder in _state_folders(job):
                 # What is not ours stays, and is no reason to fail now.

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
 from linearize.errors import TrainingError
+from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
 from linearize.jobs.config import ConvertJob, StageOneJob
-from linearize.jobs.context import Context, first_device, make_room, open_data, reserved, write
+from linearize.jobs.context import Context, first_device, longest_row, make_room, open_data, reserved, write
 from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, ignore
 from linearize.jobs.findings import Findings
 from linearize.jobs.train import (
@@ -140,7 +141,7 @@ def _made_from(job: ConvertJob) -> dict[str, Any]:
     # A folder's name alone must not be taken for a name on the Hub later.
     local = on_disk(job.model)
     found = {"base_model": name_of(job.model), "base_is_local": local, "max_length": job.max_length}
-    return found | {"options": recorded(job)}
+    return found | {"options": recorded(job), "commands": [command_of("convert", job, travels=True)]}
 
 
 def save_result(context: Context, decided: Plan) -> ConvertResult:
@@ -160,6 +161,7 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
         record = record | _stage_one_record(job, done)
     if aligned is not None and isinstance(job, ConvertJob):
         record = record | {"alignment": alignment_record(aligned, config=job.align)}
+    record = record | longest_row(context)
     lines = log_lines(STAGE_ONE, [] if done is None else done.history, context.earlier)
     write(context, record, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
     result.seconds = context.seconds

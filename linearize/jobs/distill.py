@@ -5,8 +5,9 @@ from __future__ import annotations
 from linearize.checkpoint.inspect import weights_were_trained
 from linearize.checkpoint.log import read_log
 from linearize.errors import ConfigError
+from linearize.jobs.command import command_of
 from linearize.jobs.config import DistillJob
-from linearize.jobs.context import Context, first_device, make_room, open_data, reserved
+from linearize.jobs.context import Context, add_command, first_device, make_room, open_data, reserved
 from linearize.jobs.convert import ConvertResult, save_result
 from linearize.jobs.events import Callback, Planned, ignore
 from linearize.jobs.train import run_stage_one
@@ -24,6 +25,7 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
         context, decided = open_distillation(job, on_event)
         make_room(context)
         run_stage_one(context, job.distill)
+        context.provenance |= add_command(context, command_of("distill", job, travels=True))
         return save_result(context, decided)
 
 

@@ -22,6 +22,7 @@ from linearize.finetune.selection import hold_out
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import TuneResult, check_checkpointing, check_trains, finetune, last_checkpoint
 from linearize.finetune.work import check_work, remove_work
+from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_tuning
 from linearize.jobs.config import TuneJob
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
@@ -141,7 +142,11 @@ def _save(job: TuneJob, opened: Opened, record: dict[str, Any], files: dict[str,
     Raises:
         NotSavedError: if it cannot be written; the trainer's checkpoints stay then.
     """
-    options: dict[str, Any] = {"overwrite": job.overwrite, "stage": {"finetuning": record}, "extra_files": files}
+    made = getattr(opened.model.config, "linearize", None) or {}
+    commands = (made.get("provenance") or {}).get("commands")
+    commands = [*(commands if isinstance(commands, list) else []), command_of("finetune", job, travels=True)]
+    stage = {"finetuning": record, "commands": commands}
+    options: dict[str, Any] = {"overwrite": job.overwrite, "stage": stage, "extra_files": files}
     try:
         save_model(opened.model, job.target(), opened.processor, **options)
     except CheckpointError as error:

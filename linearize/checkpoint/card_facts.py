@@ -1,0 +1,90 @@
+"""What the model card says beside the plan: limits, results beside the original's, the commands that made it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from linearize.errors import printable
+from linearize.modeling.plan import Plan
+from linearize.modeling.portable import why_not
+from linearize.surgery.plan import expectations
+
+MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
+"""Of what a checkpoint says of itself, so that a made-up one cannot make a card of any size."""
+
+
+def results(provenance: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """Return (metric, this model's, the original's) of stage two; the original's is that of its own record."""
+    tuned = provenance.get("finetuning")
+    if not isinstance(tuned, dict):
+        return []
+    theirs = _mapping(_mapping(tuned.get("original")).get("metrics"))
+    metrics = _mapping(tuned.get("metrics"))
+    return [
+        (str(name), float(value), _number(theirs.get(name)))
+        for name, value in metrics.items()
+        if _number(value) is not None
+    ]
+
+
+def eval_results(provenance: Mapping[str, Any], task_type: str) -> list[EvalResult]:
+    """Return the results as the Hub's model index has them."""
+    tuned = provenance.get("finetuning") or {}
+    data = printable(str(tuned.get("data") if isinstance(tuned, dict) else "")).partition(":")[0].strip() or "unknown"
+    return [
+        EvalResult(
+            task_type=task_type,
+            dataset_type=re.sub(r"[^\w./-]", "-", data),
+            dataset_name=data,
+            metric_type=re.sub(r"\W", "_", printable(name)),
+            metric_value=value,
+        )
+        for name, value, _ in results(provenance)
+    ]
+
+
+def limits(plan: Plan, provenance: Mapping[str, Any], length: int | None) -> list[str]:
+    """Return what a user of the model has to know of where it ends, one sentence each.
+
+    Args:
+        plan: the plan of the conversion.
+        provenance: how it was made, as the checkpoint says.
+        length: tokens that it takes; None: not limited or not known.
+    """
+    kept = [layer for layer in plan.layers if not layer.converted]
+    found = ["Short inputs are not faster than with softmax; the gain grows with the length."]
+    seen = provenance.get("longest_row")
+    if isinstance(seen, int) and length is not None and seen < length:
+        found.append(
+            f"It takes {length:,} tokens; it was taught and measured on rows of up to {seen:,}. Beyond these it has "
+            "not been measured."
+        )
+    if kept:
+        found.append(f"{len(kept)} of {len(plan.layers)} attentions are softmax still, with its cost.")
+    found += [f"{text[0].upper()}{text[1:]}." for text in expectations(plan)]
+    stays = why_not(plan)
+    if stays:
+        found.append(f"It does not run by itself: {stays}. Install and import what registers that kernel first.")
+    return found
+
+
+def commands(provenance: Mapping[str, Any]) -> list[str]:
+    """Return the command lines that made the checkpoint, in order."""
+    said = provenance.get("commands")
+    if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
+        return []
+    return [" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in said[:MOST_COMMANDS]]
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None

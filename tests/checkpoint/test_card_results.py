@@ -1,0 +1,134 @@
+"""The card: a loading line that runs, limits, results beside the original's, and the commands that made it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+from support.checkpoints import make_original, texts
+from support.tiny import converted, original
+from transformers import AutoModel
+
+import linearize
+from linearize import registry
+from linearize.checkpoint.card import model_card
+from linearize.checkpoint.card_facts import commands, limits
+from linearize.checkpoint.push import _name_card, with_name
+from linearize.cli import main
+from linearize.cli.main import build_parser
+from linearize.modeling.plan import Plan
+from linearize.registry import kernel_info
+
+DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"
+TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An original, tuned; converted, aligned, and tuned with it as the teacher."""
+    root = tmp_path_factory.mktemp("cards")
+    texts(root, 96)
+    make_original(root / "bert")
+    lines = [
+        f"finetune bert {TASK} --steps 2 --output tuned",
+        f"convert tuned {DATA} --distill-steps 2 --align-steps 0 --max-length 128 --keep-softmax 1 --output linear",
+        f"align linear {DATA} --steps 2 --output aligned",
+        f"finetune aligned {TASK} --steps 2 --teacher tuned --output done",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for line in lines:
+            assert main(line.split()) == 0, line
+    return root
+
+
+@pytest.fixture
+def card(place):
+    return (place / "done" / "README.md").read_text()
+
+
+def front(text):
+    return yaml.safe_load(text.split("\n---\n")[0].removeprefix("---"))
+
+
+def test_the_loading_lines_run(place, card, monkeypatch):
+    monkeypatch.chdir(place)
+    block = re.search(r"## Load\n\n```python\n(.*?)```", card, re.DOTALL)[1]
+    names = {}
+    exec(block, names)
+    assert type(names["model"]).__name__ == "LinearizedBertForSequenceClassification"
+    assert 'from_pretrained("done")' in block
+
+
+def test_results_stand_beside_the_originals(place, card):
+    ours = json.loads((place / "done" / "finetuning.json").read_text())
+    theirs = json.loads((place / "tuned" / "finetuning.json").read_text())
+    assert ours["original"] == {name: theirs[name] for name in ("score", "metrics", "max_length")}
+    accuracy = f"| accuracy | {ours['metrics']['accuracy']:.4g} | {theirs['metrics']['accuracy']:.4g} |"
+    assert accuracy in card and "| metric | this model | the original, tuned for the same task |" in card
+    (entry,) = front(card)["model-index"]
+    found = {one["metrics"][0]["type"]: one["metrics"][0]["value"] for one in [entry["results"][0]]}
+    assert entry["name"] == "done" and found["accuracy"] == ours["metrics"]["accuracy"]
+    assert entry["results"][0]["task"]["type"] == "text-classification"
+    assert entry["results"][0]["dataset"]["name"] == "texts.jsonl"
+
+
+def test_the_commands_that_made_it_are_there(place, card):
+    said = [line.strip() for line in card.partition("## How it was made\n")[2].partition("## ")[0].splitlines() if line]
+    assert [shlex.split(line)[1] for line in said] == ["convert", "align", "finetune"]
+    for line in said:
+        words = shlex.split(line)
+        build_parser(words[1]).parse_args(words[2:])
+    assert said[0].startswith("linearize convert tuned ")
+    given = "--keep-softmax 1 --max-length 128 --distill-steps 2 --align-steps 0"
+    options = f"--dataset texts.jsonl --text-column text --batch-size 4 --holdout 8 {given}"
+    assert sorted(said[0].split()[3:]) == sorted(options.split())
+    assert "--teacher tuned" in said[2] and str(place) not in card
+
+
+def test_limits(place, card):
+    said = card.partition("## Limits\n")[2].partition("## ")[0]
+    assert "It takes 128 tokens; it was taught and measured on rows of up to 28." in said
+    assert "1 of 2 attentions are softmax still" in said and "Short inputs are not faster" in said
+    model = converted("bert", "AutoModel", "rfa")
+    assert "weights can be negative" in " ".join(limits(Plan.from_dict(model.config.linearize), {}, None))
+
+
+def test_a_card_without_results_says_nothing_of_them(tmp_path):
+    linearize.save(converted("bert", "AutoModel"), tmp_path / 'a "name"')
+    text = (tmp_path / 'a "name"' / "README.md").read_text()
+    assert "## Results" not in text and "model-index" not in text and "How it was made" not in text
+    assert 'from_pretrained("a \\"name\\"")' in text
+    assert commands({"commands": "x"}) == [] and commands({"commands": [1]}) == []
+    assert commands({"commands": ["a\nb\x1b[2J"] * 30}) == ["a b\ufffd[2J"] * 20
+
+
+def test_a_repository_gives_its_name(place, card, tmp_path):
+    text = with_name(card, "alice/linear")
+    assert 'from_pretrained("alice/linear")' in text and front(text)["model-index"][0]["name"] == "alice/linear"
+    assert 'from_pretrained("done")' not in text
+    assert with_name(text, "done") == card.replace("- name: done", '- name: "done"')
+    (tmp_path / "README.md").write_text(card)
+    _name_card(tmp_path, "alice/linear")
+    assert (tmp_path / "README.md").read_text() == text and len(list(tmp_path.iterdir())) == 1
+    _name_card(tmp_path / "nothing", "alice/linear")
+
+
+def test_a_kernel_from_outside_is_said_to_stay_behind(tmp_path, monkeypatch, capsys):
+    """Its code does not travel: the save says so, and the card promises nothing else."""
+    import dataclasses
+
+    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
+    linearize.register_kernel(dataclasses.replace(kernel_info("elu"), name="mine"))
+    original("bert").save_pretrained(tmp_path / "bert")
+    line = ["convert", str(tmp_path / "bert"), "--kernel", "mine", "--distill-steps", "0", "--align-steps", "0"]
+    with pytest.warns(UserWarning, match="kernel 'mine'"):
+        assert main([*line, "--output", str(tmp_path / "out")]) == 0
+    assert "The checkpoint does not run by itself: kernel 'mine'" in " ".join(capsys.readouterr().out.split())
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "trust_remote_code" not in text and "It does not run by itself" in text
+    assert "trust_remote_code=True" in model_card(converted("bert", "AutoModel"))
+    assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == "LinearizedBertModel"
