@@ -72,11 +72,23 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         # timm's own config.json, which names no class of transformers.
         loader = transformers.AutoModelForImageClassification
     with quiet(), _explained(name, architecture):
-        model = loader.from_pretrained(name, revision=revision)
+        model = loader.from_pretrained(name, revision=revision, **_timm_options(name, revision, raw))
     check_numbers(model, repr(name))
     modality = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
     return Loaded(model, _load_processor(name, revision, modality), modality, name, _embedder(model, name, revision))
+
+
+def _timm_options(name: str, revision: str | None, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a folder that timm wrote with all arguments of its model: transformers gives some itself."""
+    arguments = raw.get("model_args")
+    if "architecture" not in raw or not isinstance(arguments, dict) or "num_classes" not in arguments:
+        return {}
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    config.model_args = {key: value for key, value in arguments.items() if key != "num_classes"}
+    return {"config": config}
 
 
 def load_converted(name: str, *, device: str = "cpu") -> Loaded:

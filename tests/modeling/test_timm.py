@@ -169,6 +169,25 @@ def test_local_timm_folder(tmp_path):
     assert len(linear_attentions(again)) == len(model.blocks)
 
 
+def test_a_folder_that_timm_wrote_with_its_arguments(tmp_path):
+    """`save_for_hf` writes all arguments of `create_model` down, also those that transformers gives itself."""
+    from timm.models import save_for_hf
+
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **sizes).eval()
+    save_for_hf(model, tmp_path / "timm", model_args={**sizes, "num_classes": 5}, safe_serialization=True)
+    loaded = load_model(str(tmp_path / "timm")).model
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(loaded(pixels).logits, model(pixels))
+    made = linearize.convert(loaded, kernel="hedgehog").eval()
+    linearize.save(made, tmp_path / "out")
+    again = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(again(pixels).logits, made(pixels).logits)
+    assert len(linear_attentions(again)) == 2
+
+
 def test_other_resolution_than_trained(tmp_path):
     model = wrap(timm.create_model("test_vit", pretrained=False, num_classes=5))
     from linearize.surgery.positions import current_length, extend_positions
