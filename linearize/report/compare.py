@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.events import Callback, Started, ignore
+from linearize.report.noise import verdict, verdict_of_times
 from linearize.report.options import CompareOptions
 
 FIGURES = {
@@ -21,6 +22,8 @@ FIGURES = {
     "cosine": "cosine to the original's outputs",
     "speedup": "times faster than softmax",
 }
+PER_INPUT = ("kl", "total_variation", "output_error")
+"""Figures whose differences are tested over the inputs, beside the cosine."""
 PICTURE, NUMBERS = "comparison.png", "comparison.json"
 
 
@@ -41,6 +44,8 @@ class Conversion:
         speedup: softmax's time over it.
         tokens: the longest length that was timed.
         layers: module, kernel and the first four figures of every layer.
+        per_input: figures on each input alone, by name.
+        seconds_spread: distance of the quartiles of the turns over `seconds`.
     """
 
     name: str
@@ -55,6 +60,8 @@ class Conversion:
     speedup: float | None
     tokens: int | None
     layers: list[dict[str, Any]]
+    per_input: dict[str, list[float]] = field(default_factory=dict)
+    seconds_spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class Compared:
     inputs: str
     conversions: list[Conversion]
     notes: list[str]
+    verdicts: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -97,7 +105,41 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
             )
         modality, inputs = kind, inputs or described
         found.append(conversion)
-    return Compared(inputs or "", found, list(dict.fromkeys(notes)))
+    return Compared(inputs or "", found, list(dict.fromkeys(notes)), verdicts(found))
+
+
+def verdicts(conversions: Sequence[Conversion]) -> list[str]:
+    """Say by each figure which conversion is the best, and which differences are noise."""
+    found = []
+    for name in (*PER_INPUT, "cosine"):
+        values = {one.name: one.per_input[name] for one in conversions if name in one.per_input}
+        if len(values) == len(conversions):
+            found.append(verdict(FIGURES[name], values, larger_is_better=name == "cosine"))
+    timed = {one.name: (one.seconds, one.seconds_spread) for one in conversions}
+    known = {name: (time, spread) for name, (time, spread) in timed.items() if time is not None and spread is not None}
+    same = len({one.tokens for one in conversions}) == 1
+    return [*found, verdict_of_times(known)] if len(known) == len(conversions) and same else found
+
+
+def figures_per_input(model: Any, original: Any, batches: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Measure each input alone; a figure that one of them has not is left out."""
+    from linearize.fidelity.measure import measure_layers
+    from linearize.fidelity.whole import output_difference
+
+    found: dict[str, list[float]] = {}
+    count = 0
+    for batch in batches:
+        for place in range(len(next(iter(batch.values())))):
+            count += 1
+            one = [{name: value[place : place + 1] for name, value in batch.items()}]
+            fidelity = measure_layers(model, one)
+            outputs = None if original is None else output_difference(original, model, one)
+            values = {name: fidelity.mean(name) for name in PER_INPUT}
+            values["cosine"] = None if outputs is None else outputs.cosine
+            for name, value in values.items():
+                if value is not None:
+                    found.setdefault(name, []).append(value)
+    return {name: values for name, values in found.items() if len(values) == count}
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:
@@ -130,11 +172,13 @@ def _one(
         notes.append(f"{name}: no cosine to the original, as {missing}; give it with --original.")
     notes += [f"{name}: {note}" for note in cut_notes(original, inputs.batches)]
     outputs = None if original is None else output_difference(original.model, loaded.model, inputs.batches)
-    speed = None
+    speed = timing = None
     if loaded.modality == "text":
         lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
         notes += [f"{name}: {note}" for note in dropped]
-        speed = Comparison.of(measure_speed(loaded.model, None, lengths[-1:])[0]) if lengths else None
+        if lengths:
+            row = measure_speed(loaded.model, None, lengths[-1:], options.repeats)[0]
+            speed, timing = Comparison.of(row), row.variants["linear"].timing
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
     conversion = Conversion(
         name=name,
@@ -149,6 +193,8 @@ def _one(
         speedup=None if speed is None else speed.speedup,
         tokens=None if speed is None else speed.tokens,
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
+        per_input=figures_per_input(loaded.model, None if original is None else original.model, inputs.batches),
+        seconds_spread=None if timing is None else timing.spread,
     )
     return conversion, inputs.description, loaded.modality
 

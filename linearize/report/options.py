@@ -68,3 +68,4 @@ class CompareOptions:
     inputs: InputOptions = section(InputOptions)
     lengths: Sequence[int] = _lengths()
     device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
+    repeats: int = option(5, "how often each is timed; differences within the quartiles are noise", low=1)

@@ -1,0 +1,63 @@
+"""What `compare` calls a difference, and what it calls noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from support.checkpoints import make_original, make_text, texts
+from support.command_lines import run
+
+from linearize.report.noise import p_value, verdict, verdict_of_times
+
+
+def test_the_test_is_exact_for_few_inputs():
+    values = [0.5, -0.1, 0.3, 0.2, 0.4, 0.1, 0.6]
+    total = abs(sum(values))
+    larger = [abs(sum(s * v for s, v in zip(signs, values, strict=True))) >= total - 1e-12
+              for signs in itertools.product((-1, 1), repeat=7)]  # fmt: skip
+    assert p_value(values) == pytest.approx(sum(larger) / 2**7)
+    assert p_value([1.0] * 6) == 2 / 2**6 and p_value([0.0] * 8) == 1.0
+    assert p_value([1.0] * 40) < 0.01
+
+
+def test_chance_alone_is_seldom_called_a_difference():
+    generator = np.random.default_rng(0)
+    found = [p_value(generator.normal(size=10)) <= 0.05 for _ in range(200)]
+    assert 0 < sum(found) < 24
+    assert all(p_value(generator.normal(1.5, 1.0, size=20)) <= 0.05 for _ in range(20))
+
+
+def test_verdicts():
+    base = np.linspace(0.1, 0.4, 8)
+    wobble = np.array([1, -1, 1, -1, 1, -1, 1, -1]) * 0.01
+    said = verdict("KL", {"a": base, "b": base + 0.1, "c": base + wobble + 0.001})
+    assert said == "KL: a is better than b and within noise of c"
+    assert verdict("cosine", {"a": base, "b": base + 0.1}, larger_is_better=True) == "cosine: b is better than a"
+    assert "5 inputs are too few" in verdict("KL", {"a": [0.0] * 5, "b": [1.0] * 5})
+    assert verdict_of_times({"a": (1.0, 0.2), "b": (1.15, 0.2), "c": (2.0, 0.1)}) == (
+        "seconds: a is better than c and within noise of b"
+    )
+
+
+def test_compare_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path, 48)
+    make_original(tmp_path / "bert")
+    for name, kernel in (("one", "hedgehog"), ("same", "hedgehog"), ("elu", "elu")):
+        make_text(tmp_path / name, kernel=kernel)
+    line = "compare one same elu --original bert --dataset texts.jsonl --text-column text --inputs 8 --max-length 24"
+    code, out, err = run(capsys, *f"{line} --lengths 16 --repeats 3 --device cpu".split())
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "KL, nats per query: " in said and "within noise of" in said and "seconds: " in said
+    code, out, _ = run(capsys, *f"{line} --lengths none --device cpu --overwrite --json".split())
+    import json
+
+    found = json.loads(out)
+    one, same, elu = found["conversions"]
+    assert one["per_input"] == same["per_input"] and len(elu["per_input"]["kl"]) == 8
+    assert np.mean(one["per_input"]["output_error"]) == pytest.approx(one["output_error"], rel=0.3)
+    kl = next(text for text in found["verdicts"] if text.startswith("KL"))
+    assert ("one" in kl and "same" in kl) and not any(text.startswith("seconds") for text in found["verdicts"])
