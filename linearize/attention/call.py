@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from linearize.ops import State
+from linearize.ops.tracing import is_tracing
 
 MixerState = dict[str, Tensor]
 """What a mixer remembers between decoding steps: named tensors, batch first, of a size that does not grow."""
@@ -42,12 +43,7 @@ class AttentionCall:
     @property
     def one_step(self) -> bool:
         """Whether this is a decoding step that may write into the state's memory."""
-        return (
-            self.state is not None
-            and self.k.size(2) == 1
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-        )
+        return self.state is not None and self.k.size(2) == 1 and not torch.is_grad_enabled() and not is_tracing()
 
     def part(self, tokens: slice) -> AttentionCall:
         """Return the same for some of the tokens, without a state."""

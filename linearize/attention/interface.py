@@ -18,9 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
+from linearize.attention.masks import key_padding
 from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, whole_documents
 from linearize.errors import CheckpointError, UnsupportedModelError
+from linearize.ops.tracing import is_tracing
 
 UNSUPPORTED_SCORE_MODS = {
     "softcap": "a soft cap on the scores",
@@ -90,6 +92,7 @@ def _attend(
             raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
     _check_call(module, layer, query, key, value, kwargs.get("is_causal"))
     mask = _key_padding_mask(module, layer, attention_mask)
+    mask = mask if mask is None else mask.expand(query.shape[0], -1)
     if layer.observer is not None:
         instead = layer.observer(layer, query, key, value, mask, scaling)
         if instead is not None:
@@ -104,7 +107,7 @@ def _attend(
 
 def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
     """Refuse packed rows where the host handed on nothing of them: they would be attended to as one, without a word."""
-    if torch.compiler.is_compiling() or (segments := SEGMENTS.get()) is None or (mask is not None and mask.ndim == 4):
+    if is_tracing() or (segments := SEGMENTS.get()) is None or (mask is not None and mask.ndim == 4):
         return
     if segments.shape == (query.shape[0], query.shape[2]):
         raise UnsupportedModelError(
@@ -136,12 +139,16 @@ def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | 
     """Check that a mask says nothing but where the padding is, and whatever window is to be left out."""
     if mask is None or mask.ndim == 2:
         return mask
-    if layer.local_as_full and mask.dtype == torch.bool and (torch.compiler.is_compiling() or SEGMENTS.get() is None):
+    if layer.local_as_full and mask.dtype == torch.bool and (is_tracing() or SEGMENTS.get() is None):
         # Other layers need the window's mask: a token that is none does not see itself.
         return mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
+    if not is_tracing() and SEGMENTS.get() is None:
+        padding = key_padding(mask, layer.shape.causal)
+        if padding is not None:
+            return padding
     raise UnsupportedModelError(
         f"{type(module).__name__}: got an attention mask of shape {tuple(mask.shape)}, expected a key padding mask "
-        "[batch, tokens]; linear attention cannot follow a mask per pair of tokens (4-D masks, packed position_ids)"
+        "[batch, tokens] or a mask that says no more; linear attention cannot follow one per pair of tokens"
     )
 
 
@@ -224,7 +231,7 @@ def mask_function(
     converted layer refuses them.
     """
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
-    segments = None if torch.compiler.is_compiling() else SEGMENTS.get()
+    segments = None if is_tracing() else SEGMENTS.get()
     if segments is not None and segments.shape != (batch_size, q_length):
         # Of another part of the model, such as its images.
         segments = None

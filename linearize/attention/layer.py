@@ -15,6 +15,7 @@ from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
+from linearize.ops.tracing import is_tracing
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
@@ -24,7 +25,7 @@ What it returns, [B, H, T, V], goes on as the layer's output; None: softmax's ou
 
 def _thread() -> int:
     # While tracing there is one thread, and its number must not become part of the graph.
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+    return 0 if is_tracing() else threading.get_ident()
 
 
 class LinearAttention(nn.Module):
@@ -72,7 +73,7 @@ class LinearAttention(nn.Module):
             # A cache of states hands over the new keys only, but the mask covers all tokens so far.
             key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()
             # Looking costs little on the CPU; elsewhere it would wait for the device.
-            seen = key_padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+            seen = key_padding_mask.device.type == "cpu" and not is_tracing()
             if seen and bool(key_padding_mask.all()):
                 key_padding_mask = None
         # Sums and features are fp32 by design; autocast would lower them silently.

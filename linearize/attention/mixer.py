@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.shape import HeadShape
 from linearize.kernels.base import Kernel, Output
-from linearize.registry import KernelInfo
+from linearize.registry import KernelInfo, kernel_info
 
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
@@ -37,6 +37,15 @@ class Mixer(nn.Module, abc.ABC):
         self.output: Output | None = None
         if info.build is not None and issubclass(info.build, Kernel):
             self.output = info.build.output(config, shape.heads, shape.value_dim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Be copied and pickled with the kernel's name in place of its facts, and without what backends worked out."""
+        state = {**self.__dict__, "info": self.info.name}
+        return state | {"memory": {}} if "memory" in state else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        super().__setstate__(state | {"info": kernel_info(state["info"])})
 
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from linearize.errors import UnsupportedModelError
+from linearize.ops.tracing import is_tracing
 
 SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=None)
 """The document of every token [B, T], from 1 (0: padding), while the forward of a model runs on packed rows."""
@@ -109,7 +110,7 @@ def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tupl
     Raises:
         UnsupportedModelError: for packed rows with a generation cache, or in an encoder-decoder.
     """
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return None
     SEGMENTS.set(None)
     if len(args) > 1:
@@ -144,7 +145,7 @@ def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tupl
 
 def leave(root: Any, args: Any, output: Any) -> None:
     """After a converted model's forward, whether it went well or not."""
-    if not torch.compiler.is_compiling():
+    if not is_tracing():
         SEGMENTS.set(None)
 
 

@@ -63,19 +63,33 @@ class RedirectedHost(_Host):
         with Redirect(self):
             return super().forward(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled as an object of the host's class that is redirected again: ours has no name to be found by."""
+        base = type(self).__mro__[2]
+        return _empty, (base,), self.__dict__
+
+
+def _empty(base: type) -> Any:
+    made = _redirected(base)
+    return made.__new__(made)
+
 
 _CLASSES: dict[type, type] = {}
+
+
+def _redirected(base: type) -> type:
+    """Make (once) the class of the hosts of a class that are redirected."""
+    if base not in _CLASSES:
+        name = f"Linearized{base.__name__}"
+        _CLASSES[base] = type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
+    return _CLASSES[base]
 
 
 def redirect(host: nn.Module) -> None:
     """Make `host`, which has a `linear_attention`, use it."""
     if isinstance(host, RedirectedHost):
         return
-    base = type(host)
-    if base not in _CLASSES:
-        name = f"Linearized{base.__name__}"
-        _CLASSES[base] = type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
-    host.__class__ = _CLASSES[base]
+    host.__class__ = _redirected(type(host))
     # timm's switch between the fused function and a formula written out.
     if hasattr(host, "fused_attn"):
         host.fused_attn = True  # type: ignore[assignment]

@@ -158,6 +158,12 @@ class ConvertJob(StageOneJob):
     keep_softmax: tuple[int, ...] = option(
         (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=_parse_layers
     )
+    example_inputs: str | None = option(
+        None,
+        "inputs for the trial run where none can be made up: a .safetensors or .npz file with tensors by the names of "
+        "the forward's arguments",
+        metavar="FILE",
+    )
     local_as_full: bool = option(
         False,
         "convert layers with a sliding window or chunks too (Mistral, Gemma), as attention without it: they see all "

@@ -29,6 +29,7 @@ from linearize.modeling.plan import Plan
 from linearize.options import name_of, on_disk, recorded
 from linearize.registry import kernel_info, make_config
 from linearize.surgery.apply import convert_model
+from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
 from linearize.surgery.positions import extend_processor
 
@@ -120,15 +121,26 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan]:
         max_length=job.max_length,
         seed=job.seed,
         local_as_full=job.local_as_full,
+        example_inputs=_example_inputs(job, loaded),
     )
     return loaded, decided
+
+
+def _example_inputs(job: ConvertJob, loaded: Loaded) -> dict[str, Any] | None:
+    return None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
 
 
 def put_in_kernels(context: Context, decided: Plan) -> None:
     """Carry the plan out, with longer inputs where they were asked for."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
-    report = convert_model(loaded.model, decided, max_length=job.max_length, positions=job.positions)
+    report = convert_model(
+        loaded.model,
+        decided,
+        max_length=job.max_length,
+        positions=job.positions,
+        example_inputs=_example_inputs(job, loaded),
+    )
     if report is not None:
         context.positions = report
         if loaded.processor is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
+from linearize.ops.tracing import is_tracing
 from linearize.registry import StageOne, option
 
 
@@ -118,7 +119,7 @@ def halves(angle: Tensor, envelope: Tensor) -> Tensor:
 
 def waves(angle: Tensor, envelope: Tensor) -> Tensor:
     """Return [cos angle * envelope ; sin angle * envelope]: [..., n] each -> [..., 2 n]."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or is_tracing():
         return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
     # The same, without the copy that puts the halves together.
     n = angle.shape[-1]

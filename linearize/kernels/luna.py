@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, project
+from linearize.ops.tracing import is_tracing
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -116,7 +117,7 @@ class Luna(FeatureMap):
     def _segments(self) -> Segments:
         """Return the segments; without a gradient on the CPU those of the last call, if the weights are the same."""
         numbers = (self.slope, self.offset, self.out_weight, self.out_bias)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.slope.device.type != "cpu":
+        if torch.is_grad_enabled() or is_tracing() or self.slope.device.type != "cpu":
             return self._fold()
         # By value: versions do not tell of what was written through `.data`.
         if self._folded is None or not all(map(torch.equal, self._folded[0], numbers)):

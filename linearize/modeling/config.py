@@ -304,6 +304,16 @@ def use_linear_attention(config: Any, name: str | None = None) -> None:
             use_linear_attention(inner, name)
 
 
+def __getattr__(name: str) -> Any:
+    """Make the config class of converted models by its name: so does pickle ask for it."""
+    import transformers
+
+    base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
+    if not isinstance(base, type) or not issubclass(base, PreTrainedConfig):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return config_class(base)
+
+
 _CLASSES: dict[Any, Any] = {}
 _CALLBACKS: list[Callable[[Any, Any], None]] = []
 

@@ -22,7 +22,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
@@ -180,6 +180,15 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
         },
     )
     return _CLASSES[base]
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class of converted models of one of transformers' classes by its name: so does pickle ask for it."""
+    base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
+    if not isinstance(base, type) or not issubclass(base, PreTrainedModel) or base.config_class is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register_interface()
+    return model_class(base, config_class(base.config_class))
 
 
 def _share_renamings(name: str, base: type[PreTrainedModel]) -> None:

@@ -11,7 +11,7 @@ import importlib
 import os
 from typing import Any
 
-import torch
+from linearize.ops.tracing import is_tracing
 
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: 0 leaves the native op alone though it is built."""
@@ -19,7 +19,7 @@ SWITCH = "LINEARIZE_NATIVE"
 
 def engine() -> Any:
     """Return the `linearize.native.calls.Engine` that was built for this machine, or None; None while compiling too."""
-    return None if torch.compiler.is_compiling() or os.environ.get(SWITCH) == "0" else loaded()
+    return None if is_tracing() or os.environ.get(SWITCH) == "0" else loaded()
 
 
 @functools.lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from linearize.ops.causal_plan import CHUNK, Plan, cut, make_plan, powers
 from linearize.ops.causal_traced import traced_attention
 from linearize.ops.state import EPS, State, empty_state, group_queries, guarded, masked_log_scale
+from linearize.ops.tracing import is_tracing
 
 
 def causal_attention(
@@ -36,7 +37,7 @@ def causal_attention(
     state = initial_state
     if state is None:
         state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return traced_attention(
             phi_q,
             phi_k,

@@ -8,29 +8,42 @@ word, and stage one would imitate something else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.errors import UnsupportedModelError
-from linearize.surgery.probe import example_inputs
+from linearize.surgery.inputs import text_config
+from linearize.surgery.probe import Run, trial_runs
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
 """Largest difference that rounding explains, as a share of the largest output; 5 % for half precision."""
 PADDED = 2
 """Tokens of padding in the second row."""
 
-Recorded = tuple[dict[str, Any], list[Tensor]]
-"""A batch, and what the original gave on it."""
+
+class Recorded(NamedTuple):
+    """What the original gave.
+
+    Attributes:
+        module: the model, or a part of it that was run by itself.
+        batch: keyword arguments of its forward.
+        outputs: its floating point outputs.
+    """
+
+    module: PreTrainedModel
+    batch: dict[str, Any]
+    outputs: list[Tensor]
 
 
 def record(
     model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None, longest: int | None = None
-) -> Recorded | None:
+) -> list[Recorded]:
     """Run the original on a batch, with padding where it takes a padding mask.
 
     Args:
@@ -39,36 +52,48 @@ def record(
         longest: texts are cut to so many tokens, up to which layers that lose their window are what they were.
 
     Returns:
-        For `check`; None where it cannot be run on made-up inputs.
+        For `check`; nothing where it cannot be run on made-up inputs.
     """
     if longest is not None and longest <= PADDED:
-        return None
-    candidates = [_cut(inputs, longest)] if inputs is not None else []
-    if inputs is None:
-        with contextlib.suppress(Exception):
-            made = _varied(_cut(example_inputs(model), longest))
-            candidates = [padded, made] if (padded := _with_padding(model, made)) else [made]
-    for batch in candidates:
-        with contextlib.suppress(Exception):
-            return batch, _outputs(model, batch)
-    return None
+        return []
+    runs: list[Run] = []
+    with contextlib.suppress(UnsupportedModelError):
+        runs = trial_runs(model, inputs)
+    found = []
+    for module, given in runs:
+        batch = _cut(given, longest)
+        padded = _with_padding(module, batch) if inputs is None else None
+        for one in (padded, batch):
+            if one is not None and (outputs := _try_outputs(module, one)):
+                found.append(Recorded(module, one, outputs))
+                break
+    return found
 
 
-def check(model: PreTrainedModel, recorded: Recorded | None) -> None:
+def _try_outputs(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Tensor]:
+    with contextlib.suppress(Exception):
+        return _outputs(model, batch)
+    return []
+
+
+def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
     """Hold a converted model, with softmax in place of its kernels, against what `record` found.
 
     Raises:
         UnsupportedModelError: if it differs.
     """
-    if recorded is None:
-        return
-    batch, before = recorded
-    name = type(model).__name__.removeprefix("Linearized")
+    # An observer that gives nothing back leaves softmax's output.
+    with observed(model, lambda *call: None):
+        for one in recorded:
+            _check(one)
+
+
+def _check(recorded: Recorded) -> None:
+    module, batch, before = recorded
+    name = type(module).__name__.removeprefix("Linearized")
     advice = "so it is not converted; load it again, as this object has been changed"
     try:
-        # An observer that gives nothing back leaves softmax's output.
-        with observed(model, lambda *call: None):
-            after = _outputs(model, batch)
+        after = _outputs(module, batch)
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} does not run any more once its attention goes through linear attention's masks "
@@ -85,18 +110,10 @@ def check(model: PreTrainedModel, recorded: Recorded | None) -> None:
             )
 
 
-def _cut(inputs: Mapping[str, Tensor], longest: int | None) -> dict[str, Tensor]:
+def _cut(inputs: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
     """Cut the tokens of a batch to `longest`."""
     texts = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()}
     return dict(inputs) | {key: x[:, :longest] for key, x in texts.items()}
-
-
-def _varied(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fill images and sound with noise: on zeros much is equal that is not."""
-    generator = torch.Generator().manual_seed(0)
-    floats = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.is_floating_point()}
-    noise = {key: torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for key, x in floats.items()}
-    return inputs | noise
 
 
 def _with_padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -108,7 +125,7 @@ def _with_padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, A
     mask[1, -PADDED:] = 0
     rows = ids.repeat(2, 1)
     # Heads that take the last token's state look for the padding among the numbers of the tokens.
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    pad = getattr(text_config(model.config), "pad_token_id", None)
     rows[1, -PADDED:] = rows[1, -PADDED:] if pad is None else pad
     return inputs | {"input_ids": rows, "attention_mask": mask}
 
@@ -122,8 +139,7 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Tensor]:
             found = model(**batch)
     finally:
         model.train(training)
-    values = found.to_tuple() if hasattr(found, "to_tuple") else found
-    return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]
+    return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
 
 
 def _difference(old: Tensor, new: Tensor, mask: Tensor | None) -> float:

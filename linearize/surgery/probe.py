@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from linearize.attention.interface import UNSUPPORTED_SCORE_MODS
+from linearize.attention.masks import key_padding
 from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError, first_line
 from linearize.surgery import timm
 from linearize.surgery.call import Call
+from linearize.surgery.inputs import candidates
 
 _NAME = "linearize_probe"
-_TOKENS, _DECODER_TOKENS = 7, 5
-"""Different lengths, so that cross-attention shows itself by its shape."""
 
 
 @dataclass
@@ -61,7 +61,9 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         """Write the call down and attend with softmax."""
         mask = attention_mask
-        kind, _, window = ("none", None, None) if mask is None else self.masks.get(id(mask), ("bias", mask, None))
+        kind, _, window = (
+            ("none", None, None) if mask is None else self.masks.get(id(mask)) or (_kind(mask), mask, None)
+        )
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
         if kind == "local" and mask is not None:
@@ -77,45 +79,126 @@ class _Recorder:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kept)
 
 
+def _kind(mask: Tensor) -> str:
+    """Say of which kind a mask is that the host made itself."""
+    if mask.ndim == 4 and key_padding(mask, causal=False) is not None:
+        return "bidirectional"
+    return "causal" if mask.ndim == 4 and key_padding(mask, causal=True) is not None else "bias"
+
+
+class Run(NamedTuple):
+    """A forward that a model, or a part of it, takes.
+
+    Attributes:
+        module: the model or its part.
+        inputs: keyword arguments for its forward.
+    """
+
+    module: PreTrainedModel
+    inputs: Mapping[str, Any]
+
+
 def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> list[Call]:
-    """Run the model once and return all attention calls in order.
+    """Run the model once and return all attention calls in order; see `trial_runs`.
+
+    Raises:
+        UnsupportedModelError: if the trial run fails.
+    """
+    return _try(model, inputs)[1]
+
+
+def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> list[Run]:
+    """Find out on which inputs a model runs.
 
     Args:
         model: any transformers model; it is not changed.
         inputs: keyword arguments for its forward; made up from the config where None.
 
+    Returns:
+        One run of the whole model where it takes the inputs. Where they are made up, parts that did not run in it, such
+        as an encoder of images beside tokens alone, are run by themselves.
+
     Raises:
-        UnsupportedModelError: if the trial run fails.
+        UnsupportedModelError: if nothing runs.
     """
-    made = inputs is None
-    inputs = dict(inputs) if inputs is not None else example_inputs(model)
+    return _try(model, inputs)[0]
+
+
+def _try(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None) -> tuple[list[Run], list[Call]]:
     training = model.training
     model.eval()
     try:
-        return _run(model, inputs)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        # A head may want more (several choices, an end token in the decoder); the attentions are in the model below.
-        below: Any = model.base_model
-        if made and below is not model:
-            with contextlib.suppress(Exception):
-                return _run(below, example_inputs(below))
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items() if torch.is_tensor(value))
-        raise UnsupportedModelError(
-            f"a trial run of {type(model).__name__} on {shapes} failed ({type(error).__name__}: {first_line(error)}); "
-            "pass example_inputs=... that its forward accepts"
-        ) from error
+        if inputs is not None:
+            run = Run(model, dict(inputs))
+            return [run], _attempt(model, run)
+        return _made_up(model)
     finally:
         model.train(training)
 
 
-def _run(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
+def _attempt(model: PreTrainedModel, run: Run) -> list[Call]:
+    try:
+        return _run(model, run)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _failure(run, error) from error
+
+
+def _failure(run: Run, error: Exception) -> UnsupportedModelError:
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in run.inputs.items() if torch.is_tensor(value))
+    return UnsupportedModelError(
+        f"a trial run of {type(run.module).__name__} on {shapes} failed ({type(error).__name__}: {first_line(error)}); "
+        "pass example_inputs=... (--example-inputs FILE) that its forward accepts"
+    )
+
+
+def _made_up(model: PreTrainedModel) -> tuple[list[Run], list[Call]]:
+    """Run the model on made-up inputs, and by themselves the parts that did not run in it."""
+    try:
+        runs, calls = _first(model, model)
+        failure = None
+    except UnsupportedModelError as error:
+        runs, calls, failure = [], [], error
+    if model.config.model_type not in REDIRECTED:
+        for part in _parts(model):
+            seen = {id(call.module) for call in calls}
+            if any(id(module) in seen for module in part.modules()):
+                continue
+            with contextlib.suppress(UnsupportedModelError):
+                more, found = _first(model, part)
+                runs, calls = (runs + more, calls + found) if found else (runs, calls)
+    if failure is not None and not calls:
+        raise failure
+    return runs, calls
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """List the models inside a model, outer ones before those inside them."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+
+
+def _first(model: PreTrainedModel, part: PreTrainedModel) -> tuple[list[Run], list[Call]]:
+    """Return the first run of a part that goes through."""
+    failure: UnsupportedModelError | None = None
+    for made in candidates(part):
+        run = Run(part, made)
+        try:
+            return [run], _run(model, run)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            failure = failure or _failure(run, error)
+    assert failure is not None
+    raise failure
+
+
+def _run(model: PreTrainedModel, run: Run) -> list[Call]:
     if model.config.model_type in REDIRECTED:
-        return timm.probe(model, inputs)
+        return timm.probe(model, run.inputs)
     recorder = _Recorder()
     with _recording(model, recorder), torch.no_grad():
-        model(**inputs)
+        run.module(**run.inputs)
     return recorder.calls
 
 
@@ -135,78 +218,3 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
             config._attn_implementation_internal = before[key]
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(_NAME, None)
-
-
-def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Make up the smallest inputs that let a model run: a few tokens, one image, or a little sound.
-
-    Raises:
-        UnsupportedModelError: if the model's inputs are of an unknown kind.
-    """
-    config = model.config
-    device = next(model.parameters()).device
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    names = _forward_names(model)
-    made: dict[str, Any] = {}
-    if "input_ids" in names:
-        made["input_ids"] = _tokens(config, _TOKENS, device)
-    if "pixel_values" in names:
-        made["pixel_values"] = torch.zeros(1, *_image_shape(config), device=device, dtype=dtype)
-    if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
-        made["decoder_input_ids"] = _tokens(config, _DECODER_TOKENS, device)
-    if not made and "input_values" in names:
-        made["input_values"] = torch.zeros(1, 4000, device=device, dtype=dtype)
-    if "input_features" in names and "input_ids" not in made:
-        bins = getattr(config, "num_mel_bins", 80)
-        frames = 2 * getattr(config, "max_source_positions", 1500)
-        made["input_features"] = torch.zeros(1, bins, frames, device=device, dtype=dtype)
-    if not made:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} takes {', '.join(sorted(names)) or 'nothing'}, expected input_ids, pixel_values, "
-            "input_values or input_features; pass example_inputs=..."
-        )
-    if "use_cache" in names:
-        made["use_cache"] = False
-    return made
-
-
-def _forward_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of forward's arguments; a wrapper that takes only **kwargs is asked for its main input."""
-    import inspect
-
-    names = set(inspect.signature(model.forward).parameters)
-    if not names & {"input_ids", "pixel_values", "input_values", "input_features"}:
-        names.add(model.main_input_name)
-    return names
-
-
-def _tokens(config: Any, count: int, device: torch.device) -> Tensor:
-    text = config.get_text_config()
-    special = {i for name in ("pad_token_id", "bos_token_id", "eos_token_id") for i in _ids(text, name)}
-    vocabulary = getattr(text, "vocab_size", 0)
-    ids = [i for i in range(min(vocabulary, 64)) if i not in special][:count]
-    if not ids:
-        raise UnsupportedModelError(f"config of type {config.model_type!r} has no vocab_size; pass example_inputs=...")
-    ids = (ids * count)[:count]
-    # CLIP-like text towers look for the end token.
-    for end in _ids(text, "eos_token_id")[:1]:
-        if end < vocabulary:
-            ids[-1] = end
-    return torch.tensor([ids], device=device)
-
-
-def _ids(config: Any, name: str) -> list[int]:
-    """Return the special tokens that a config has under a name: none, one, or several (Llama 3's ends of a text)."""
-    found = getattr(config, name, None)
-    return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
-
-
-def _image_shape(config: Any) -> tuple[int, int, int]:
-    vision = getattr(config, "vision_config", None) or config
-    size = getattr(vision, "image_size", None)
-    channels = getattr(vision, "num_channels", 3)
-    if size is None:
-        args = getattr(vision, "pretrained_cfg", None) or {}
-        channels, *size = args.get("input_size", (3, 224, 224))
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    return channels, height, width

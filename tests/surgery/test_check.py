@@ -15,8 +15,9 @@ from linearize.surgery.check import check, record
 def test_ordinary_models_are_held_against_themselves(name):
     model = original(name)
     recorded = record(model)
-    assert recorded is not None
-    batch, before = recorded
+    assert len(recorded) == 1
+    module, batch, before = recorded[0]
+    assert module is model
     assert ("attention_mask" in batch) == (name in ("bert", "gpt2", "llama"))
     assert all(float(x.abs().max()) > 0 for x in before)
     check(linearize.convert(model), recorded)

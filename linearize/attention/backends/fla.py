@@ -17,6 +17,7 @@ from torch import Tensor
 
 from linearize.ops import LinearOptions, State, empty_state
 from linearize.ops.state import EPS, FLOOR, divide, masked_log_scale, with_ones, without_padding
+from linearize.ops.tracing import is_tracing
 
 SWITCH = "LINEARIZE_FLA"
 """Environment variable: 0 leaves flash-linear-attention alone though it is installed."""
@@ -57,9 +58,7 @@ class FlaOp:
 
     def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
         """See `contract.CausalOp`; tracing compilers get the ops in PyTorch."""
-        return (
-            x.is_cuda and not torch.compiler.is_compiling() and chunk_kernel(x.device) is not None and exact_enough(v)
-        )
+        return x.is_cuda and not is_tracing() and chunk_kernel(x.device) is not None and exact_enough(v)
 
     def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
         """See `contract.CausalOp`."""

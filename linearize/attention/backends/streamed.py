@@ -17,6 +17,7 @@ from linearize.attention.backends.eager import PYTORCH
 from linearize.attention.call import AttentionCall, MixerState, linear_state
 from linearize.ops import State, gather_keys, read_state
 from linearize.ops.state import without_padding
+from linearize.ops.tracing import is_tracing
 
 RECOMPUTED = 8192
 """From this many tokens on, the backward makes features again: a quarter to three quarters slower, little memory."""
@@ -44,7 +45,7 @@ class Streamed:
             return False
         if torch.is_grad_enabled() and (tokens < RECOMPUTED or call.state is not None or call.needs_state):
             return False
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return False
         if not mixer.shape.causal:
             return self.op is PYTORCH

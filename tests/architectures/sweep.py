@@ -1,0 +1,124 @@
+"""Try every modeling file of transformers, and timm's families: `python tests/architectures/sweep.py --help`.
+
+Every model is tried in a process of its own, forked from one that has imported what all need, and stopped after a
+while. The results are one JSON object a line; `--table` writes them into docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("LINEARIZE_NATIVE", "0")
+
+import torch
+import transformers
+from architectures.trial import FAILED, Result, build, try_model
+
+DISPATCH = "ALL_ATTENTION_FUNCTIONS"
+"""What a modeling file says that goes through the attention interface."""
+
+
+def modeling_files() -> list[str]:
+    """List transformers' modeling files with the attention interface, as module names below `transformers.models`."""
+    root = Path(transformers.__file__).parent / "models"
+    found = [path for path in root.glob("*/modeling_*.py") if DISPATCH in path.read_text(encoding="utf-8")]
+    return sorted(f"{path.parent.name}.{path.stem}" for path in found)
+
+
+def timm_models() -> list[str]:
+    """List a small model of every family of timm that has attention."""
+    import timm
+
+    found = {}
+    for module in timm.list_modules():
+        names = [name for name in timm.list_models(module=module) if not name.startswith("test_")]
+        text = Path(sys.modules[f"timm.models.{module}"].__file__ or "").read_text(encoding="utf-8")
+        if names and "ttention" in text:
+            found[module] = min(names, key=lambda name: (_weight(name), len(name), name))
+    return [f"timm/{name}" for name in found.values()]
+
+
+def _weight(name: str) -> int:
+    sizes = ("atto", "femto", "pico", "nano", "xxs", "xxt", "tiny", "xs", "xt", "mini", "small", "light")
+    return next((i for i, word in enumerate(sizes) if word in name), len(sizes))
+
+
+def try_one(name: str) -> Result:
+    """Try one architecture by its name in `modeling_files` or `timm_models`."""
+    if name.startswith("timm/"):
+        import timm
+
+        return try_model(name, lambda: timm.create_model(name.removeprefix("timm/"), num_classes=3).eval())
+    return try_model(name.partition(".")[0] + _variant(name), lambda: build(name))
+
+
+def _variant(name: str) -> str:
+    folder, _, module = name.partition(".")
+    return "" if module == f"modeling_{folder}" else f" ({module.removeprefix('modeling_')})"
+
+
+def apart(work: Callable[[], Result], name: str, seconds: int) -> dict[str, Any]:
+    """Run `work` in a forked process and return its result; a crash or too long a time is a failure too."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        # Of the processor's time, as others may use it too.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        torch.set_num_threads(1)
+        try:
+            os.write(write, json.dumps(work().to_dict()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    if text:
+        return dict(json.loads(text))
+    return Result(name, status=FAILED, step="process", message=f"died, or took over {seconds} s").to_dict()
+
+
+def sweep(names: list[str], seconds: int) -> Iterator[dict[str, Any]]:
+    """Try architectures one after the other."""
+    for name in names:
+        yield apart(lambda name=name: try_one(name), name, seconds)  # type: ignore[misc]
+
+
+def main() -> None:
+    """Try what is asked for, and append results to a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="JSON lines; what is in it already is not tried again")
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th architecture, from the I-th")
+    parser.add_argument("--only", nargs="*", default=[], help="names that begin with one of these")
+    parser.add_argument("--timm", action="store_true", help="timm's families in place of transformers' files")
+    parser.add_argument("--seconds", type=int, default=60, help="longest processor time for one")
+    options = parser.parse_args()
+    names = timm_models() if options.timm else modeling_files()
+    if options.only:
+        names = [name for name in names if name.startswith(tuple(options.only))]
+    number, of = map(int, options.part.split("/"))
+    # What all need is imported before the first fork.
+    try_one("bert.modeling_bert")
+    gc.freeze()
+    with options.output.open("a", encoding="utf-8") as file:
+        for name, result in zip(names[number - 1 :: of], sweep(names[number - 1 :: of], options.seconds), strict=True):
+            print(json.dumps({"file": name, **result}), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()

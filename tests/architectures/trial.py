@@ -1,0 +1,259 @@
+"""What is tried with one model: plan, conversion, reload, gradients, padding, generation; the first failure ends it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from architectures.shrink import main_classes, tiny_config, tiny_model
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import linearize
+from linearize.attention.interface import linear_attentions
+from linearize.errors import LinearizeError, UnsupportedModelError
+from linearize.surgery.apply import convert_model
+from linearize.surgery.check import record
+from linearize.surgery.inputs import candidates
+
+WORKS, REFUSED, FAILED, UNTRIED = "works", "refused", "failed", "not tried"
+
+
+@dataclass
+class Result:
+    """How it went.
+
+    Attributes:
+        name: of the architecture: its folder in transformers, or timm's name of a model.
+        model: class that was tried.
+        status: one of the four above.
+        step: at which it ended.
+        message: why.
+        kept: how many attentions stay softmax beside those that were converted.
+        converted: how many were.
+    """
+
+    name: str
+    model: str = ""
+    status: str = UNTRIED
+    step: str = ""
+    message: str = ""
+    converted: int = 0
+    kept: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def build(module_name: str) -> PreTrainedModel:
+    """Build a tiny model of a modeling file: the first of its classes that can be built.
+
+    Raises:
+        ValueError: saying why none can.
+    """
+    module = importlib.import_module(f"transformers.models.{module_name}")
+    reasons = []
+    for cls in main_classes(module)[:6]:
+        for filled in (False, True):
+            try:
+                return _runs(tiny_model(cls, tiny_config(cls.config_class, filled)))
+            except Exception as error:
+                reasons.append(f"{cls.__name__}: {type(error).__name__}: {_line(error)}")
+    raise ValueError(reasons[0] if reasons else "no model classes")
+
+
+def _runs(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that runs on text alone where it takes nothing else; sizes that do not fit show only then.
+
+    Raises:
+        Exception: if it does not run.
+    """
+    names = set(inspect.signature(model.forward).parameters)
+    if "input_ids" in names and not any(
+        name.startswith(("pixel_", "input_f", "input_v", "decoder_")) for name in names
+    ):
+        with torch.no_grad():
+            model(**next(candidates(model)))
+    return model
+
+
+def try_model(name: str, make: Callable[[], Any]) -> Result:
+    """Try everything with a model that `make` builds."""
+    result = Result(name)
+    try:
+        model = make()
+    except Exception as error:
+        result.message = _line(error)
+        return result
+    result.model = type(model).__name__
+    trial = _Trial(model)
+    for step in (
+        trial.plan,
+        trial.convert,
+        trial.forward,
+        trial.reload,
+        trial.gradients,
+        trial.padding,
+        trial.generation,
+    ):
+        result.step = step.__name__
+        try:
+            step()
+        except LinearizeError as error:
+            early = step.__name__ in ("plan", "convert")
+            result.status, result.message = (REFUSED if early else FAILED), _line(error)
+            return result
+        except Exception as error:
+            result.status, result.message = FAILED, f"{type(error).__name__}: {_line(error)}"
+            return result
+        finally:
+            result.converted, result.kept = trial.counts
+    result.status, result.step, result.message = WORKS, "", trial.note
+    return result
+
+
+def _called(model: PreTrainedModel, batch: dict[str, Any]) -> set[Any]:
+    """Return the modules that run in a forward."""
+    ran: set[Any] = set()
+    handles = [one.register_forward_pre_hook(lambda one, args: ran.add(one)) for one in model.modules()]
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ran
+
+
+class _Trial:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.batch: dict[str, Any] = {}
+        self.counts = (0, 0)
+        self.planned: Any = None
+        self.note = ""
+        self.generates = False
+        self.module: Any = None
+        self.prompt: Any = None
+
+    def plan(self) -> None:
+        """Plan it on made-up inputs."""
+        try:
+            plan = linearize.plan(self.model, "hedgehog")
+        except UnsupportedModelError as error:
+            if "--local-as-full" not in str(error):
+                raise
+            plan, self.note = linearize.plan(self.model, "hedgehog", local_as_full=True), "with `--local-as-full`"
+        self.planned = plan
+        self.counts = len(plan.converted), len(plan.layers) - len(plan.converted)
+        self.generates = self._original_generates()
+        # Where it cannot be run whole, its parts were.
+        recorded = record(self.model)
+        assert recorded, "it gives nothing that could be compared"
+        hosts = {self.model.base_model.get_submodule(layer.module) for layer in plan.converted}
+        inside = (one for one in recorded if hosts & set(one.module.modules()))
+        self.module, self.batch, _ = max(inside, key=lambda one: len(hosts & _called(one.module, one.batch)))
+
+    def convert(self) -> None:
+        """Convert it, which compares it with the original."""
+        convert_model(self.model, self.planned)
+        self.model.eval()
+
+    def forward(self) -> None:
+        """Run it."""
+        assert all(bool(torch.isfinite(x).all()) for x in self.outputs()), "outputs are not finite"
+
+    def reload(self) -> None:
+        """Save it, load it, and compare to the bit."""
+        expected = self.outputs()
+        with tempfile.TemporaryDirectory() as folder:
+            linearize.save(self.model, f"{folder}/out")
+            loaded = type(self.model).from_pretrained(f"{folder}/out").eval()
+        name = next(name for name, one in self.model.named_modules() if one is self.module)
+        # A weight that lies askew in a file's pages may be summed in another order.
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.clone()
+        for mine, theirs in zip(expected, self.outputs(loaded.get_submodule(name)), strict=True):
+            assert torch.equal(mine, theirs), f"differs by {float((mine - theirs).abs().max()):.2g} after a reload"
+
+    def gradients(self) -> None:
+        """Send a gradient to every kernel."""
+        ran: set[Any] = set()
+        for layer in linear_attentions(self.model).values():
+            layer.register_forward_pre_hook(lambda layer, args: ran.add(layer))
+        with torch.enable_grad():
+            # By noise: the squares of what a normalisation gives have no gradient.
+            draw = torch.Generator().manual_seed(0)
+            found = [x.float() for x in self.outputs(gradient=True) if x.requires_grad]
+            loss = sum((x * torch.randn(x.shape, generator=draw)).nan_to_num(0, 0, 0).mean() for x in found)
+            assert torch.is_tensor(loss) and loss.requires_grad, "outputs have no gradient"
+            loss.backward()
+        layers = linear_attentions(self.model)
+        for name, layer in layers.items():
+            grads = [x.grad for x in layer.parameters()]
+            if layer not in ran:
+                continue
+            assert all(x is not None and bool(torch.isfinite(x).all()) for x in grads), f"{name} has no gradient"
+        assert any(float(x.grad.abs().max()) > 0 for one in ran for x in one.parameters()), "all are zero"
+
+    def padding(self) -> None:
+        """Leave padding out, and get the same at real tokens."""
+        mask = self.batch.get("attention_mask")
+        if mask is None or bool(mask.all()):
+            return
+        ids, count = self.batch["input_ids"], int(mask[1].sum())
+        alone = self.batch | {"input_ids": ids[1:, :count], "attention_mask": mask[1:, :count]}
+        alone |= {key: x[1:] for key, x in alone.items() if torch.is_tensor(x) and len(x) == 2}
+        for together, single in zip(self.outputs(), self.outputs(batch=alone), strict=True):
+            if together.shape[:2] == mask.shape and together.ndim == 3:
+                gap = float((together[1:, :count] - single).abs().max() / single.abs().max().clamp_min(1e-6))
+                assert gap < 1e-3, f"padding changes outputs by {gap:.2g} of the largest"
+
+    def generation(self) -> None:
+        """Generate a few tokens, as full forwards would."""
+        if not self.generates:
+            return
+        made = [self._generate(use_cache) for use_cache in (True, False)]
+        for mine, theirs in zip(made[0].logits, made[1].logits, strict=True):
+            known = torch.isfinite(mine) & torch.isfinite(theirs)
+            assert torch.equal(known, torch.isfinite(theirs)), "with a cache, other logits are hidden"
+            mine, theirs = mine[known], theirs[known]
+            gap = float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+            assert gap < 1e-3, f"with a cache, logits differ by {gap:.2g} of the largest"
+
+    def _generate(self, use_cache: bool) -> Any:
+        ids = self.prompt
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return self.model.generate(
+            **inputs, **options, use_cache=use_cache, return_dict_in_generate=True, output_logits=True
+        )
+
+    def _original_generates(self) -> bool:
+        """Whether it makes text from nothing but tokens; some want more than a trial makes up."""
+        if not self.model.can_generate():
+            return False
+        try:
+            self.prompt = next(candidates(self.model))["input_ids"][:1]
+            self._generate(True)
+            self._generate(False)
+        except Exception:
+            return False
+        return True
+
+    def outputs(self, model: Any = None, batch: Any = None, gradient: bool = False) -> list[Tensor]:
+        """Run a model and return its floating point outputs."""
+        with torch.set_grad_enabled(gradient):
+            found = (model or self.module)(**(batch or self.batch))
+        return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,55 @@
+"""Masks per pair of tokens that say no more than padding and causality are taken, others are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny import converted, inputs_of, outputs
+
+from linearize.attention.masks import key_padding
+from linearize.errors import UnsupportedModelError
+
+LOW = torch.finfo(torch.float32).min
+
+
+def four(padding, causal, query_rows=True):
+    """The mask [B, 1, T, T] of a key padding mask [B, T]."""
+    tokens = padding.shape[1]
+    mask = padding.bool()[:, None, None, :].expand(-1, 1, tokens, -1)
+    mask = mask & torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else mask
+    return mask if query_rows else mask & padding.bool()[:, None, :, None]
+
+
+@pytest.mark.parametrize("query_rows", [True, False], ids=["padded queries see", "they do not"])
+@pytest.mark.parametrize("additive", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_it_says_is_read(causal, additive, query_rows):
+    padding = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
+    mask = four(padding, causal, query_rows)
+    mask = torch.where(mask, 0.0, LOW) if additive else mask
+    assert torch.equal(key_padding(mask, causal), padding.bool())
+    assert key_padding(mask, not causal) is None
+
+
+def test_what_says_more_is_not_read():
+    padding = torch.ones(1, 6)
+    window = four(padding, True).tril() & ~four(padding, True).tril(-3)
+    assert key_padding(window, True) is None
+    assert key_padding(torch.randn(1, 1, 6, 6), False) is None
+    assert key_padding(torch.zeros(1, 4, 6, 6), False) is None
+    short = torch.tensor([[[[True, False, True]]]])
+    assert key_padding(short, False).tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_models_take_them(name):
+    model = converted(name)
+    inputs = inputs_of(model)
+    mask = four(inputs["attention_mask"], name != "bert")
+    expected = outputs(model, inputs)[0]
+    for given in (mask, torch.where(mask, 0.0, LOW)):
+        got = outputs(model, {**inputs, "attention_mask": given})[0]
+        assert torch.equal(got[inputs["attention_mask"].bool()], expected[inputs["attention_mask"].bool()])
+    window = mask & ~torch.ones_like(mask).tril(-3)
+    with pytest.raises(UnsupportedModelError, match="or a mask that says no more"):
+        outputs(model, {**inputs, "attention_mask": window})

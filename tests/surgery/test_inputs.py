@@ -1,0 +1,115 @@
+"""Inputs for the trial run: made up in several ways, for parts by themselves, or read from a file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from support.tiny import IMAGE, TEXT, original
+
+import linearize
+from linearize.cli import main
+from linearize.errors import ConfigError, UnsupportedModelError
+from linearize.surgery.check import check, record
+from linearize.surgery.inputs import candidates, read_inputs
+from linearize.surgery.probe import probe, trial_runs
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
+
+
+def llava():
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **TEXT}, vision_config={"model_type": "clip_vision_model", **IMAGE}
+    )
+    config.image_token_id = 98
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+class Other(transformers.PreTrainedModel):
+    config_class = transformers.BertConfig
+    main_input_name = "something"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, something):
+        return something
+
+
+def test_parts_that_do_not_run_with_tokens_alone_run_by_themselves():
+    model = llava()
+    runs = trial_runs(model)
+    assert runs[0].module is model
+    assert set(runs[0].inputs) == {"input_ids"}
+    assert [set(run.inputs) for run in runs[1:]] == [{"pixel_values"}]
+    plan = linearize.plan(model)
+    assert [layer.shape.causal for layer in plan.converted] == [True, True, False, False]
+    recorded = record(model)
+    assert len(recorded) == 2
+    check(linearize.convert(model), recorded)
+
+
+def test_sound_and_video_have_shapes_of_their_own():
+    sizes = {**SMALL, "num_mel_bins": 16, "max_length": 32, "patch_size": 8}
+    spectra = transformers.ASTModel(transformers.ASTConfig(**sizes))
+    assert len(probe(spectra)) == 2
+    sizes = {**SMALL, "image_size": 16, "patch_size": 8, "num_frames": 4, "tubelet_size": 2}
+    video = transformers.VideoMAEModel(transformers.VideoMAEConfig(**sizes))
+    assert [run.inputs["pixel_values"].ndim for run in trial_runs(video)] == [5]
+    assert len(linearize.plan(video).converted) == 2
+
+
+def test_tokens_of_a_meaning_are_left_out():
+    model = original("llama", eos_token_id=[5, 6], image_token_id=7)
+    assert next(iter(candidates(model)))["input_ids"].tolist() == [[1, 2, 3, 4, 8, 9, 5]]
+
+
+def test_a_model_of_unknown_inputs_names_the_option():
+    with pytest.raises(UnsupportedModelError, match=r"takes something, expected .*--example-inputs FILE"):
+        probe(Other(transformers.BertConfig(**TEXT)))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz"])
+def test_inputs_from_a_file(kind, tmp_path):
+    model, path = original("bert").half(), str(tmp_path / f"batch.{kind}")
+    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "inputs_embeds": torch.zeros(1, 3, 32)}
+    if kind == "npz":
+        np.savez(path, **{key: x.numpy() for key, x in batch.items()})
+    else:
+        save_file(batch, path)
+    found = read_inputs(path, model)
+    assert torch.equal(found["input_ids"], batch["input_ids"])
+    assert found["inputs_embeds"].dtype == torch.float16
+
+
+def test_files_that_are_none(tmp_path):
+    model = original("bert")
+    pickled = str(tmp_path / "objects.npz")
+    np.savez(pickled, input_ids=np.array([{"a": 1}], dtype=object))
+    junk = tmp_path / "junk.safetensors"
+    junk.write_bytes(b"no tensors")
+    for path in (pickled, str(junk), str(tmp_path / "missing.npz")):
+        with pytest.raises(ConfigError, match=r"cannot be read .* expected a .safetensors or .npz file") as caught:
+            read_inputs(path, model)
+        assert "\n" not in str(caught.value)
+    other = str(tmp_path / "other.safetensors")
+    save_file({"pixel_values": torch.zeros(1, 3, 4, 4)}, other)
+    vision = original("vit")
+    assert set(read_inputs(other, vision)) == {"pixel_values"}
+    save_file({"waves": torch.zeros(1, 3)}, other)
+    with pytest.raises(ConfigError, match=r"got 'waves' .* expected arguments of Other's forward: something"):
+        read_inputs(other, Other(transformers.BertConfig(**TEXT)))
+
+
+def test_the_command_line_takes_a_file(tmp_path, capsys):
+    original("bert").save_pretrained(tmp_path / "model")
+    save_file({"input_ids": torch.tensor([[5, 6, 7, 8]])}, str(tmp_path / "batch.safetensors"))
+    line = ["convert", str(tmp_path / "model"), "--dry-run", "--json", "--example-inputs"]
+    assert main([*line, str(tmp_path / "batch.safetensors")]) == 0
+    assert '"kernel": "hedgehog"' in capsys.readouterr().out
+    assert main([*line, str(tmp_path / "none.npz")]) == 2
+    assert "example inputs:" in capsys.readouterr().err
