@@ -31,6 +31,8 @@ class LinearStateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
+        # Some hosts count a layer's keys (Mllama): there are none.
+        self.keys = self.values = key_states.new_empty(0)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ class RedirectedHost(_Host):
 
 
 def _empty(base: type) -> Any:
-    made = _redirected(base)
+    made: Any = _redirected(base)
     return made.__new__(made)
 
 

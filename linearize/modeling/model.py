@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -106,8 +107,19 @@ class LinearizedModel(_Original):
             return
         if isinstance(made, EncoderDecoderCache):
             made.self_attention_cache = self.new_cache()
-        else:
+        elif not _is_own_cache(type(made)):
             model_kwargs["past_key_values"] = self.new_cache()
+
+
+def _is_own_cache(kind: type) -> bool:
+    """Whether a host keeps more than keys in a cache class of its own (MiniMax): its layers then hold all keys."""
+    return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
+
+
+def _has_own_cache(model: nn.Module) -> bool:
+    modules = [sys.modules[base.__module__] for base in type(model).__mro__ if base.__module__ in sys.modules]
+    classes = [x for module in modules for x in vars(module).values() if isinstance(x, type)]
+    return any(_is_own_cache(one) for one in classes)
 
 
 def _check_generation(generation_config: Any, mode: Any) -> None:
@@ -235,7 +247,9 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     if causal:
         root.register_forward_pre_hook(_mask_while_tracing, with_kwargs=True)
         if not model.config.is_encoder_decoder:
-            root.register_forward_pre_hook(_default_cache, with_kwargs=True)
+            root.register_forward_pre_hook(
+                functools.partial(_default_cache, own=_has_own_cache(root)), with_kwargs=True
+            )
 
 
 def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
@@ -267,11 +281,11 @@ def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
     attention.hand_over(layer)
 
 
-def _default_cache(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Give a forward that would make its own cache of all keys one of constant size instead."""
+def _default_cache(root: Any, args: Any, kwargs: dict[str, Any], own: bool) -> tuple[Any, dict[str, Any]] | None:
+    """Give a forward that would make its own cache of all keys one of constant size instead; not for an `own` class."""
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(root.config, "use_cache", False) if use_cache is None else use_cache
-    if not use_cache or root.training or kwargs.get("past_key_values") is not None:
+    if not use_cache or root.training or kwargs.get("past_key_values") is not None or own:
         return None
     made = LinearizeCache(root.config.get_text_config(decoder=True), _cache_indices(root))
     return args, kwargs | {"past_key_values": made}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -88,6 +89,7 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
     layers: list[LayerPlan] = []
     seen: set[int] = set()
     count = 0
+    times = Counter(id(call.module) for call in calls)
     for call in calls:
         if id(call.module) in seen or call.module not in names:
             continue
@@ -100,6 +102,8 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         if call.mask == "bidirectional":
             shape = dataclasses.replace(shape, causal=False)
         cache_index = getattr(call.module, "layer_idx", None)
+        if not reason and shape.causal and cache_index is not None and times[id(call.module)] > 1:
+            reason = "attention is called more than once in a layer, which one running state cannot serve"
         layers.append(
             LayerPlan(
                 module=names[call.module],

@@ -58,6 +58,8 @@ _FILLED = {
     "n_group": 1,
     "topk_group": 1,
     "pad_token_id": 0,
+    "num_key_value_heads": 2,
+    "layer_types": ["full_attention", "full_attention"],
 }
 """What some classes leave open in their defaults, and then cannot be built."""
 
@@ -154,7 +156,13 @@ def _numbers(key: str, value: list[int], tokens: dict[int, int]) -> list[int]:
 
 _FIXED = {
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8),
-    **{"attn_layer_period": 2, "attn_layer_offset": 1, "context_size": 16, "mamba_n_groups": 1},
+    **{
+        "qk_head_dim": 2 * HEAD_DIM,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "context_size": 16,
+        "mamba_n_groups": 1,
+    },
 }
 """Sizes that go together: twice the width is heads times their size."""
 

@@ -1,7 +1,7 @@
 """Try every modeling file of transformers, and timm's families: `python tests/architectures/sweep.py --help`.
 
 Every model is tried in a process of its own, forked from one that has imported what all need, and stopped after a
-while. The results are one JSON object a line; `--table` writes them into docs/models.md.
+while. The results are one JSON object a line; `table.py` writes them into docs/models.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ os.environ.setdefault("LINEARIZE_NATIVE", "0")
 import torch
 import transformers
 from architectures.trial import FAILED, Result, build, try_model
+
+from linearize.surgery.timm import wrap
 
 DISPATCH = "ALL_ATTENTION_FUNCTIONS"
 """What a modeling file says that goes through the attention interface."""
@@ -59,7 +61,7 @@ def try_one(name: str) -> Result:
     if name.startswith("timm/"):
         import timm
 
-        return try_model(name, lambda: timm.create_model(name.removeprefix("timm/"), num_classes=3).eval())
+        return try_model(name, lambda: wrap(timm.create_model(name.removeprefix("timm/"), num_classes=3).eval()))
     return try_model(name.partition(".")[0] + _variant(name), lambda: build(name))
 
 

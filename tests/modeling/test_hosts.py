@@ -12,7 +12,7 @@ from support.tiny import TEXT, converted, inputs_of
 from transformers import AutoModel, AutoModelForImageTextToText
 
 import linearize
-from linearize.errors import CheckpointError
+from linearize.errors import CheckpointError, UnsupportedModelError
 from linearize.surgery.probe import probe
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
@@ -141,3 +141,51 @@ def test_a_save_that_could_not_be_loaded_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"lacks 'pooler.dense.bias'"):
         linearize.save(model, tmp_path / "out", state_dict=dropped)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_host_with_a_cache_class_of_its_own():
+    """MiniMax keeps the states of its own linear layers beside keys and values, in a class that it insists on."""
+    torch.manual_seed(0)
+    sizes = {
+        **HEADS,
+        "intermediate_size": 32,
+        "vocab_size": 99,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "block_size": 8,
+    }
+    config = transformers.MiniMaxConfig(**sizes, num_local_experts=2, num_experts_per_tok=1)
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    linearize.convert(model)
+    model.eval()
+    ids = torch.arange(3, 12)[None]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
+    with_cache = model.generate(ids, **options, output_logits=True, return_dict_in_generate=True)
+    without = model.generate(ids, **options, use_cache=False, output_logits=True, return_dict_in_generate=True)
+    assert type(with_cache.past_key_values).__name__ == "MiniMaxCache"
+    for mine, theirs in zip(with_cache.logits, without.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_host_that_counts_the_keys_of_a_layer():
+    torch.manual_seed(0)
+    text = {**HEADS, "vocab_size": 99, "num_key_value_heads": 2, "cross_attention_layers": [], "pad_token_id": 0}
+    text |= {"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    model = transformers.MllamaForCausalLM(transformers.models.mllama.MllamaTextConfig(**text)).eval()
+    linearize.convert(model)
+    model.eval()
+    inputs = prompts(padded=False)
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+
+
+def test_a_host_that_attends_twice_in_a_layer_is_refused():
+    """DiffLlama subtracts two attentions; the one state of a layer would serve the first of them alone."""
+    config = transformers.DiffLlamaConfig(**HEADS, num_key_value_heads=2, vocab_size=99, pad_token_id=0)
+    with pytest.raises(UnsupportedModelError, match="attention is called more than once in a layer"):
+        linearize.plan(transformers.DiffLlamaForCausalLM(config))
+    # Without a cache a shared layer is no hindrance.
+    shared = transformers.AlbertModel(transformers.AlbertConfig(**TEXT, embedding_size=16))
+    assert len(linearize.plan(shared).converted) == 1

@@ -1,0 +1,77 @@
+"""Write the sweep's results into docs/models.md: `tests/architectures/table.py RESULTS.jsonl ...`, the newest last."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "results" / "architectures.json"
+BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
+NO_INPUTS = "no inputs could be made up for it: `--example-inputs`"
+OWN_WAY = "reads masks, or calls attention, in a way of its own; converted it would be another model"
+
+
+def reason(result: dict[str, Any]) -> str:
+    """Say in a few words why a model is refused."""
+    message = result["message"]
+    if message.startswith("a trial run of") or ", expected input_ids" in message or "no vocab_size" in message:
+        return NO_INPUTS
+    if "any more once its attention" in message or "something else once its attention" in message:
+        return OWN_WAY
+    if "is not a Transformer" in message:
+        return "no attention ran"
+    found = re.search(r"can be converted: ([^;]*)", message)
+    return found[1].removesuffix(", which a kernel cannot honour") if found else message.split(";")[0]
+
+
+def render(results: list[dict[str, Any]]) -> str:
+    """Write the table."""
+    groups: dict[tuple[int, str], list[str]] = defaultdict(list)
+    order = {"works": 0, "refused": 1, "failed": 2, "not tried": 3}
+    for result in results:
+        status = result["status"]
+        what = {
+            "works": "works" + (f" {result['message']}" if result["message"] else ""),
+            "refused": f"refused: {reason(result)}",
+            "failed": f"fails at {result['step']}",
+            "not tried": "not tried: the rule that makes sizes small does not fit it",
+        }[status]
+        groups[order[status], what].append(result["name"].removeprefix("timm/"))
+    counts = {status: sum(r["status"] == status for r in results) for status in order}
+    lines = [
+        f"{len(results)} models: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count) + ".",
+        "",
+        "| outcome | models | which |",
+        "|---|---:|---|",
+    ]
+    lines += [f"| {what} | {len(names)} | {', '.join(sorted(names))} |" for (_, what), names in sorted(groups.items())]
+    return "\n".join(lines)
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """Return what stands between the marks of the page."""
+    of_timm = [result for result in results if result["file"].startswith("timm/")]
+    parts = [("transformers", [result for result in results if result not in of_timm]), ("timm", of_timm)]
+    return "\n\n".join(f"### {name}\n\n{render(some)}" for name, some in parts if some)
+
+
+def main() -> None:
+    """Merge results into the file of results, and write the page anew."""
+    merged = {result["file"]: result for result in json.loads(RESULTS.read_text("utf-8"))} if RESULTS.exists() else {}
+    for path in sys.argv[1:]:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            result = json.loads(line)
+            merged[result["file"]] = result
+    results = [merged[key] for key in sorted(merged)]
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page(results)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
