@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from linearize.errors import ConfigError, LinearizeError
 
@@ -122,7 +122,10 @@ class LinearizeCache(DynamicCache):
         for index in converted:
             while len(self.layers) <= index:
                 self.layers.append(type(self.layers[-1])() if self.layers else LinearStateLayer())
-            self.layers[index] = LinearStateLayer()
+            # A hybrid's layer has convolutions' states beside its keys: it keeps both.
+            layer = self.layers[index]
+            if not (isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")):
+                self.layers[index] = LinearStateLayer()
 
     def nbytes(self) -> int:
         """Return the size in bytes of everything that is remembered."""

@@ -23,7 +23,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class, implementation
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
@@ -220,6 +220,11 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     """
     register_interface()
     root = model.base_model
+    name = implementation(model.config)
+    for module in root.modules():
+        # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without a word.
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation_internal = name
     for layer in plan.layers:
         try:
             host = root.get_submodule(layer.module)

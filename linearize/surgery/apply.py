@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.errors import UnsupportedModelError
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class, use_linear_attention
 from linearize.modeling.model import attach, model_class
 from linearize.modeling.plan import Plan
-from linearize.surgery.check import check, record
+from linearize.surgery.check import check, record, why_not_built
 from linearize.surgery.plan import plan as make_plan
 from linearize.surgery.probe import probe
 from linearize.surgery.timm import is_timm, wrap
@@ -119,6 +120,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     """
     longest = _shortest_window(model, example_inputs) if plan.local_as_full else None
     recorded = record(model, example_inputs, longest)
+    could_be_built = not why_not_built(model)
     config = model.config
     made = config_class(base_config_class(plan.base_model_type))
     # The same config object is held by every submodule: it changes class where it stands.
@@ -133,6 +135,11 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
         if hasattr(model, attribute):
             setattr(model, attribute, None)
     _record_outputs(model)
+    if could_be_built and (why := why_not_built(model)):
+        raise UnsupportedModelError(
+            f"{plan.architecture} cannot be built any more with an attention implementation of another name ({why}), "
+            "so that a converted one could not be loaded; it is not converted: load it again, this object was changed"
+        )
     check(model, recorded)
     return model
 

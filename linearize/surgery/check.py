@@ -8,6 +8,7 @@ word, and stage one would imitate something else.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -86,6 +87,16 @@ def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
     with observed(model, lambda *call: None):
         for one in recorded:
             _check(one)
+
+
+def why_not_built(model: PreTrainedModel) -> str:
+    """Say why a model cannot be built again from its config, as a load does; empty if it can. No memory is needed."""
+    try:
+        with torch.device("meta"):
+            type(model)(copy.deepcopy(model.config))
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
 
 
 def _check(recorded: Recorded) -> None:

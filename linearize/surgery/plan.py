@@ -140,6 +140,8 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
         return "cross-attention"
     if call.mask == "local" and not local_as_full:
         return _LOCAL_KEPT
+    if hasattr(call.module, "indexer"):
+        return "an indexer chooses the keys of every query, which a kernel cannot honour"
     if call.mask == "own":
         return "a mask of the model's own (such as parts that see ahead), which a kernel cannot honour"
     if call.query[1] % call.key[1]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     AttentionMaskInterface,
     bidirectional_mask_function,
@@ -207,7 +207,8 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
     """Route the attention of `model` to the recorder, on all its configs, and put everything back."""
     AttentionInterface.register(_NAME, recorder.attention)
     AttentionMaskInterface.register(_NAME, recorder.mask_function)
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    held = (getattr(module, "config", None) for module in model.modules())
+    configs: dict[int, Any] = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
     before = {key: getattr(config, "_attn_implementation_internal", None) for key, config in configs.items()}
     try:
         for config in configs.values():

@@ -131,6 +131,9 @@ def _number(key: str, value: Any, values: dict[str, Any], depth: int, tokens: di
     """Cut down one number, or each of a list."""
     if isinstance(value, (list, tuple)) and value and all(type(x) is int for x in value):
         return _numbers(key, list(value), tokens)
+    if key == "initializer_range":
+        # Some have one so small that nothing has a gradient.
+        return 0.02
     if type(value) is not int:
         return value
     if _TOKEN.search(key):

@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "results" / "architectures.json"
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
-NO_INPUTS = "no inputs could be made up for it: `--example-inputs`"
+NO_INPUTS = "no made-up input fits the tiny model: `--example-inputs` is asked for"
 OWN_WAY = "reads masks, or calls attention, in a way of its own; converted it would be another model"
 
 
@@ -23,6 +23,8 @@ def reason(result: dict[str, Any]) -> str:
         return NO_INPUTS
     if "any more once its attention" in message or "something else once its attention" in message:
         return OWN_WAY
+    if "cannot be built any more" in message:
+        return "its classes are chosen by the name of the attention implementation"
     if "is not a Transformer" in message:
         return "no attention ran"
     found = re.search(r"can be converted: ([^;]*)", message)

@@ -12,6 +12,7 @@ from support.tiny import TEXT, converted, inputs_of
 from transformers import AutoModel, AutoModelForImageTextToText
 
 import linearize
+from linearize.attention.interface import linear_attentions
 from linearize.errors import CheckpointError, UnsupportedModelError
 from linearize.surgery.probe import probe
 
@@ -189,3 +190,26 @@ def test_a_host_that_attends_twice_in_a_layer_is_refused():
     # Without a cache a shared layer is no hindrance.
     shared = transformers.AlbertModel(transformers.AlbertConfig(**TEXT, embedding_size=16))
     assert len(linearize.plan(shared).converted) == 1
+
+
+def test_a_part_with_a_config_of_its_own(tmp_path):
+    """X-CLIP's part that joins the frames of a video makes a config for itself."""
+    torch.manual_seed(0)
+    vision = {**HEADS, "image_size": 16, "patch_size": 8, "num_frames": 2, "mit_hidden_size": 32}
+    vision |= {"mit_intermediate_size": 37, "mit_num_hidden_layers": 1, "mit_num_attention_heads": 2}
+    text = {**HEADS, "vocab_size": 99, "bos_token_id": 97, "eos_token_id": 98, "max_position_embeddings": 16}
+    sizes = {"projection_dim": 32, "prompt_num_attention_heads": 2, "text_config": text, "vision_config": vision}
+    model = transformers.XCLIPModel(transformers.XCLIPConfig(**sizes)).eval()
+    linearize.convert(model)
+    model.eval()
+    used = []
+    for name, layer in linear_attentions(model).items():
+        layer.register_forward_pre_hook(lambda layer, args, name=name: used.append(name))
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(1, 2, 3, 16, 16, generator=generator)
+    inputs = {"input_ids": torch.tensor([[5, 6, 98]]), "pixel_values": pixels}
+    before = model(**inputs).logits_per_video
+    assert any(name.startswith("mit.") for name in used)
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModel.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(loaded(**inputs).logits_per_video, before, rtol=1e-6, atol=1e-6)

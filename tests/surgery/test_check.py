@@ -54,3 +54,17 @@ def test_a_host_that_cannot_take_the_mask_is_refused():
 
 def test_half_precision_has_a_bound_of_its_own():
     linearize.convert(original("bert").to(torch.bfloat16))
+
+
+def test_a_host_that_chooses_classes_by_the_implementations_name_is_refused():
+    model = original("bert")
+    base = type(model)
+
+    class Choosy(base):
+        def __init__(self, config, *args, **kwargs):
+            self.choice = {"eager": 1, "sdpa": 2}[config._attn_implementation or "sdpa"]
+            super().__init__(config, *args, **kwargs)
+
+    model.__class__ = Choosy
+    with pytest.raises(UnsupportedModelError, match=r"cannot be built any more .*KeyError: 'linearize'"):
+        linearize.convert(model)
