@@ -146,7 +146,9 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Tensor]:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        # Some draw numbers in evaluation too (ViT-MAE, which masks patches): always the same.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
             found = model(**batch)
     finally:
         model.train(training)

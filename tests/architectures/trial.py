@@ -250,7 +250,8 @@ class _Trial:
 
     def outputs(self, model: Any = None, batch: Any = None, gradient: bool = False) -> list[Tensor]:
         """Run a model and return its floating point outputs."""
-        with torch.set_grad_enabled(gradient):
+        with torch.set_grad_enabled(gradient), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
             found = (model or self.module)(**(batch or self.batch))
         return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
 

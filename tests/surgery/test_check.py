@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny import original
+import transformers
+from support.tiny import IMAGE, original
 
 import linearize
 from linearize.errors import UnsupportedModelError
@@ -68,3 +69,13 @@ def test_a_host_that_chooses_classes_by_the_implementations_name_is_refused():
     model.__class__ = Choosy
     with pytest.raises(UnsupportedModelError, match=r"cannot be built any more .*KeyError: 'linearize'"):
         linearize.convert(model)
+
+
+def test_a_model_that_draws_numbers_is_held_against_itself():
+    torch.manual_seed(0)
+    sizes = {"decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4, "decoder_hidden_size": 32}
+    config = transformers.ViTMAEConfig(**IMAGE, **sizes, decoder_intermediate_size=37, norm_pix_loss=False)
+    model = transformers.ViTMAEForPreTraining(config).eval()
+    recorded = record(model)
+    assert len(recorded) == 1
+    check(linearize.convert(model), recorded)
