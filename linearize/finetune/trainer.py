@@ -188,6 +188,10 @@ def _train(trainer: Any, folder: Path, last: Path | None, started: dict[str, Any
         if last is None and trainer.is_world_process_zero():
             begin(folder, started)
         with quiet():
+            if last is not None and _finished(last):
+                # transformers would take one step more.
+                trainer.restore(last)
+                return
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     except Exception as error:
         if not is_write_error(error):
@@ -340,7 +344,11 @@ def training_arguments(
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest whole checkpoint of the trainer; one that was interrupted while written is passed over."""
+    """Return the newest whole checkpoint of the trainer that has the best one still beside it.
+
+    One that was interrupted while written is passed over. Without the best one the run could only end with other
+    weights than it chose, so it goes on from an earlier one, or from the start.
+    """
     found = []
     for path in Path(folder).glob("checkpoint-*"):
         number = path.name.rpartition("-")[2]
@@ -353,10 +361,18 @@ def _whole(path: Path) -> bool:
     if not all((path / name).is_file() for name in NEEDED) or not any(path.glob("*.safetensors")):
         return False
     try:
-        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        best = state.get("best_model_checkpoint")
+    except (OSError, ValueError, AttributeError):
         return False
-    return True
+    return best is None or any((path.parent / Path(best).name).glob("*.safetensors"))
+
+
+def _finished(checkpoint: Path) -> bool:
+    """Tell whether the run of a whole checkpoint had come to its end: all steps done, or stopped early."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
+    return bool(state["global_step"] >= state["max_steps"] or control.get("should_training_stop"))
 
 
 def _measured(trainer: Any) -> dict[str, float]:

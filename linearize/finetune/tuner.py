@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerState
 
 from linearize.alignment.losses import hidden_state_loss, logits_loss
-from linearize.errors import ConfigError
+from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.loss_meter import meter_of
 from linearize.finetune.prepared import IGNORED
@@ -188,6 +189,29 @@ class Tuner(Trainer):
     def _note(self, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part.detach().float())
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take up a run that had come to its end, with the weights that it chose."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if self.state.best_model_checkpoint is None:
+            self._load_from_checkpoint(str(checkpoint))
+        else:
+            self._load_best_model()
+
+    def _load_best_model(self) -> None:
+        """Load the best weights from where the run lies now; transformers would keep the last without a word.
+
+        Raises:
+            CheckpointError: if they are not there any more.
+        """
+        best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
+        if not any(best.glob("*.safetensors")):
+            raise CheckpointError(
+                f"stage two: the weights of the best state, {str(best)!r}, are missing, expected them to lie there "
+                "until the end; run it again without --resume"
+            )
+        self.state.best_model_checkpoint = str(best)
+        super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write weights under the names that the model's modules have.

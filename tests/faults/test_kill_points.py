@@ -78,7 +78,10 @@ def try_every_point(verb, models, tmp_path):
         whole(verb, out, models)
         done = run(counting, again, place, 0, str(count))
         assert done.returncode == 0, (point, done.stderr)
-        same(verb, there, out)
+        try:
+            same(verb, there, out)
+        except AssertionError as error:
+            raise AssertionError(f"killed before change {point} of {points}") from error
         assert [path.name for path in out.parent.iterdir()] == ["out"], point
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from dataclasses import replace
@@ -260,6 +261,28 @@ def test_weights_that_are_saved_under_other_names_come_back(vit, tmp_path, kerne
     save_file({f"old.{name}": tensor for name, tensor in state.items()}, weights, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="does not fit the model"):
         run("best", 6, 1e-2, resume=True)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_resume_without_the_best_state_keeps_no_other(bert, glue, tmp_path, lost):
+    """As after a kill while a finished run's checkpoints were removed; and in a folder that has been moved."""
+    config = TuneConfig(learning_rate=2e-2, schedule="constant", batch_size=8, steps=9, eval_every=3)
+
+    def run(folder, resume=False):
+        model = load_for_task(bert, data := data_for("cola", bert, glue / "cola"))
+        return model, finetune(model, data, config, folder=folder, resume=resume)
+
+    model, result = run(tmp_path / "run")
+    best = result.best_step
+    assert best < result.steps == 9
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert last_checkpoint(tmp_path / "moved").name == "checkpoint-9"
+    if lost:
+        shutil.rmtree(tmp_path / "moved" / f"checkpoint-{best}")
+        assert last_checkpoint(tmp_path / "moved") is None
+    again, resumed = run(tmp_path / "moved", resume=True)
+    assert resumed.best_step == best
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
 def test_early_stopping_keeps_the_best(bert, glue, tmp_path):
