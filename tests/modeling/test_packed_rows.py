@@ -8,6 +8,7 @@ from support.generation import causal
 from support.tiny import converted
 from transformers import DataCollatorWithFlattening
 
+from linearize import native
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.packing import find_segments, positions_of
 from linearize.errors import UnsupportedModelError
@@ -72,11 +73,36 @@ def test_without_packing_the_outputs_would_differ():
     assert float((model(**row)[0] - alone(model)).detach().abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_natively(switch, grad, monkeypatch):
+    """The op in C attends in each document, forward and backward, as it does where each has a row."""
+    calls = []
+    for name in ("attend", "gradients"):
+        real = getattr(type(native.engine()), name)
+        monkeypatch.setattr(
+            type(native.engine()),
+            name,
+            lambda *args, name=name, real=real, **kw: calls.append(name) or real(*args, **kw),
+        )
+    model = causal("llama", config=LONG)
+    with torch.set_grad_enabled(grad):
+        together = model(**packed())[0]
+        torch.testing.assert_close(together, alone(model), rtol=1e-5, atol=1e-5)
+    assert "attend" in calls
+    if not grad:
+        return
+    found = []
+    for out in (together, alone(model)):
+        model.zero_grad()
+        out.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    assert "gradients" in calls
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("native", [True, False])
-def test_without_a_gradient_natively_and_in_pytorch(native, window, monkeypatch):
-    if not native:
-        monkeypatch.setattr("linearize.attention.backends.native.engine", lambda: None)
+def test_without_a_gradient(window):
     model = causal("llama", config=LONG, window=window)
     with torch.no_grad():
         torch.testing.assert_close(model(**packed())[0], alone(model), rtol=1e-5, atol=1e-5)
