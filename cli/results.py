@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   linearize results runs/minilm-glue
   linearize results runs
-  linearize results runs/minilm-glue --format latex > table.tex
+  linearize results runs/minilm-glue --format latex
   linearize results runs --format csv --plot results.png
 
 A cell reads: ours, in brackets the share of softmax's score, and the paper's figure behind a bar. Of several seeds

@@ -95,7 +95,7 @@ def positions_of(segments: Tensor) -> Tensor:
     return counted - counted.masked_fill(~first, 0).cummax(dim=1).values
 
 
-def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tuple[Any, dict[str, Any]] | None:
+def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tuple[Any, dict[str, Any]] | None:
     """Before a converted model's forward: find packed rows, and let the masks and the attentions know.
 
     Args:
@@ -108,9 +108,15 @@ def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tupl
         Other arguments; None where they stay.
 
     Raises:
-        UnsupportedModelError: for packed rows with a generation cache, or in an encoder-decoder.
+        UnsupportedModelError: for packed rows with a generation cache, in an encoder-decoder, or in a compiled model.
     """
     if is_tracing():
+        if _given(kwargs, "cu_seq_lens_q") or _given(kwargs, "seq_idx"):
+            raise UnsupportedModelError(
+                "got several documents packed into one row in a compiled or traced model, expected one document a row; "
+                "pad them (DataCollatorWithPadding), or do not compile"
+            )
+        # Whether positions start again is not known before the compiled code runs.
         return None
     SEGMENTS.set(None)
     if len(args) > 1:
@@ -143,7 +149,7 @@ def enter(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tupl
     return args, kwargs | changed
 
 
-def leave(root: Any, args: Any, output: Any) -> None:
+def forget_documents(root: Any, args: Any, output: Any) -> None:
     """After a converted model's forward, whether it went well or not."""
     if not is_tracing():
         SEGMENTS.set(None)

@@ -16,11 +16,11 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from linearize.attention import packing
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.mixer import IMPLEMENTATION
+from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class, implementation
@@ -247,8 +247,8 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         _attach_kernel(host, layer, plan)
     causal = any(layer.shape.causal for layer in plan.converted)
     if plan.base_model_type not in REDIRECTED:
-        root.register_forward_pre_hook(functools.partial(packing.enter, causal=causal), with_kwargs=True)
-        root.register_forward_hook(packing.leave, always_call=True)
+        root.register_forward_pre_hook(functools.partial(find_documents, causal=causal), with_kwargs=True)
+        root.register_forward_hook(forget_documents, always_call=True)
     if causal:
         root.register_forward_pre_hook(_mask_while_tracing, with_kwargs=True)
         if not model.config.is_encoder_decoder:

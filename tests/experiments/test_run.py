@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from linearize.checkpoint.log import read_log
-from linearize.cli import results
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
+from linearize.experiments.formats import cell
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
@@ -183,7 +183,7 @@ def test_the_averages_of_seeds_have_a_deviation():
     assert entry.ours == pytest.approx(55.0) and entry.deviation == pytest.approx(0.0, abs=1e-9) and entry.seeds == 2
     assert _entry(rows, "elu", "a", None).deviation == pytest.approx(20 / 2**0.5)
     assert _entry(rows[:1], "elu", "a", None).deviation is None
-    assert results._cell(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"
+    assert cell(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"
 
 
 def test_resume_refuses_another_recipe(finished, tiny):

@@ -73,13 +73,23 @@ def test_export(name, mask):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
 
 
-def test_packed_sequences_are_refused_not_mixed_up():
+def test_packed_sequences_are_not_mixed_up():
+    model, inputs = model_and_inputs("llama", mask=False)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(3, -1)
+    with torch.no_grad():
+        together = model(**inputs, position_ids=positions, use_cache=False)[0]
+        parts = [model(part, use_cache=False)[0] for part in inputs["input_ids"].split(4, dim=1)]
+    torch.testing.assert_close(together, torch.cat(parts, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_by_their_lengths_are_refused_while_compiled(monkeypatch):
     from linearize.errors import UnsupportedModelError
 
     model, inputs = model_and_inputs("llama", mask=False)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(3, -1)
-    with pytest.raises(UnsupportedModelError, match="packed"), torch.no_grad():
-        model(**inputs, position_ids=positions, use_cache=False)
+    lengths = torch.tensor([0, 4, 8, 12, 16, 20, 24], dtype=torch.int32)
+    with pytest.raises(UnsupportedModelError, match="pad them"), torch.no_grad():
+        monkeypatch.setattr("linearize.attention.packing.is_tracing", lambda: True)
+        model(**inputs, cu_seq_lens_q=lengths, use_cache=False)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
