@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ TRANSFORMERS = re.compile(
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|README\.md|log\.jsonl|\.gitattributes"
     r"|vocab\.txt|merges\.txt|[\w.-]*\.model|chat_template\.jinja|(linearize|modeling_linearize)\w*\.py"
 )
+
+
+DISCARDED = re.compile(r"^\.new-(.+)-[0-9a-f]{8}$")
+"""The name of a folder that is being removed, see `discard`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,15 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder of ours: a kill leaves the whole of it under its name, or nothing."""
+    unwanted = folder
+    if not DISCARDED.match(folder.name):
+        unwanted = folder.with_name(f".new-{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(unwanted)
+    shutil.rmtree(unwanted)
+
+
 def remove_parts(folder: Path, parts: re.Pattern[str], what: str, *, check_only: bool = False) -> None:
     """Remove a working folder of ours: the entries whose names match, and the folder itself.
 
@@ -140,7 +154,9 @@ def remove_parts(folder: Path, parts: re.Pattern[str], what: str, *, check_only:
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError(f"{str(folder)!r} lies where {what} would; move it, or choose another output")
     entries = sorted(folder.iterdir())
-    strange = [path.name for path in entries if not parts.fullmatch(path.name) and not TOLERATED.fullmatch(path.name)]
+    # What `discard` was removing counts by the name that it had.
+    names = {path.name: DISCARDED.sub(r"\1", path.name) for path in entries}
+    strange = [name for name, was in names.items() if not parts.fullmatch(was) and not TOLERATED.fullmatch(name)]
     if strange:
         raise CheckpointError(
             f"{str(folder)!r} holds {strange[0]!r}{_more(strange)}, which is no part of {what}, so it is not removed; "
@@ -150,7 +166,7 @@ def remove_parts(folder: Path, parts: re.Pattern[str], what: str, *, check_only:
         return
     for path in entries:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            discard(path)
         else:
             path.unlink()
     folder.rmdir()

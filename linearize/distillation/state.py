@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from linearize.checkpoint.output import atomic_folder
-from linearize.checkpoint.ownership import remove_parts
+from linearize.checkpoint.ownership import discard, remove_parts
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 
 TENSORS, RECORD = "state.safetensors", "state.json"
@@ -59,7 +58,7 @@ class StateFolder:
             save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
             (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
         for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.folder / f"step-{old}")
+            discard(self.folder / f"step-{old}")
 
     def load(self) -> RunState | None:
         """Read the newest state; None if there is none.

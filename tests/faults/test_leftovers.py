@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 import linearize.native as native
 from linearize.checkpoint import output
 from linearize.checkpoint.output import atomic_folder, check_room, claim
+from linearize.distillation.state import RunState, StateFolder
 from linearize.errors import CheckpointError
 
 SCRIPT = Path(sys.executable).with_name("linearize")
@@ -248,3 +250,24 @@ def test_changes_may_follow_options(models, tmp_path, cli):
     assert code == 2 and "Did you mean --output?" in err
     code, _, err = cli(["run", "--output", tmp_path / "run"])
     assert code == 2 and "required: RECIPE" in err
+
+
+def test_a_folder_is_removed_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A kill while states are removed leaves none that a resume would stumble over."""
+    states = StateFolder(tmp_path / "out.stage1", 2)
+    for step in (2, 4):
+        states.save(step, RunState({"step": step}, {"a": torch.ones(1)}))
+
+    def cut(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("linearize.checkpoint.ownership.shutil", SimpleNamespace(rmtree=cut))
+        with pytest.raises(KeyboardInterrupt):
+            states.save(6, RunState({"step": 6}, {"a": torch.ones(1)}))
+        assert states.steps() == [4, 6] and states.load().step == 6
+        with pytest.raises(KeyboardInterrupt):
+            states.remove()
+    assert states.steps() == [4, 6] and states.load().step == 6
+    states.remove()
+    assert not (tmp_path / "out.stage1").exists()
