@@ -59,6 +59,7 @@ QUICK = {
 ONLY_PARSED = {
     "--goals": "measures every figure that the project promises, which takes minutes",
     "bert-base": "a model of real size",
+    "--alignment": "trains a model of BERT-base's sizes",
 }
 EXAMPLES = {
     "classification": "--distill-steps 2",
