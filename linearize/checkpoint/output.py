@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from linearize.checkpoint.ownership import check_ours, mark
+from linearize.checkpoint.ownership import check_ours, mark, spare_name
 from linearize.errors import CheckpointError
 
 Name = str | os.PathLike[str]
@@ -241,14 +241,9 @@ def _clear_leftovers(path: Path) -> None:
     """Clear what no living process owns; called with the lock held."""
     for old in _beside(path, "old"):
         # The kill came between the renames of an overwrite: before the new folder had the name, or after.
-        old.rename(_garbage(path) if path.exists() else path)
+        old.rename(spare_name(path) if path.exists() else path)
     for one in _beside(path, "new"):
         _remove(one)
-
-
-def _garbage(path: Path) -> Path:
-    """Return a name beside an output under which nothing is kept."""
-    return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
 
 
 def _remove(path: Path) -> None:
@@ -275,7 +270,7 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
         CheckpointError: if the target cannot be used, or the disk is full.
     """
     with claim(target, overwrite=overwrite) as path:
-        fresh = _garbage(path)
+        fresh = spare_name(path)
         try:
             fresh.mkdir()
             yield fresh
@@ -320,7 +315,7 @@ def _swap(fresh: Path, path: Path) -> None:
             old.rename(path)
         raise
     # The new one is there. What cannot be removed now, the next `claim` clears; a part of it is never put back.
-    unwanted = _garbage(path)
+    unwanted = spare_name(path)
     with contextlib.suppress(OSError):
         old.rename(unwanted)
     _remove(unwanted)
@@ -345,7 +340,7 @@ def check_room(target: Name, size: int) -> None:
         CheckpointError: if the disk is full, or files of that size are not allowed.
     """
     path = _absolute(os.fspath(target))
-    files = [_garbage(path) for _ in range(0, max(size, 1), SHARD)]
+    files = [spare_name(path) for _ in range(0, max(size, 1), SHARD)]
     try:
         for number, file in enumerate(files):
             with open(file, "xb") as handle:

@@ -128,11 +128,16 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def spare_name(path: Path) -> Path:
+    """Return a name beside a path under which nothing is kept: what a killed process leaves there is cleared."""
+    return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
+
+
 def discard(folder: Path) -> None:
     """Remove a folder of ours: a kill leaves the whole of it under its name, or nothing."""
     unwanted = folder
     if not DISCARDED.match(folder.name):
-        unwanted = folder.with_name(f".new-{folder.name}-{secrets.token_hex(4)}")
+        unwanted = spare_name(folder)
         folder.rename(unwanted)
     shutil.rmtree(unwanted)
 

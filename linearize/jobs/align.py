@@ -97,7 +97,7 @@ def save_aligned(context: Context, job: AlignJob) -> AlignmentSaved:
     result = context.alignment
     record = alignment_record(result, teacher=job.teacher, data=job.data, config=job.align)
     record["options"] = recorded(job)
-    made = add_command(context, command_of("align", job, travels=True)) | longest_row(context)
+    made = add_command(context.provenance, command_of("align", job, travels=True)) | longest_row(context)
     write(
         context,
         {**context.provenance, **made, "alignment": record},

@@ -44,10 +44,7 @@ def after_training(context: Context, plan: Plan) -> Findings:
         worst = findings.worst_of_layers(done.after, plan)
     elif aligned is not None:
         worst = findings.worst_of_blocks(aligned.after, plan)
-    lengths = None
-    if context.loaded.modality == "text" and context.source is not None:
-        seen = findings.longest_row(context.source.holdout_batches())
-        lengths = findings.lengths_of(seen, current_length(context.loaded.model))
+    lengths = findings.lengths_of(context.longest_seen, current_length(context.loaded.model))
     load = findings.load_lines(context.loaded.model, context.target, embedder=bool(context.loaded.embedder))
     why, command = _next(context, trends, lengths)
     return Findings(trends, worst, lengths, load, command, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,13 @@ class Context:
         """The folder of TensorBoard's files."""
         return f"{self.target}.tensorboard"
 
+    @functools.cached_property
+    def longest_seen(self) -> int | None:
+        """Tokens of the longest held-out row; None without text to learn from."""
+        if self.source is None or self.loaded.modality != "text":
+            return None
+        return findings.longest_row(self.source.holdout_batches())
+
     @property
     def seconds(self) -> float:
         """How long it took so far."""
@@ -111,16 +119,14 @@ def make_room(context: Context) -> None:
 
 def longest_row(context: Context) -> dict[str, int]:
     """Return what a checkpoint says of the lengths that it was taught on: tokens of the longest held-out row."""
-    if context.source is None or context.loaded.modality != "text":
-        return {}
-    found = findings.longest_row(context.source.holdout_batches())
+    found = context.longest_seen
     before = context.provenance.get("longest_row")
     return {} if found is None else {"longest_row": max(found, before if isinstance(before, int) else 0)}
 
 
-def add_command(context: Context, command: str) -> dict[str, list[str]]:
+def add_command(provenance: Mapping[str, Any], command: str) -> dict[str, list[str]]:
     """Return the commands that made a checkpoint, with the one that makes it now."""
-    earlier = context.provenance.get("commands")
+    earlier = provenance.get("commands")
     return {"commands": [*(earlier if isinstance(earlier, list) else []), command]}
 
 

@@ -25,7 +25,7 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
         context, decided = open_distillation(job, on_event)
         make_room(context)
         run_stage_one(context, job.distill)
-        context.provenance |= add_command(context, command_of("distill", job, travels=True))
+        context.provenance |= add_command(context.provenance, command_of("distill", job, travels=True))
         return save_result(context, decided)
 
 

@@ -25,6 +25,7 @@ from linearize.finetune.work import check_work, remove_work
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_tuning
 from linearize.jobs.config import TuneJob
+from linearize.jobs.context import add_command
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
 from linearize.jobs.findings import Findings
 from linearize.loading import move
@@ -143,9 +144,8 @@ def _save(job: TuneJob, opened: Opened, record: dict[str, Any], files: dict[str,
         NotSavedError: if it cannot be written; the trainer's checkpoints stay then.
     """
     made = getattr(opened.model.config, "linearize", None) or {}
-    commands = (made.get("provenance") or {}).get("commands")
-    commands = [*(commands if isinstance(commands, list) else []), command_of("finetune", job, travels=True)]
-    stage = {"finetuning": record, "commands": commands}
+    commands = add_command(made.get("provenance") or {}, command_of("finetune", job, travels=True))
+    stage = {"finetuning": record, **commands}
     options: dict[str, Any] = {"overwrite": job.overwrite, "stage": stage, "extra_files": files}
     try:
         save_model(opened.model, job.target(), opened.processor, **options)
