@@ -24,7 +24,7 @@ from linearize.native.trust import record
 from linearize.native.variants import FOLDER, INDEX, variants
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-TAKEN = ("pyproject.toml", "README.md", "LICENSE", "linearize", "cli", "recipes")
+TAKEN = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "linearize", "cli", "recipes")
 MAKE = """
 import sys
 from setuptools import build_meta

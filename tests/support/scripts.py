@@ -10,9 +10,9 @@ from types import ModuleType
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def script(name: str) -> ModuleType:
-    """Import scripts/NAME.py."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+def script(name: str, folder: Path = SCRIPTS) -> ModuleType:
+    """Import scripts/NAME.py, or the file of that name in another folder."""
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Where dataclasses look for their module.
