@@ -239,7 +239,7 @@ class StepProgress:
     def __call__(self, report: Report) -> None:
         """Show a step."""
         if not self.out.is_terminal:
-            if report.step == 1 or getattr(report, "held_out", None) is not None:
+            if report.step == 1 or report.held_out is not None:
                 self.out.print(self._line(report))
             return
         roomy = self.out.width >= ROOMY
@@ -251,29 +251,23 @@ class StepProgress:
             self.bar = Progress(*columns, console=self.out)
             self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
             self.bar.start()
-        losses = list(getattr(report, "losses", {}).values())
+        losses = list(report.losses.values())
         layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
         text = f"loss {report.loss:.3f}{layers}"
         self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
-        if getattr(report, "held_out", None) is not None:
+        if report.held_out is not None:
             self.bar.console.print(self._line(report))
 
     @staticmethod
     def stage(report: Report) -> str:
         """Say which stage a step is of."""
-        if not hasattr(report, "losses"):
-            return "stage two"
-        phase = getattr(report, "phase", None)
-        return "stage one" if phase is None else f"alignment, {phase}"
+        return f"{report.stage}, {report.phase}" if report.phase else report.stage
 
     @classmethod
     def where(cls, report: Report) -> str:
         """Say where a stage stands, and how long it has to go."""
-        left = getattr(report, "left", None)
-        if left is None:
-            left = report.seconds / report.step * (report.steps - report.step)
-        stage = "" if getattr(report, "phase", None) is None else f"{cls.stage(report)}, "
-        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {left:.0f} s left"
+        stage = f"{cls.stage(report)}, " if report.phase else ""
+        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
 
     @classmethod
     def short(cls, report: Report) -> str:
@@ -282,10 +276,9 @@ class StepProgress:
 
     @classmethod
     def _line(cls, report: Report) -> str:
-        losses = getattr(report, "losses", {})
-        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in losses.values())}" if losses else ""
-        held_out = getattr(report, "held_out", None)
-        return f"{cls.short(report)}{'' if held_out is None else f', held out {held_out:.4f}'}{layers}"
+        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in report.losses.values())}" if report.losses else ""
+        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+        return f"{cls.short(report)}{held_out}{layers}"
 
     def stop(self) -> None:
         """Take the bar off the screen."""

@@ -46,7 +46,7 @@ def show(
     """
     from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, plan_table, print_json
     from linearize.distillation.processes import is_main
-    from linearize.jobs.events import Concluded, Planned, PositionsExtended
+    from linearize.jobs.events import Planned, PositionsExtended
 
     # With --json, stdout is for the program that reads it and people look at stderr.
     out = console(to_stderr=as_json)
@@ -54,12 +54,9 @@ def show(
     out.quiet = not is_main()
     progress = StepProgress(out)
     beat = Heartbeat(out, "loading the model")
-    found: list[Findings] = []
 
     def on_event(event: Event) -> None:
-        if isinstance(event, Concluded):
-            found.append(event.findings)
-        elif isinstance(event, Planned):
+        if isinstance(event, Planned):
             out.print(plan_table(event.plan))
             if planned is not None:
                 planned(out)
@@ -75,17 +72,17 @@ def show(
         progress.stop()
     added, seconds = result.parameters_added, result.seconds
     out.print(f"Saved {result.output} ({added:,} parameters added, {seconds:.0f} s).", markup=False)
-    show_findings(out, found)
+    if result.findings is not None:
+        show_findings(out, result.findings)
     if as_json and is_main():
         print_json(result.to_dict())
     return 0
 
 
-def show_findings(out: Console, found: list[Findings]) -> None:
+def show_findings(out: Console, findings: Findings) -> None:
     """Print what a job has found, and what comes next; what is to be copied is not folded."""
-    for findings in found:
-        for line in findings.lines():
-            out.print(line, markup=False, soft_wrap=True)
+    for line in findings.lines():
+        out.print(line, markup=False, soft_wrap=True)
 
 
 def as_lines(out: Console) -> Callback:

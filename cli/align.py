@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.stop()
     out.print(f"Saved {saved.output} ({saved.seconds:.0f} s).", markup=False)
-    show_findings(out, [saved.findings])
+    show_findings(out, saved.findings)
     if args.json and is_main():
         print_json(saved.to_dict())
     return 0

@@ -140,7 +140,7 @@ def tune(job: TuneJob, out: Console) -> tuple[TuneResult, Findings]:
         markup=False,
     )
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)
-    show_findings(out, found)
+    show_findings(out, found[0])
     return result, found[0]
 
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
-    from linearize.attention.factory import count_parameters
+    from linearize.attention.factory import count_parameters, state_bytes
     from linearize.attention.shape import HeadShape
     from linearize.bench.measured import SPEED, SPEED_SOURCE, quality_of
 
@@ -47,7 +47,6 @@ def describe(info: KernelInfo) -> dict[str, Any]:
     ]
     flags = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
     features = None if info.feature_dim is None else info.feature_dim(config, size)
-    state = None if features is None else 4 * BERT_BASE["layers"] * BERT_BASE["heads"] * features * (size + 1)
     return {
         "name": info.name,
         "summary": info.summary,
@@ -59,7 +58,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         "speed": [dataclasses.asdict(one) for one in SPEED if one.kernel == info.name],
         "speed_source": SPEED_SOURCE,
         "feature_size": features,
-        "state_bytes_bert_base": state,
+        "state_bytes_bert_base": state_bytes(info, config, [shape] * BERT_BASE["layers"]),
         "extra_parameters_bert_base": count_parameters(info.name, {}, shape, BERT_BASE["layers"]),
         "parameters_per_head": info.parameters_formula,
         **{flag: getattr(info, flag) for flag in flags},

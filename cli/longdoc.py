@@ -64,8 +64,7 @@ def kept(job: LongdocJob) -> str:
 
 def show(event: Event, out: Any, progress: Any, beat: Any) -> None:
     """Show an event of any step."""
-    from linearize.cli._output import closeness_table
-    from linearize.cli._progress import summary_of
+    from linearize.cli._progress import show_training, summary_of
     from linearize.cli.finetune import log_line
     from linearize.jobs import events
 
@@ -78,21 +77,15 @@ def show(event: Event, out: Any, progress: Any, beat: Any) -> None:
             out.print(f"Data: {description}", markup=False)
         case events.PositionsExtended(report):
             out.print(f"Inputs: {report.note}", markup=False)
-        case events.Noted(text):
-            out.print(text, markup=False)
-        case events.StepDone(report):
-            progress(report)
-            beat.what = f"training, {progress.short(report)}"
         case events.Distilled(result):
             progress.stop()
             out.print(summary_of(result), markup=False)
-        case events.Aligned(result):
-            progress.stop()
-            out.print(closeness_table(result))
         case events.Logged(entry):
             line = log_line(entry)
             beat.what = f"tuning, {line}"
             out.print(line, markup=False)
+        case _:
+            show_training(event, out, progress, beat)
 
 
 def print_result(out: Any, job: Any, result: Any) -> None:

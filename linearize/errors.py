@@ -97,6 +97,11 @@ class TrainingError(LinearizeError):
     """Training that had to stop; the message says where, and what was kept."""
 
 
+def interrupted_run(folder: object) -> ConfigError:
+    """Return the error of beginning anew where an interrupted run lies in a folder."""
+    return ConfigError(f"{str(folder)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite")
+
+
 def unknown_name(kind: str, got: str, known: Iterable[str]) -> UnknownNameError:
     """Build the error for an unknown name, with the nearest known one and the whole list."""
     names = sorted(known)

@@ -205,6 +205,16 @@ def _explained(name: str, architecture: str | None) -> Any:
         ) from error
 
 
+def wait(device: torch.device | None = None) -> None:
+    """Wait for a GPU, where there is one in use: the given one, or the current one."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
+
+
 @contextlib.contextmanager
 def quiet() -> Any:
     """Keep transformers' own bars and its list of unused head weights off the screen."""

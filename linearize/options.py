@@ -231,7 +231,12 @@ def recorded(job: Any) -> dict[str, Any]:
     What lies on somebody's disk is named without its folder, and what is not set is left out.
     """
     found = {name: value for name, value in effective(job).items() if name not in OF_THE_PLACE}
-    return {name: _without_folder(value) for name, value in found.items() if value not in (None, [], {})}
+    named = {name: without_folder(value) for name, value in found.items() if value not in (None, [], {})}
+    return {name: dict(value) if _are_pairs(value) else value for name, value in named.items()}
+
+
+def _are_pairs(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, tuple) for one in value)
 
 
 def on_disk(name: str) -> bool:
@@ -247,12 +252,11 @@ def name_of(source: str) -> str:
     return Path(source).name if on_disk(source) else source
 
 
-def _without_folder(value: Any) -> Any:
+def without_folder(value: Any) -> Any:
+    """Return an option's value with the names of files and folders in place of where they lie (`name_of`)."""
     if isinstance(value, str):
         return name_of(value)
-    if isinstance(value, list) and all(isinstance(one, tuple) for one in value):
-        return {_without_folder(name): weight for name, weight in value}
-    return [_without_folder(one) for one in value] if isinstance(value, list) else value
+    return type(value)(map(without_folder, value)) if isinstance(value, list | tuple) else value
 
 
 def check(config: Any, where: str) -> None:

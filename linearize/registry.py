@@ -220,6 +220,7 @@ def make_config(info: KernelInfo, arguments: Mapping[str, Any]) -> Any:
 
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+"""What values of a type are called in messages."""
 
 
 def _convert(where: str, value: Any, hint: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +26,7 @@ from linearize.alignment.pair import Pair, make_pair
 from linearize.alignment.trainer import AlignTrainer, Diverged, diverged, trained_parameters
 from linearize.checkpoint.fingerprint import fingerprint, weights_digest
 from linearize.distillation.loop import make_accelerator
-from linearize.distillation.run import Batches, Part, Progress, Run, frozen
+from linearize.distillation.run import Batches, Part, Progress, Report, Run, frozen
 from linearize.distillation.state import RunState
 from linearize.errors import ConfigError
 from linearize.loading import move
@@ -34,7 +34,7 @@ from linearize.modeling.model import is_linearized
 
 
 @dataclass(frozen=True)
-class AlignStep:
+class AlignStep(Report):
     """Reported to the caller after every step.
 
     Attributes:
@@ -46,6 +46,7 @@ class AlignStep:
         held_out: the same on held-out data, at the steps that evaluate it.
         learning_rate: of the kernels.
         seconds: since the start, earlier parts of a resumed run included.
+        stage: "alignment".
     """
 
     step: int
@@ -56,6 +57,7 @@ class AlignStep:
     held_out: float | None
     learning_rate: float
     seconds: float
+    stage: ClassVar[str] = "alignment"
 
 
 @dataclass

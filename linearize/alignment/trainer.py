@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -18,9 +17,6 @@ from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.processes import autocast
 from linearize.distillation.trainer import warm_cosine
 from linearize.errors import TrainingError
-
-if TYPE_CHECKING:
-    pass
 
 
 def trained_parameters(student: nn.Module, blocks: list[Block], train: str) -> dict[str, nn.Parameter]:

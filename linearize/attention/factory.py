@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from linearize.attention.block import BlockMixer
@@ -12,6 +12,9 @@ from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
 from linearize.kernels.base import BlockKernel, Kernel
 from linearize.registry import KernelInfo, kernel_info, make_config
+
+NUMBER = 4
+"""Bytes of a number of a state."""
 
 
 def build_mixer(kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> Mixer:
@@ -79,6 +82,18 @@ def check_window(info: KernelInfo, window: int | None) -> None:
             f"kernel {info.name!r} takes no window: it has no feature map with a denominator that softmax could share; "
             "choose another kernel or leave window out"
         )
+
+
+def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:
+    """Return the bytes of the sums over tokens that decoding keeps of one sequence, of attentions of these shapes.
+
+    Of each key head [F, V + 1] numbers in fp32, whatever the model's type; None for kernels without features.
+    """
+    if info.feature_dim is None:
+        return None
+    return NUMBER * sum(
+        shape.key_heads * info.feature_dim(config, shape.head_dim) * (shape.value_dim + 1) for shape in shapes
+    )
 
 
 def count_parameters(kernel: str, arguments: Mapping[str, Any], shape: HeadShape, layers: int = 1) -> int:

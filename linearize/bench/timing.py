@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from linearize.loading import wait
 
 Call = Callable[[], object]
 
@@ -53,14 +53,6 @@ def seconds_of(call: Call) -> float:
     call()
     wait()
     return time.perf_counter() - start
-
-
-def wait() -> None:
-    """Wait for a GPU, where there is one in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    elif torch.backends.mps.is_available():
-        torch.mps.synchronize()
 
 
 def in_turns(

@@ -86,6 +86,7 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
     provenance = config.linearize.get("provenance") or {}
     head = head_of_class(type(model).__name__)
     base = provenance.get("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
+    measured = results(provenance)
     card = ModelCard.from_template(
         _card_data(model, plan, head, facts or {}, name, provenance),
         template_path=str(TEMPLATE),
@@ -96,8 +97,8 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None
         name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, current_length(model))],
-        results=[(_text(metric), f"{ours:.4g}", _number(theirs)) for metric, ours, theirs in results(provenance)],
-        original_score=any(theirs is not None for _, _, theirs in results(provenance)),
+        results=[(_text(metric), f"{ours:.4g}", _number(theirs)) for metric, ours, theirs in measured],
+        original_score=any(theirs is not None for _, _, theirs in measured),
         commands=commands(provenance),
         longest=_longest(model),
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",

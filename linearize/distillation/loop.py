@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -20,7 +20,7 @@ from linearize.checkpoint.fingerprint import fingerprint
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.layer_loss import LayerLoss, layer_loss
 from linearize.distillation.processes import several
-from linearize.distillation.run import Batches, Part, Progress, Run, frozen
+from linearize.distillation.run import Batches, Part, Progress, Report, Run, frozen
 from linearize.distillation.shard import frozen_model
 from linearize.distillation.state import RunState
 from linearize.distillation.trainer import KernelTrainer
@@ -31,7 +31,7 @@ from linearize.modeling.model import is_linearized
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Report):
     """Reported to the caller after every step.
 
     Attributes:
@@ -41,6 +41,8 @@ class StepReport:
         held_out: mean held-out loss over layers, at the steps that evaluate it.
         learning_rate: of the first layer.
         seconds: since the start, earlier parts of a resumed run included.
+        stage: "stage one".
+        phase: none.
     """
 
     step: int
@@ -49,6 +51,8 @@ class StepReport:
     held_out: float | None
     learning_rate: float
     seconds: float
+    stage: ClassVar[str] = "stage one"
+    phase: ClassVar[str] = ""
 
     @property
     def loss(self) -> float:

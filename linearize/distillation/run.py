@@ -54,6 +54,22 @@ class Trainer(Protocol):
         """Read what `optimizer_tensors` gave."""
 
 
+class Report:
+    """What is reported after every step; frozen dataclasses."""
+
+    step: int
+    steps: int
+    losses: dict[str, float]
+    held_out: float | None
+    learning_rate: float
+    seconds: float
+
+    @property
+    def left(self) -> float:
+        """Seconds left, if it goes on as it did."""
+        return self.seconds / self.step * (self.steps - self.step)
+
+
 @dataclass
 class Progress:
     """Where a part stands.

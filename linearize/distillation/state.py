@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import discard, remove_parts
-from linearize.errors import CheckpointError, ConfigError, NotSavedError
+from linearize.errors import CheckpointError, NotSavedError, interrupted_run
 
 TENSORS, RECORD = "state.safetensors", "state.json"
 PARTS = re.compile(r"step-\d+|\.(new|old)-step-\d+-[0-9a-f]{8}|\.lock-step-\d+")
@@ -89,9 +89,7 @@ class StateFolder:
             CheckpointError: if the folder holds something else.
         """
         if self.steps() and not overwrite:
-            raise ConfigError(
-                f"{str(self.folder)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
-            )
+            raise interrupted_run(self.folder)
         remove_parts(self.folder, PARTS, CALLED, check_only=True)
 
     def remove(self) -> None:

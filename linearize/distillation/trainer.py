@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,9 +20,6 @@ from linearize.distillation.processes import autocast
 from linearize.distillation.targets import Targets
 from linearize.errors import TrainingError
 from linearize.teacher.observe import run_body, softmax_output
-
-if TYPE_CHECKING:
-    pass
 
 
 class KernelTrainer:

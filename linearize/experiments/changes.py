@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from linearize.experiments.recipe import load_recipe, plain, recipe_names
-from linearize.experiments.schema import Recipe
+from linearize.experiments.schema import FREE, Recipe
 
-FREE = ("device", "data", "keep_models", "needs", "paper", "differs", "figures", "summary")
-"""What says where a run is done, or something about it, and changes no figure."""
 MATRIX = ("kernels", "tasks", "seeds", "sources")
 NONE = "nothing"
 
@@ -40,11 +39,16 @@ class Changes:
 
 def changes_of(recipe: Recipe) -> Changes:
     """Compare a run's recipe with the one of the package that it was made of, which is told by summary and paper."""
-    for name in recipe_names():
-        original = load_recipe(name)
+    for name, original in _packaged():
         if (original.summary, original.paper) == (recipe.summary, recipe.paper):
             return _compared(name, original, recipe)
     return Changes()
+
+
+@functools.cache
+def _packaged() -> tuple[tuple[str, Recipe], ...]:
+    """Return the recipes of the package by name, read once."""
+    return tuple((name, load_recipe(name)) for name in recipe_names())
 
 
 def _compared(name: str, original: Recipe, recipe: Recipe) -> Changes:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from linearize.errors import ConfigError, LinearizeError, unknown_name
+from linearize.registry import KINDS
 
 Built = TypeVar("Built")
 
@@ -134,7 +135,6 @@ def kind_of(value: Any) -> str:
 
 
 def _called(hint: Any) -> str:
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "keys with values"}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return "a section of keys"
@@ -143,7 +143,7 @@ def _called(hint: Any) -> str:
     if origin is tuple:
         kinds = {str: "of texts", int: "of whole numbers", float: "of numbers"}
         return f"a list {kinds[inner[0]]}" if inner[0] in kinds else "a list"
-    return names.get(hint, "keys with values" if origin in (dict, Mapping) else "another value")
+    return KINDS.get(hint, "keys with values" if dict in (hint, origin) or origin is Mapping else "another value")
 
 
 __all__ = ["build", "convert", "kind_of"]

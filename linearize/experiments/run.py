@@ -20,14 +20,12 @@ from linearize.events import Callback, ignore
 from linearize.experiments.events import CellDone, CellStarted
 from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, append_row, read_rows, repair
-from linearize.experiments.schema import SOFTMAX, Recipe
+from linearize.experiments.schema import FREE, SOFTMAX, Recipe
 from linearize.experiments.stages import STAGE, StageRunner, local_or_name
 from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_yaml
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
-FREE = ("device", "data", "keep_models", "summary", "needs", "paper", "differs", "figures")
-"""What may differ between a run and its continuation: where it runs, where the data lies, what is said about it."""
 GROWING = ("kernels", "tasks", "sources", "seeds")
 """What a continuation may have more of: that only adds cells."""
 

@@ -17,6 +17,9 @@ and align; no label is used."""
 
 SOFTMAX = "softmax"
 
+FREE = ("device", "data", "keep_models", "needs", "paper", "differs", "figures", "summary")
+"""What says where a run is done, or something about it, and changes no figure: a continuation may differ in it."""
+
 Cells = dict[str, dict[str, float]]
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from linearize.finetune.prepared import IGNORED, TaskData
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.trainer import measure_task
+from linearize.loading import wait
 
 RESAMPLES = 500
 LEVEL = 0.95
@@ -100,8 +100,7 @@ def forward_seconds(model: Any) -> Iterator[list[float]]:
     device = next(model.parameters()).device
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device if device.type == "cuda" else None)
         return time.perf_counter()
 
     # A forward pass is entered and left once: what the first hook pushes the second one replaces.

@@ -100,11 +100,27 @@ def whole_length(name: str, task: Task) -> int:
     return usual_length(name, most)
 
 
+def read_record(name: str | Path) -> dict[str, Any] | None:
+    """Return what a folder's record says of how it was tuned; None where there is none.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no JSON, or no mapping.
+    """
+    file = Path(name).expanduser() / RECORD
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("no mapping")
+    return found
+
+
 def tuned_length(name: str) -> int | None:
     """Return the tokens per row that a folder was tuned with, as its record says; None where it does not."""
     try:
-        length = json.loads((Path(name).expanduser() / RECORD).read_text(encoding="utf-8")).get("max_length")
-    except (OSError, ValueError, AttributeError):
+        length = (read_record(name) or {}).get("max_length")
+    except (OSError, ValueError):
         return None
     return length if type(length) is int and length > 1 else None
 

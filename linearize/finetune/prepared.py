@@ -131,6 +131,12 @@ def pad_labels(rows: Sequence[Row], width: int) -> Tensor:
     return torch.tensor([list(row["labels"]) + [IGNORED] * (width - len(row["labels"])) for row in rows])
 
 
+def pad_with_labels(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Pad the token fields of rows and their labels, one per token, to the longest row: long [B, T] each."""
+    fields = pad(tokenizer, rows)
+    return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
+
+
 def stable_seed(seed: int, *parts: object) -> int:
     """Make a seed from numbers alone: nothing depends on what was drawn before, so a resumed run agrees."""
     value = seed

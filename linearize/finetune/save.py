@@ -11,7 +11,7 @@ from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.save import save
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import RECORD
+from linearize.finetune.load import RECORD, read_record
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.trainer import TuneResult
 from linearize.loading import move, quiet
@@ -91,10 +91,10 @@ def tuning_record(
 def original_result(teacher: str | Path, task: str) -> dict[str, Any] | None:
     """Return what the original reached on a task, as its own record says; None where it says nothing of that task."""
     try:
-        record = json.loads((Path(teacher).expanduser() / RECORD).read_text(encoding="utf-8"))
+        record = read_record(teacher)
     except (OSError, ValueError):
         return None
-    if not isinstance(record, dict) or record.get("task") != task:
+    if record is None or record.get("task") != task:
         return None
     return {name: record.get(name) for name in ("score", "metrics", "max_length")}
 

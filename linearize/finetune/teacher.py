@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.pair import check_teacher as check_original_of
 from linearize.errors import CheckpointError, ConfigError
-from linearize.finetune.load import RECORD, check_length, check_trained, load_for_task, load_processor, read_config_dict
+from linearize.finetune.load import (
+    RECORD,
+    check_length,
+    check_trained,
+    load_for_task,
+    load_processor,
+    read_config_dict,
+    read_record,
+)
 from linearize.finetune.prepared import TaskData
 from linearize.loading import move
 from linearize.modeling.model import is_linearized
@@ -130,14 +137,12 @@ def check_processor(name: str, teacher: Any, student: Any) -> None:
 
 def _tuned_for(name: str) -> str | None:
     """Return the task that a folder was tuned for by linearize; None where nobody says."""
-    file = Path(name).expanduser() / RECORD
-    if not file.is_file():
-        return None
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["task"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        record = read_record(name)
+        return None if record is None else str(record["task"])
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{str(file)!r} cannot be read ({type(error).__name__}); tune the teacher again"
+            f"{str(Path(name).expanduser() / RECORD)!r} cannot be read ({type(error).__name__}); tune the teacher again"
         ) from None
 
 

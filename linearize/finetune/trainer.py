@@ -107,11 +107,7 @@ def finetune(
     started = describe(model, data, config, teacher)
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     _seed(config.seed)
-    if config.lora is not None:
-        add_lora(model, config.lora)
-    elif config.freeze_kernels:
-        for layer in linear_attentions(model).values():
-            layer.requires_grad_(False)
+    set_trained(model, config)
     last = last_checkpoint(folder) if resume else None
     if last is not None:
         _check_names(model, last)
@@ -137,6 +133,15 @@ def finetune(
     chosen = selection_record(data, config, teacher is not None, state.best_metric)
     score = main_metric(data.task, metrics)
     return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen)
+
+
+def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
+    """Choose what is trained: low-rank updates, or all but the kernels where they are frozen, or everything."""
+    if config.lora is not None:
+        add_lora(model, config.lora)
+    elif config.freeze_kernels:
+        for layer in linear_attentions(model).values():
+            layer.requires_grad_(False)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from linearize.errors import TrainingError
 from linearize.finetune.loss_meter import meter_of
@@ -22,6 +22,10 @@ class TuneStep:
         loss: of the step's rows.
         seconds: since the start, or since the resume.
         left: seconds left, if it goes on as it did.
+        stage: "stage two".
+        phase: none.
+        losses: none apart from `loss`.
+        held_out: none, the trainer's log has it.
     """
 
     step: int
@@ -29,6 +33,10 @@ class TuneStep:
     loss: float
     seconds: float
     left: float
+    stage: ClassVar[str] = "stage two"
+    phase: ClassVar[str] = ""
+    losses: ClassVar[Mapping[str, float]] = {}
+    held_out: ClassVar[float | None] = None
 
 
 def watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.ownership import TRANSFORMERS, remove_parts
-from linearize.errors import CheckpointError, ConfigError
+from linearize.errors import CheckpointError, interrupted_run
 from linearize.finetune.config import MEASURED_ONLY, TuneConfig
 from linearize.finetune.prepared import TaskData
 
@@ -35,9 +35,7 @@ def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
         CheckpointError: if the folder is not one of ours.
     """
     if folder.exists() and not resume and not overwrite:
-        raise ConfigError(
-            f"{str(folder)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
-        )
+        raise interrupted_run(folder)
     remove_parts(folder, PARTS, CALLED, check_only=True)
     for path in folder.glob("checkpoint-*") if folder.is_dir() else ():
         if not path.is_dir() or _foreign(path):

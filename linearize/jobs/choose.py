@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from linearize.attention.factory import build_mixer, count_parameters
+from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
 from linearize.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
 from linearize.errors import ConfigError
@@ -18,8 +18,6 @@ SHORT = 512
 """Tokens up to which linear attention gains little; see docs/benchmarks.md."""
 LONG = 4096
 """Tokens that are proposed to a model which takes few."""
-NUMBER = 4
-"""Bytes of a number of a state: sums are fp32 whatever the model's type."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +136,15 @@ def _candidate(info: KernelInfo, shapes: list[HeadShape], longest: int | None) -
             build_mixer(info.name, arguments, shape)
         except ConfigError as error:
             why_not = why_not or str(error)
-    features = state = None
-    if info.feature_dim is not None:
-        sizes = [info.feature_dim(config, shape.head_dim) for shape in shapes]
-        features = max(sizes)
-        state = NUMBER * sum(
-            shape.key_heads * size * (shape.value_dim + 1) for shape, size in zip(shapes, sizes, strict=True)
-        )
+    size = info.feature_dim
     quality = default_quality(info.name)
     speed = speed_of(info.name, CAUSAL if any(shape.causal for shape in shapes) else FORWARD)
     return Candidate(
         info.name,
         why_not,
-        features,
+        None if size is None else max(size(config, shape.head_dim) for shape in shapes),
         sum(count_parameters(info.name, arguments, shape) for shape in shapes),
-        state,
+        state_bytes(info, config, shapes),
         None if quality is None else quality.kl,
         None if quality is None else quality.experiment.key,
         None if speed is None else speed.times,

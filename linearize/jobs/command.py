@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from linearize.options import Option, name_of, options_of
+from linearize.options import Option, options_of, without_folder
 
 AGAIN = ("resume", "overwrite")
 """Options that say something of one run, not of the job."""
@@ -36,7 +36,7 @@ def command_of(
     out = {*leave_out, *AGAIN, *(OF_THE_PLACE if travels else ())}
     given = {name: value for name, value in given_options(job).items() if name not in out}
     if travels:
-        given = {name: _without_folder(value) for name, value in given.items()}
+        given = {name: without_folder(value) for name, value in given.items()}
     return line(verb, type(job), given | dict(changes or {}))
 
 
@@ -100,12 +100,6 @@ def task_options(task: Any) -> dict[str, Any]:
         if getattr(task, name) != getattr(usual, name):
             found[option] = getattr(task, name)
     return found | ({"split": task.validation[0]} if task.exact_validation else {})
-
-
-def _without_folder(value: Any) -> Any:
-    if isinstance(value, str):
-        return name_of(value)
-    return tuple(map(_without_folder, value)) if isinstance(value, tuple) else value
 
 
 def _words(one: Option, value: Any) -> list[str]:

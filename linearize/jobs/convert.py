@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from linearize.surgery.plan import plan
 from linearize.surgery.positions import extend_processor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
     from linearize.surgery.positions import PositionReport
@@ -89,12 +92,12 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
 def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
     """Do what comes before the first step: the model is loaded and its kernels put in, and the data is open."""
     check_kernel(job)
-    loaded, decided = make_plan(job)
+    loaded, decided, inputs = make_plan(job)
     context = Context(job, loaded, on_event, provenance=_made_from(job))
     on_event(Planned(decided))
     if job.distill.steps or job.align.steps:
         open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
-    put_in_kernels(context, decided)
+    put_in_kernels(context, decided, inputs)
     return context, decided
 
 
@@ -108,9 +111,14 @@ def check_kernel(job: ConvertJob) -> None:
         make_config(kernel_info(job.kernel), job.kernel_args)
 
 
-def make_plan(job: ConvertJob) -> tuple[Loaded, Plan]:
-    """Load the model and plan its conversion; nothing is changed or written."""
+def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | None]:
+    """Load the model and plan its conversion; nothing is changed or written.
+
+    Returns:
+        The model, the plan, and the inputs of trial runs where the job names a file of them.
+    """
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
+    inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
     decided = plan(
         loaded.model,
         job.kernel,
@@ -121,16 +129,12 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan]:
         max_length=job.max_length,
         seed=job.seed,
         local_as_full=job.local_as_full,
-        example_inputs=_example_inputs(job, loaded),
+        example_inputs=inputs,
     )
-    return loaded, decided
+    return loaded, decided, inputs
 
 
-def _example_inputs(job: ConvertJob, loaded: Loaded) -> dict[str, Any] | None:
-    return None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
-
-
-def put_in_kernels(context: Context, decided: Plan) -> None:
+def put_in_kernels(context: Context, decided: Plan, example_inputs: Mapping[str, Tensor] | None) -> None:
     """Carry the plan out, with longer inputs where they were asked for."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
@@ -139,7 +143,7 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
         decided,
         max_length=job.max_length,
         positions=job.positions,
-        example_inputs=_example_inputs(job, loaded),
+        example_inputs=example_inputs,
     )
     if report is not None:
         context.positions = report

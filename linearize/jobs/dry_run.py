@@ -14,19 +14,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from linearize.adapters import add_lora
 from linearize.alignment.config import BLOCKWISE, AlignConfig
 from linearize.alignment.loop import align
 from linearize.attention.interface import linear_attentions
 from linearize.bench.memory import is_out_of_memory
-from linearize.bench.timing import wait
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 from linearize.distillation.processes import several
 from linearize.errors import ConfigError, TrainingError
-from linearize.finetune.trainer import checkpointing, make_trainer
+from linearize.finetune.trainer import checkpointing, make_trainer, set_trained
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob, TuneJob
@@ -35,6 +33,7 @@ from linearize.jobs.convert import open_conversion
 from linearize.jobs.distill import open_distillation
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import open_tuning, sources_of
+from linearize.loading import wait
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building
 
@@ -184,11 +183,7 @@ def _of_tuning(job: TuneJob, on_event: Callback) -> Bill:
     model = opened.model
     device = next(model.parameters()).device.type
     whole = size_of(model)
-    if job.tune.lora is not None:
-        add_lora(model, job.tune.lora)
-    elif job.tune.freeze_kernels:
-        for layer in linear_attentions(model).values():
-            layer.requires_grad_(False)
+    set_trained(model, job.tune)
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     work: list[tuple[str, Callable[[], list[StageBill]]]] = [("stage two", lambda: [_stage_two(job, opened)])]
     stages, memory, problem = _tried(on_event, device, work)

@@ -33,6 +33,7 @@ from linearize.jobs.sides import (
     chunk_options,
     difference,
     measure_side,
+    rows_of_tokens,
     why_no_chunks,
 )
 from linearize.loading import check_device
@@ -194,7 +195,7 @@ def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> T
 def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, Any]:
     """Return the options that stage one and the alignment share: the training texts, and states to go on from."""
     file, columns, texts = write_texts(job, work)
-    rows = max(1, min(32, job.batch_tokens // min(length, lengths.longest)))
+    rows = rows_of_tokens(job.batch_tokens, min(length, lengths.longest))
     return {
         "dataset": str(file),
         "text_column": columns,

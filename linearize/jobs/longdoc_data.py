@@ -15,6 +15,7 @@ from linearize.finetune.tables import open_splits
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import check_kernel, make_plan
 from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.sides import check_chunk_length
 from linearize.loading import model_type
 from linearize.options import name_of
 from linearize.surgery.positions import extend_positions
@@ -49,7 +50,7 @@ def check_options(job: LongdocJob) -> None:
         )
     convert = ConvertJob.of(model=job.model, kernel=job.kernel, kernel_arg=job.kernel_args, max_length=_longer(job))
     check_kernel(convert)
-    loaded, _ = make_plan(convert)
+    loaded, _, _ = make_plan(convert)
     if convert.max_length is not None:
         extend_positions(loaded.model, convert.max_length)
 
@@ -85,11 +86,7 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
             f"model: {job.model!r} has no limit to its input, expected one whose inputs are cut; compare at lengths of "
             "your own: linearize evaluate MODEL --compare ORIGINAL --max-length N"
         )
-    if job.chunk_length is not None and job.chunk_length > limit:
-        raise ConfigError(
-            f"chunk_length: got {job.chunk_length}, but {job.model!r} takes at most {limit} tokens; lower it, or leave "
-            "it out"
-        )
+    check_chunk_length(job.model, job.chunk_length)
     options = DataOptions(
         max_length=job.max_length or NO_LIMIT,
         limit=job.rows.limit,

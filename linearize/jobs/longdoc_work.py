@@ -7,7 +7,7 @@ from pathlib import Path
 
 from linearize.checkpoint.fingerprint import fingerprint
 from linearize.checkpoint.ownership import remove_parts
-from linearize.errors import ConfigError
+from linearize.errors import interrupted_run
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.work import STARTED, check_started
 from linearize.finetune.work import begin as write_started
@@ -41,9 +41,7 @@ def begin(job: LongdocJob, data: TaskData) -> Path:
     options |= {"task": job.task.name, "label column": job.task.label}
     started = fingerprint(data=data, options=options)
     if work.exists() and not job.resume and not job.overwrite:
-        raise ConfigError(
-            f"{str(work)!r} holds an interrupted run; go on with --resume, or start anew with --overwrite"
-        )
+        raise interrupted_run(work)
     remove_parts(work, PARTS, CALLED, check_only=True)
     if job.resume and (work / STARTED).exists():
         check_started(work, started)

@@ -150,7 +150,12 @@ def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple
 def rows_per_batch(facts: dict[str, Any]) -> int:
     """Return how many rows a batch has: as many as have `TOKENS` tokens, `MOST_ROWS` at most."""
     lengths = [facts[name] for name in ("max_length", "context", "longest_row") if name in facts]
-    return max(1, min(MOST_ROWS, TOKENS // max(1, min(lengths, default=1))))
+    return rows_of_tokens(TOKENS, min(lengths, default=1))
+
+
+def rows_of_tokens(tokens: int, length: int) -> int:
+    """Return how many rows of a length have at most so many tokens: 1 at least, `MOST_ROWS` at most."""
+    return max(1, min(MOST_ROWS, tokens // max(1, length)))
 
 
 def _peak(setup: Setup, side: Side, data: TaskData, length: int) -> int | None:
@@ -183,12 +188,21 @@ def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOp
     Raises:
         ConfigError: if the chunks are longer than the original takes.
     """
+    check_chunk_length(name, length)
+    return replace(options, max_length=length or options.max_length, auto_length=False, chunks=True)
+
+
+def check_chunk_length(name: str, length: int | None) -> None:
+    """Refuse chunks that are longer than an original takes.
+
+    Raises:
+        ConfigError: if they are.
+    """
     most = length_limit(name)
     if length is not None and most is not None and length > most:
         raise ConfigError(
             f"chunk_length: got {length}, but {name!r} takes at most {most} tokens; lower it, or leave it out"
         )
-    return replace(options, max_length=length or options.max_length, auto_length=False, chunks=True)
 
 
 def why_no_chunks(data: TaskData, length: int, title: str = "the original") -> str | None:

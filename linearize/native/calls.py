@@ -201,10 +201,9 @@ class Engine:
         Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
         """
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
-        threads = torch.get_num_threads() if self.parallel else 1
         mask = None if mask is None else mask.to(torch.bool).contiguous()
         if self.library.linearize_step(
-            call(maps, q, k, v, out, (mask, None, None, None, *state), (eps, threads, False))
+            call(maps, q, k, v, out, (mask, None, None, None, *state), (eps, self.threads, False))
         ):
             raise MemoryError("native op: no memory for a step")
         return out

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from linearize.errors import ConfigError
 from linearize.loading import Loaded
 from linearize.report.options import InputOptions
-
-if TYPE_CHECKING:
-    pass
 
 HOLDOUT = 64
 """What conversion holds out unless asked otherwise: the same examples are looked at here."""

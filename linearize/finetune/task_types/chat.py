@@ -7,27 +7,22 @@ it. Where they are in the text follows from the template itself: it is asked for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from torch import Tensor
-
 from linearize.errors import ConfigError, DataError
-from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
-    Row,
     Rows,
     TaskData,
     copy_tokenizer,
-    pad,
-    pad_labels,
+    pad_with_labels,
     row_facts,
 )
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
-from linearize.finetune.task_types.language import causal_sums
+from linearize.finetune.task_types.language import causal_sums, perplexity_of_sums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,24 +51,14 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     column = task.columns[0]
     train, _, left_out = _rows(splits.train, column, tokenizer, options)
     validation, lengths, left_out_too = _rows(splits.validation, column, tokenizer, options)
-    perplexity = metric("perplexity")
-
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
-        sums = np.asarray(predictions, dtype=np.float64)
-        return perplexity.compute(predictions=sums[:, 0], references=sums[:, 1])
-
-    def collate(rows: list[Row]) -> dict[str, Tensor]:
-        fields = pad(tokenizer, rows)
-        return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
-
     silent = left_out + left_out_too
     said = f"; {silent:,} left out, in which the assistant says nothing that fits" if silent else ""
     return TaskData(
         task,
         train,
         validation,
-        collate,
-        compute_metrics,
+        partial(pad_with_labels, tokenizer),
+        perplexity_of_sums,
         splits.description + said,
         reduce=causal_sums,
         facts=row_facts(lengths, options),

@@ -123,13 +123,11 @@ def _causal(
     if stride >= length:
         raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
     starts, fresh = strided(len(valid), length, stride)
-    perplexity = metric("perplexity")
 
     def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
-        sums = np.asarray(predictions, dtype=np.float64)
-        result = perplexity.compute(predictions=sums[:, 0], references=sums[:, 1])
-        by_word = perplexity.compute(predictions=[float(sums[:, 0].sum())], references=[float(words)])
-        return result | {"word_perplexity": by_word["perplexity"]}
+        nats = float(np.asarray(predictions, dtype=np.float64)[:, 0].sum())
+        by_word = metric("perplexity").compute(predictions=[nats], references=[float(words)])
+        return perplexity_of_sums(predictions, labels) | {"word_perplexity": by_word["perplexity"]}
 
     return TaskData(
         task,
@@ -161,6 +159,12 @@ def causal_sums(logits: Any, labels: Tensor) -> Tensor:
     return token_sums(logits[:, :-1], labels[:, 1:])
 
 
+def perplexity_of_sums(predictions: Any, labels: Any) -> dict[str, float]:
+    """Return the perplexity of rows, of each the sum and the count of its tokens' negative log-likelihoods [N, 2]."""
+    sums = np.asarray(predictions, dtype=np.float64)
+    return metric("perplexity").compute(predictions=sums[:, 0], references=sums[:, 1])
+
+
 def token_sums(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum the negative log-likelihoods of labels [B, T] under logits [B, T, V], and count them -> [B, 2]."""
     nll = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
@@ -181,23 +185,17 @@ def _masked(
     length = options.max_length - around
     if length < 1:
         raise ConfigError(f"data, max_length: got {options.max_length}, expected more than the {around} special tokens")
-    perplexity = metric("perplexity")
-
     held = Windows(valid, starts_of(len(valid), length), length, fixed=True)
 
     def collate(rows: list[Row]) -> dict[str, Tensor]:
         return _mask(rows, tokenizer, options)
-
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
-        sums = np.asarray(predictions, dtype=np.float64)
-        return perplexity.compute(predictions=sums[:, 0], references=sums[:, 1])
 
     return TaskData(
         task,
         Windows(train, starts_of(len(train), length), length),
         held,
         collate,
-        compute_metrics,
+        perplexity_of_sums,
         f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
         reduce=lambda logits, labels: token_sums(logits[0] if isinstance(logits, tuple) else logits, labels),
         facts={

@@ -37,6 +37,8 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         raise ConfigError("question answering: got a slow tokenizer, expected a fast one that knows its characters")
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     held = splits.validation
+    for table in (held, splits.train):
+        _check_texts(task, table)
     lengths = _whole_lengths(task, held, tokenizer)
     if options.auto_length:
         # Rows are padded to this length.
@@ -74,7 +76,6 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
 
 def _whole_lengths(task: Task, table: Any, tokenizer: Any) -> list[int]:
     """Return the tokens of every question with its whole text."""
-    _check_texts(task, table)
     rows = tokenise(tokenizer, table[task.columns[0]], table[task.columns[1]], None)
     return [len(row["input_ids"]) for row in rows]
 
@@ -99,7 +100,6 @@ def _collate(rows: list[Row]) -> dict[str, Tensor]:
 
 def _rows(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     question, context = task.columns
-    _check_texts(task, table)
     rows: list[Row] = []
     columns = (table[question], table[context], table[str(task.label)])
     for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):

@@ -5,6 +5,7 @@ A raw table with the columns `text` (tokens between blanks) and `positions` (whi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +17,10 @@ from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
-    Row,
     Rows,
     TaskData,
     copy_tokenizer,
-    pad,
-    pad_labels,
+    pad_with_labels,
     row_facts,
 )
 from linearize.finetune.tables import Given, need_columns, open_splits
@@ -47,16 +46,12 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         asked = answers != IGNORED
         return accuracy.compute(predictions=guesses[asked], references=answers[asked])
 
-    def collate(rows: list[Row]) -> dict[str, Tensor]:
-        fields = pad(tokenizer, rows)
-        return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
-
     validation = _rows(splits.validation, tokenizer, options)
     return TaskData(
         task,
         _rows(splits.train, tokenizer, options),
         validation,
-        collate,
+        partial(pad_with_labels, tokenizer),
         compute_metrics,
         splits.description,
         reduce=lambda logits, labels: _first(logits).argmax(dim=-1),

@@ -60,7 +60,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     validation, facts = _measured(task, splits.validation, tokenizer, options)
     return TaskData(
         task,
-        _rows(task, splits.train, tokenizer, options),
+        _rows(task, _examples(splits.train), tokenizer, options),
         validation,
         collate,
         metrics_of(task),
@@ -75,9 +75,9 @@ def _measured(
     task: Task, view: View, tokenizer: PreTrainedTokenizerBase, options: DataOptions
 ) -> tuple[Rows, dict[str, Any]]:
     """Make the rows to measure on, and what is to be said of their sentences: two a row."""
-    examples = view.fetch(range(len(view)))
+    examples = _examples(view)
     if not options.chunks:
-        made = _rows(task, view, tokenizer, options)
+        made = _rows(task, examples, tokenizer, options)
         texts = [e.value for e in examples] + [str(e.pair) for e in examples]
         sides = [{"input_ids": row[name]} for name in ("input_ids", f"{SECOND}input_ids") for row in made.rows]
         facts = text_facts(tokenizer, texts, [None] * len(texts), sides, options)
@@ -104,8 +104,11 @@ def _check_pairs(task: Task, examples: Sequence[Example]) -> None:
         raise DataError(f"task {task.name}: got rows with one text, expected two; name both columns (--columns A,B)")
 
 
-def _rows(task: Task, view: View, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
-    examples = view.fetch(range(len(view)))
+def _examples(view: View) -> list[Example]:
+    return view.fetch(range(len(view)))
+
+
+def _rows(task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     _check_pairs(task, examples)
     first = tokenise(tokenizer, [e.value for e in examples], [None] * len(examples), options.max_length)
     second = tokenise(tokenizer, [str(e.pair) for e in examples], [None] * len(examples), options.max_length)

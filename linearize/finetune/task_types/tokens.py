@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
@@ -18,8 +18,7 @@ from linearize.finetune.prepared import (
     Rows,
     TaskData,
     copy_tokenizer,
-    pad,
-    pad_labels,
+    pad_with_labels,
     row_facts,
 )
 from linearize.finetune.tables import Given, need_columns, open_splits
@@ -55,16 +54,12 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
             references=[[names[i] for i in answer] for _, answer in pairs],
         )
 
-    def collate(rows: list[Row]) -> dict[str, Tensor]:
-        fields = pad(tokenizer, rows)
-        return {**fields, "labels": pad_labels(rows, fields["input_ids"].shape[1])}
-
     held = _rows(task, splits.validation, tokenizer, options)
     return TaskData(
         task,
         _rows(task, splits.train, tokenizer, options),
         held,
-        collate,
+        partial(pad_with_labels, tokenizer),
         compute_metrics,
         splits.description,
         reduce=lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1),
