@@ -6,8 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TuneJob
+    from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
     from linearize.jobs.events import Event
+    from linearize.jobs.task_config import TuneJob
 
 HELP = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from linearize.cli._options import add_json, add_options, take_options
-from linearize.jobs.config import EvaluateJob
+from linearize.jobs.task_config import EvaluateJob
 
 if TYPE_CHECKING:
     from linearize.jobs.events import Event

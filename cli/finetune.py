@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._options import add_json, add_options, as_words, take_options
 from linearize.errors import NotSavedError
-from linearize.jobs.config import ConvertJob, TuneJob
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.task_config import TuneJob
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,8 @@ from linearize.bench.options import BenchOptions
 from linearize.distillation.config import DistillConfig
 from linearize.errors import ConfigError, UnknownNameError
 from linearize.finetune.config import DataOptions, TuneConfig
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, EvaluateJob, InitJob, TuneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.options import check, effective, option, options_of
 from linearize.report.options import CompareOptions, ReportOptions
 

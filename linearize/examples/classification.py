@@ -14,9 +14,10 @@ from pathlib import Path
 
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.tasks import task
-from linearize.jobs.config import ConvertJob, TuneJob
+from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import convert_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.task_config import TuneJob
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

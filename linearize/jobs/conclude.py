@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from linearize.checkpoint.inspect import weights_were_trained
 from linearize.jobs import findings
 from linearize.jobs.command import command_of, data_options, given_options, line
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, EvaluateJob, StageOneJob, TuneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.context import Context
 from linearize.jobs.findings import Findings, Lengths
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.jobs.trend import Trend
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan

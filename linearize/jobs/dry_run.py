@@ -27,12 +27,13 @@ from linearize.errors import ConfigError, TrainingError
 from linearize.finetune.trainer import checkpointing, make_trainer, set_trained
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob, TuneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.context import Context, check_states
 from linearize.jobs.convert import open_conversion
 from linearize.jobs.distill import open_distillation
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import open_tuning, sources_of
+from linearize.jobs.task_config import TuneJob
 from linearize.loading import wait
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from linearize.finetune.tasks import recovery
-from linearize.jobs.config import EvaluateJob
 from linearize.jobs.events import Callback, ignore
 from linearize.jobs.sides import (
     Setup,
@@ -19,6 +18,7 @@ from linearize.jobs.sides import (
     original_options,
     why_no_chunks,
 )
+from linearize.jobs.task_config import EvaluateJob
 from linearize.loading import check_device
 
 OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"

@@ -24,10 +24,10 @@ from linearize.finetune.trainer import TuneResult, check_checkpointing, check_tr
 from linearize.finetune.work import check_work, remove_work
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_tuning
-from linearize.jobs.config import TuneJob
 from linearize.jobs.context import add_command
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
 from linearize.jobs.findings import Findings
+from linearize.jobs.task_config import TuneJob
 from linearize.loading import move
 
 if TYPE_CHECKING:

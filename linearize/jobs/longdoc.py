@@ -18,7 +18,7 @@ from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import without_folders
 from linearize.jobs.align import align_checkpoint
-from linearize.jobs.config import AlignJob, ConvertJob, TuneJob
+from linearize.jobs.config import AlignJob, ConvertJob
 from linearize.jobs.convert import convert_checkpoint
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
@@ -36,6 +36,7 @@ from linearize.jobs.sides import (
     rows_of_tokens,
     why_no_chunks,
 )
+from linearize.jobs.task_config import TuneJob
 from linearize.loading import check_device
 from linearize.options import recorded
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
-from linearize.jobs.config import DEVICES, OVERWRITE, Job, TaskChoice, kernel_args
+from linearize.jobs.config import DEVICES, OVERWRITE, Job, kernel_args
+from linearize.jobs.task_config import TaskChoice
 from linearize.options import check, option, section
 
 CONVERSION, TUNING, OUTPUT = "conversion", "tuning, of both models alike", "output"

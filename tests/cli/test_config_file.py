@@ -12,7 +12,8 @@ from linearize.cli import main
 from linearize.cli._config import config_file, example_for, read_options
 from linearize.cli._options import take_options
 from linearize.cli.main import VERBS, build_parser
-from linearize.jobs.config import ConvertJob, TuneJob
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.task_config import TuneJob
 
 WITHOUT = {"inspect", "completion"}
 """Verbs that have nothing but names and --json."""

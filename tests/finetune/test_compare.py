@@ -16,8 +16,8 @@ from linearize.cli import main
 from linearize.errors import ConfigError, LinearizeError
 from linearize.finetune import interval
 from linearize.finetune.interval import Difference, Measured, paired_difference
-from linearize.jobs.config import EvaluateJob
 from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.task_config import EvaluateJob
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
 

@@ -15,9 +15,9 @@ from linearize.finetune.interval import measure_with_interval, resampled_scores
 from linearize.finetune.load import NO_LIMIT, WINDOW, length_limit, load_for_task, load_processor, whole_length
 from linearize.finetune.prepare import prepare
 from linearize.finetune.tasks import TASKS, task
-from linearize.jobs.config import EvaluateJob
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.sides import rows_per_batch
+from linearize.jobs.task_config import EvaluateJob
 
 
 def words(count, start=0):

@@ -24,8 +24,8 @@ from linearize.finetune.tasks import task
 from linearize.finetune.teacher import check_processor, check_teacher, load_teacher
 from linearize.finetune.trainer import finetune, make_trainer
 from linearize.finetune.tuner import KERNEL_RATE, label_loss, output_loss
-from linearize.jobs.config import TuneJob
 from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.task_config import TuneJob
 
 SHORT = DataOptions(max_length=16)
 CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, epochs=2, eval_every=3, log_every=1)

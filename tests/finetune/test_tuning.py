@@ -25,10 +25,11 @@ from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided
 from linearize.finetune.tasks import TASKS, main_metric, recovery, task
 from linearize.finetune.trainer import finetune, last_checkpoint, measure_task
-from linearize.jobs.config import EvaluateJob, InitJob, TuneJob
+from linearize.jobs.config import InitJob
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.init import init_checkpoint
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 
 SHORT = DataOptions(max_length=16)
 FAST = TuneConfig(learning_rate=5e-3, batch_size=16, epochs=2, log_every=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.checkpoints import make_original
 
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TuneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+from linearize.jobs.task_config import TuneJob
 
 
 @pytest.mark.parametrize(

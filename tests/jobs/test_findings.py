@@ -20,7 +20,8 @@ from linearize.distillation.loop import StepReport
 from linearize.fidelity.measure import Fidelity, LayerFidelity
 from linearize.jobs import findings
 from linearize.jobs.command import command_of, data_options
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, EvaluateJob, TuneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.jobs.trend import trend
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.registry import kernel_infos, make_config

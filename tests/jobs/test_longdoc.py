@@ -13,12 +13,12 @@ from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.finetune import interval
 from linearize.finetune.config import TuneConfig
 from linearize.jobs import events
-from linearize.jobs.config import EvaluateJob
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.longdoc import in_batches, run_longdoc, verdict
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.longdoc_data import Lengths, examine, write_texts
 from linearize.jobs.sides import SideDifference, SideResult
+from linearize.jobs.task_config import EvaluateJob
 
 FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}
 

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from linearize.jobs.config import TuneJob
 from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.task_config import TuneJob
 
 
 def main(model: str, dataset: str, output: str, options: dict[str, object]) -> None:

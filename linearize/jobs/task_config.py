@@ -1,0 +1,158 @@
+"""The options of the jobs with a task: tuning and measuring, see `linearize.jobs.config` for the others.
+
+Importing this loads nothing heavy: the help of the command line is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linearize.errors import ConfigError
+from linearize.finetune.config import DataOptions, TuneConfig
+from linearize.jobs.config import DEVICES, OVERWRITE, STEP_ROWS, Job, rows_of
+from linearize.options import check, option, parse_names, section
+
+STAGE_TWO_TOKENS = 4096
+"""Tokens of a pass of stage two where nobody says how many rows it has."""
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """Which task, and which columns of its data."""
+
+    task: str = option(
+        help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, text-classification, text-regression, masked-lm, "
+        "causal-lm, chat, image-classification, cifar10, token-classification, question-answering",
+        metavar="T",
+    )
+    columns: tuple[str, ...] = option(
+        (), "columns of the text, or of the two texts", metavar="A[,B]", parse=parse_names
+    )
+    label_column: str | None = option(None, "column of the label", metavar="C")
+    labels: tuple[str, ...] = option(
+        (), "class names in the order of their numbers", metavar="A,B,...", parse=parse_names
+    )
+    split: str | None = option(None, "split to measure on (validation, or else test, or else held-out rows)")
+
+    def resolve(self) -> Any:
+        """Return the task.
+
+        Raises:
+            UnknownNameError: if there is none of that name.
+        """
+        from linearize.finetune.tasks import task
+
+        return task(self.task, columns=self.columns, label=self.label_column, labels=self.labels, validation=self.split)
+
+
+def _dataset() -> Any:
+    return option(None, "Hub data set, file, folder, or folder with one folder per task", metavar="NAME_OR_PATH")
+
+
+def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows' length where nobody says it: what the model takes, if that is little."""
+    if "max_length" in values:
+        return {}
+    from linearize.finetune.load import usual_length
+
+    return {"data": {"max_length": usual_length(values["model"])}}
+
+
+@dataclass(frozen=True)
+class TuneJob(Job):
+    """Options of `finetune`; `task` is a `linearize.finetune.tasks.Task`."""
+
+    model: str = option(
+        help="converted checkpoint, or any of transformers; folder or Hub name", positional=True, metavar="DIR"
+    )
+    task: Any = section(TaskChoice)
+    dataset: str | None = _dataset()
+    output: str | None = option(None, "folder to make (<model>-<task>)", metavar="DIR")
+    overwrite: bool = option(False, OVERWRITE)
+    resume: bool = option(False, "go on with an interrupted run of the same output")
+    new_head: bool = option(False, "replace a trained head with another number of labels")
+    device: str = option("auto", DEVICES, metavar="D")
+    teacher: str | None = option(
+        None, "the softmax original tuned for the same task, which guides the model", metavar="DIR"
+    )
+    data: DataOptions = section(
+        DataOptions, only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "seed")
+    )
+    tune: TuneConfig = section(
+        TuneConfig,
+        "tuning",
+        leave_out=("betas",),
+        shown={
+            "batch_size": f"{STEP_ROWS}; of more than {STAGE_TWO_TOKENS // STEP_ROWS} tokens as many as have "
+            f"{STAGE_TWO_TOKENS:,}",
+            "gradient_accumulation": f"1, or where batch_size is not given as many as make a step of {STEP_ROWS} rows",
+        },
+    )
+
+    def target(self) -> Path:
+        """Return the output folder: as asked, or `<model>-<task>`."""
+        return Path(self.output or f"{Path(self.model).name}-{self.task.name}")
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the rows' length, and how a step of 32 rows is cut into passes."""
+        found = _usual_length(values)
+        if "batch_size" not in values:
+            length = values["max_length"] if "max_length" in values else found["data"]["max_length"]
+            rows = rows_of(length, STAGE_TWO_TOKENS)
+            found["tune"] = {"batch_size": rows, "gradient_accumulation": STEP_ROWS // rows}
+        return found
+
+
+@dataclass(frozen=True)
+class EvaluateJob(Job):
+    """Options of `evaluate`; `task` is a `linearize.finetune.tasks.Task`."""
+
+    model: str = option(
+        help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
+    )
+    task: Any = section(TaskChoice)
+    dataset: str | None = _dataset()
+    compare: str | None = option(
+        None,
+        "the softmax model that it was made of, tuned alike; each side reads at its own length",
+        metavar="ORIGINAL",
+    )
+    data: DataOptions = section(
+        DataOptions,
+        only=("max_length", "limit", "validation_limit", "stride"),
+        shown={"max_length": "as it was tuned with, else what model and data allow"},
+    )
+    batch_size: int | None = option(
+        None, "rows per batch; by default as many as have 16,384 tokens together, 32 at most", low=1
+    )
+    device: str = option("auto", DEVICES, metavar="D")
+    chunks: bool = option(
+        True, "with --compare: read the original's rows as chunks too, and average its outputs", shown="yes"
+    )
+    chunk_length: int | None = option(
+        None, "tokens per chunk; by default as many as the original reads of a row", low=2
+    )
+    memory: bool = option(False, "with --compare: peak memory of the longest row, in one process per side")
+
+    def __post_init__(self) -> None:
+        check(self, "options")
+        if self.chunk_length is not None and (self.compare is None or not self.chunks):
+            raise ConfigError(
+                f"options, chunk_length: got {self.chunk_length}, but chunks are read of an original only; give "
+                "--compare ORIGINAL, without --no-chunks"
+            )
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: the rows' length."""
+        from linearize.finetune.load import whole_length
+        from linearize.finetune.tasks import TASKS
+
+        # Without a model or a known task there is an error elsewhere.
+        if "max_length" in values or values.get("task") not in TASKS:
+            return {}
+        return {"data": {"max_length": whole_length(values["model"], TASKS[values["task"]]), "auto_length": True}}
