@@ -80,7 +80,7 @@ def measure_with_interval(model: Any, data: TaskData, *, batch_size: int = 64) -
         metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
     predictions, labels = kept[-1]
     scores = resampled_scores(data, predictions, labels)
-    units = len(data.validation) if data.by_unit is None else data.facts["questions"]
+    units = data.facts.get("questions", len(data.validation))
     return Measured(
         metrics,
         main_metric(data.task, metrics),
@@ -173,8 +173,10 @@ def chance_level(data: TaskData, labels: Any) -> float | None:
     """Return the best score of one and the same answer for every row.
 
     A class: the best of all classes (accuracy: the share of the largest one; Matthews correlation: 0). A number: the
-    mean (correlations: 0). Tags and recalled tokens: the most frequent one.
+    mean (correlations: 0). Tags and recalled tokens: the most frequent one. Retrieval: a random order.
     """
+    if data.chance is not None:
+        return main_metric(data.task, dict(data.chance))
     labels = np.asarray(labels) if data.task.type.labels != "span" else labels
     scores = [main_metric(data.task, data.compute_metrics(guess, labels)) for guess in _constant(data, labels)]
     if not scores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,7 @@ class TaskData:
         by_unit: (predictions, labels) -> metrics by name of every unit [N], where metrics are their means and a unit (a
             question) may have several rows; None: a unit is a row, and metrics are of all rows together.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
+        chance: metrics by name that guessing reaches, where these follow from the task; None: found from the labels.
     """
 
     task: Task
@@ -82,6 +83,7 @@ class TaskData:
     options: DataOptions | None = None
     by_unit: Callable[[Any, Any], dict[str, np.ndarray]] | None = None
     chunkable: bool = False
+    chance: Mapping[str, float] | None = None
 
     def digest(self) -> str:
         """Identify the rows, see `linearize.checkpoint.fingerprint.rows_digest`."""

@@ -7,8 +7,8 @@ from typing import Literal
 
 from linearize.heads import Head, Modality
 
-Labels = Literal["class", "number", "tags", "span", "tokens"]
-"""What a row's label is: a class, a number, a tag per word, a span of the text, or tokens of the row itself."""
+Labels = Literal["class", "number", "tags", "span", "tokens", "none"]
+"""What a row's label is: a class, a number, a tag per word, a span of the text, tokens of the row, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Task:
         dataset: Hub data set, `name` or `name:config`; None where the user must say.
         folders: names of the task's folder inside a folder of data sets (`data=PATH`), any of them.
         columns: of the text or texts, or of the image; empty: found by themselves.
-        label: column of the label; None for language models.
+        label: column of the label; None where rows have none, as those of language models.
         labels: class names in the order of their numbers; None: read from the data.
         metrics: names in `linearize.finetune.metrics`, all computed.
         score: metrics whose mean is the task's score, as GLUE has it.

@@ -39,6 +39,9 @@ TASK_TYPES: dict[str, TaskType] = {
             "linearize.finetune.task_types.similarity",
             columns=2,
         ),
+        TaskType(
+            "retrieval", HEADS["feature-extraction"], "none", "linearize.finetune.task_types.retrieval", columns=1
+        ),
         TaskType("masked-lm", HEADS["fill-mask"], "tokens", "linearize.finetune.task_types.language"),
         TaskType(
             "causal-lm", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.language", next_token=True
@@ -134,6 +137,14 @@ TASKS: dict[str, Task] = {
             columns=_PAIR,
             metrics=("spearman", "pearson"),
             score=("spearman",),
+        ),
+        Task(
+            "retrieval",
+            TASK_TYPES["retrieval"],
+            "first halves of long texts look for their second halves, without training",
+            label=None,
+            metrics=("retrieval",),
+            score=("recall_at_1",),
         ),
         Task(
             "masked-lm",
@@ -240,9 +251,7 @@ def task(
         changes["dataset"] = dataset
     if label is not None:
         if known.label is None:
-            raise ConfigError(
-                f"task {name}: got the label column {label!r}, but a language model has no labels; drop it"
-            )
+            raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
         changes["label"] = label
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ConfigError, DataError, unknown_name
 from linearize.registry import KINDS
-from linearize.synthetic import listops, pixels, recall, retrieval
+from linearize.synthetic import articles, listops, pixels, recall, retrieval
 from linearize.synthetic.tokenizers import fixed_tokenizer
 
 if TYPE_CHECKING:
@@ -143,11 +143,7 @@ def _pixels(config: pixels.Pixels, source: str | None) -> Made:
 
 
 def _halves(config: retrieval.Halves, source: str | None) -> Made:
-    from linearize.finetune.tables import open_splits
-    from linearize.finetune.tasks import task
-
-    asked = task("causal-lm", columns=(config.text_column,))
-    splits = open_splits(asked, str(source), limit=None, seed=config.seed, raw=True)
+    splits = _lines(source, config.text_column, config.seed)
     found = {
         split: retrieval.halves(config, [text for text in table[config.text_column] if text])
         for split, table in (("train", splits.train), ("validation", splits.validation))
@@ -155,11 +151,29 @@ def _halves(config: retrieval.Halves, source: str | None) -> Made:
     return Made(_tables(found), None, f"halves of the texts of {splits.description}")
 
 
+def _articles(config: articles.Articles, source: str | None) -> Made:
+    splits = _lines(source, config.text_column, 0)
+    found = {
+        split: articles.articles(config, table[config.text_column])
+        for split, table in (("train", splits.train), ("validation", splits.validation))
+    }
+    return Made(_tables(found), None, f"articles of {config.shortest} words or more: {_said(found)}")
+
+
+def _lines(source: str | None, column: str, seed: int) -> Any:
+    """Open the splits of a corpus as they are."""
+    from linearize.finetune.tables import open_splits
+    from linearize.finetune.tasks import task
+
+    return open_splits(task("causal-lm", columns=(column,)), str(source), limit=None, seed=seed, raw=True)
+
+
 SETS: dict[str, Maker] = {
     "listops": Maker(listops.ListOps, _listops),
     "associative-recall": Maker(recall.AssociativeRecall, _recall),
     "pixels": Maker(pixels.Pixels, _pixels, "an image data set"),
     "pathfinder": Maker(pixels.Pathfinder, _pathfinder, "Pathfinder's released files"),
+    "articles": Maker(articles.Articles, _articles, "a corpus of lines under headings"),
     "retrieval": Maker(retrieval.Released, _released, "Long Range Arena's released files"),
     "retrieval-halves": Maker(retrieval.Halves, _halves, "a data set of long texts"),
 }

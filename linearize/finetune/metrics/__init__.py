@@ -16,6 +16,7 @@ METRICS = {
     "mse": "linearize.finetune.metrics.regression:MeanSquaredError",
     "pearson": "linearize.finetune.metrics.regression:Pearson",
     "perplexity": "linearize.finetune.metrics.perplexity:Perplexity",
+    "retrieval": "linearize.finetune.metrics.retrieval:Retrieval",
     "spans": "linearize.finetune.metrics.spans:Spans",
     "spearman": "linearize.finetune.metrics.regression:Spearman",
 }

@@ -1,0 +1,120 @@
+"""Halves of texts that look for each other: ranks, chunks, chance, intervals, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from finetune.conftest import write
+from support.checkpoints import WORDS
+from transformers import AutoModel, AutoTokenizer
+
+from linearize.cli import main
+from linearize.errors import ConfigError, DataError
+from linearize.finetune.config import TuneConfig
+from linearize.finetune.interval import measure_with_interval
+from linearize.finetune.metrics import metric
+from linearize.finetune.metrics.retrieval import by_chance, ranks
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import DataOptions
+from linearize.finetune.tasks import task
+from linearize.finetune.trainer import finetune
+from linearize.synthetic.sets import make
+
+
+def text(number: int, words: int) -> str:
+    return " ".join(WORDS[(number * 7 + place * (1 + number % 5)) % len(WORDS)] for place in range(words))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split in ("train", "validation"):
+        write(tmp_path / "texts" / f"{split}.jsonl", [{"text": text(n, 9 + n)} for n in range(12)])
+    return str(tmp_path / "texts")
+
+
+def test_ranks_count_those_that_are_as_near_or_nearer(monkeypatch):
+    random = np.random.default_rng(0)
+    queries, texts = random.normal(size=(2, 7, 5))
+    expected = []
+    for n, query in enumerate(queries):
+        cosines = [query @ one / np.linalg.norm(query) / np.linalg.norm(one) for one in texts]
+        expected.append(1 + sum(c >= cosines[n] for m, c in enumerate(cosines) if m != n))
+    assert list(ranks(queries, texts)) == expected
+    assert len(set(expected)) > 1
+    # The length of an embedding is no matter, and neither are the blocks; the same text twice is not found.
+    monkeypatch.setattr("linearize.finetune.metrics.retrieval.BLOCK", 3)
+    assert list(ranks(3 * queries, texts / 7)) == expected
+    assert list(ranks(np.eye(3)[[0, 1, 1]], np.eye(3)[[0, 1, 1]])) == [1, 2, 2]
+    found = metric("retrieval").compute(predictions=[1, 4, 20, 10], references=[1] * 4)
+    assert found == {"recall_at_1": 0.25, "recall_at_10": 0.75, "mrr": pytest.approx((1 + 1 / 4 + 1 / 20 + 1 / 10) / 4)}
+    assert by_chance(20)["recall_at_1"] == 1 / 20 and by_chance(20)["recall_at_10"] == 1 / 2
+
+
+@pytest.mark.parametrize("options", [DataOptions(max_length=64), DataOptions(max_length=6, chunks=True)])
+def test_the_first_half_of_a_text_looks_for_its_second(bert, folder, options):
+    tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
+    data = prepare(task("retrieval"), tokenizer, options, data=folder)
+    sides: list[list[torch.Tensor]] = [[], []]
+    with torch.no_grad():
+        for number in range(12):
+            words = text(number, 9 + number).split()
+            middle = len(words) // 2
+            for side, half in zip(sides, (words[:middle], words[middle:]), strict=True):
+                ids = tokenizer(" ".join(half), add_special_tokens=False)["input_ids"]
+                size = options.max_length - 2
+                pieces = [
+                    [tokenizer.cls_token_id, *ids[b : b + size], tokenizer.sep_token_id]
+                    for b in range(0, len(ids), size)
+                ]
+                read = [model(input_ids=torch.tensor([piece])).last_hidden_state[0].mean(dim=0) for piece in pieces]
+                side.append(torch.stack(read).mean(dim=0))
+    expected = ranks(*(torch.stack(side).numpy() for side in sides))
+    measured = measure_with_interval(model, data, batch_size=5)
+    assert measured.score == measured.metrics["recall_at_1"] == (expected == 1).mean()
+    assert measured.metrics["mrr"] == pytest.approx((1 / expected).mean())
+    assert measured.rows == measured.units == 12 and measured.chance == 1 / 12
+    low, high = measured.interval
+    assert 0 <= low <= measured.score <= high <= 1
+    assert data.facts["rows"] == 12 and data.facts["cut_share"] == 0 and data.facts["longest_row"] == 12
+
+
+def test_there_is_nothing_to_tune(bert, folder, tmp_path):
+    data = prepare(task("retrieval"), AutoTokenizer.from_pretrained(bert), data=folder)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        finetune(AutoModel.from_pretrained(bert), data, TuneConfig(steps=1), folder=tmp_path)
+
+
+def test_from_the_command_line_at_each_length(bert, folder, capsys):
+    line = ["evaluate", bert, "--task", "retrieval", "--dataset", folder, "--compare", bert, "--device", "cpu"]
+    assert main([*line, "--max-length", "16", "--chunk-length", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("recall_at_1", "recall_at_10", "mrr", "the original, chunks", "chance"))
+
+
+def test_what_cannot_be_cut_in_two(bert, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(bert)
+    write(tmp_path / "short.jsonl", [{"text": text(n, 8)} for n in range(30)] + [{"text": WORDS[0]}])
+    with pytest.raises(DataError, match="got a text of one word"):
+        prepare(task("retrieval"), tokenizer, data=str(tmp_path / "short.jsonl"))
+    for name, rows in (("train", 3), ("validation", 1)):
+        write(tmp_path / "one" / f"{name}.jsonl", [{"text": text(n, 8)} for n in range(rows)])
+    with pytest.raises(DataError, match="got 1 text to measure on"):
+        prepare(task("retrieval"), tokenizer, data=str(tmp_path / "one"))
+    with pytest.raises(ConfigError, match="its rows have no labels"):
+        task("retrieval", label="label")
+
+
+def test_articles_are_put_together_of_lines(tmp_path):
+    lines = ["\n", " = One = \n", " \n", " a b \n", " = = Part = = \n", " c @-@ d \n", " = Two = \n", " e \n"]
+    (tmp_path / "corpus").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "corpus" / f"{split}.txt").write_text("".join(lines), encoding="utf-8")
+    made = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
+    assert [row["text"] for row in made.tables["validation"]] == ["a b = = Part = = c @-@ d"]
+    assert "1 train rows, 1 validation rows" in made.description
+    with pytest.raises(DataError, match="got 2 articles, expected some of at least 300 words"):
+        make("articles", {"shortest": 300}, str(tmp_path / "corpus"))
+    (tmp_path / "corpus" / "train.txt").write_text("a\nb\n", encoding="utf-8")
+    with pytest.raises(DataError, match="without a heading"):
+        make("articles", {}, str(tmp_path / "corpus"))
