@@ -61,6 +61,11 @@ class Cell:
     source: Job | None = None
 
     @property
+    def read(self) -> Job:
+        """The task with the rows that this row of the table reads."""
+        return dataclasses.replace(self.job, rows=dataclasses.replace(self.job.rows, **self.kernel.rows))
+
+    @property
     def row(self) -> str:
         """Name of the table's row."""
         return self.kernel.called if self.source is None else f"{self.kernel.called} from {self.source.name}"
@@ -145,6 +150,7 @@ def check(values: Mapping[str, Any], where: str) -> Recipe:
         raise ConfigError(f"{where}.pretrain: expected both pretrain and pretrain_task, or neither")
     for place, kernel in enumerate(recipe.rows_of_table):
         _check_kernel(kernel, f"{where}.kernels[{place}]")
+        _check_rows(kernel, recipe.rows, f"{where}.kernels[{place}].rows")
     labels = [kernel.called for kernel in recipe.rows_of_table]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
@@ -262,6 +268,21 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from error
     if kernel.window is not None and not info.windowed:
         raise ConfigError(f"{where}.window: kernel {kernel.name} cannot be joined to a softmax window; leave it out")
+
+
+def _check_rows(kernel: Kernel, rows: Mapping[str, Any], where: str) -> None:
+    """Refuse what a row of the table cannot read in its own way.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    known = ("max_length", "chunks") if kernel.name == SOFTMAX else ("max_length",)
+    for name in kernel.rows:
+        if name not in known:
+            raise ConfigError(f"{where}: {unknown_name(f'key of the rows of {kernel.name}', name, known)}")
+    build(DataOptions, {**rows, **kernel.rows}, where)
+    if kernel.rows and kernel.called == SOFTMAX:
+        raise ConfigError(f"{where}: softmax that is read in another way needs a label of its own; add one")
 
 
 def _change(values: dict[str, Any], change: str) -> None:

@@ -101,6 +101,7 @@ def run_cell(runner: StageRunner, cell: Cell) -> dict[str, Any]:
     teacher = runner.teacher(cell.job, cell.seed) if flow == "finetuned" else None
     if cell.kernel.name == SOFTMAX:
         done = teacher or runner.untouched(cell.job, cell.seed)
+        done = runner.measured(cell, done) if cell.kernel.rows else done
         return _row(runner, cell, done, None, None)
     distilled = runner.distilled(cell, None if teacher is None else str(teacher))
     done = runner.tuned(cell, distilled)

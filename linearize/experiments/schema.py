@@ -44,6 +44,8 @@ class Kernel:
         align: whether the alignment is run, where the recipe has one.
         window: softmax inside a window of so many tokens, beside the kernel.
         keep_softmax: numbers of layers that stay.
+        rows: what this row reads in another way, `max_length` or `chunks`. A converted model takes that many tokens,
+            and is tuned and measured so; softmax, which is tuned with the recipe's own rows, is measured so.
         note: what differs from the paper.
     """
 
@@ -54,6 +56,7 @@ class Kernel:
     align: bool = True
     window: int | None = None
     keep_softmax: tuple[int, ...] = ()
+    rows: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -151,6 +154,7 @@ class Distil(DistillConfig):
     batch_size: int = field(default=32, metadata={"help": "rows per batch"})
     epochs: float | None = field(default=None, metadata={"help": "passes over the training rows, instead of steps"})
     holdout: int = field(default=64, metadata={"help": "rows held out of the training rows, to measure on"})
+    max_length: int | None = field(default=None, metadata={"help": "tokens per row; by default those of rows"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,6 +169,7 @@ class Align(AlignConfig):
     steps: int = field(default=0, metadata={"help": "optimizer steps; 0 skips the alignment"})
     batch_size: int = field(default=32, metadata={"help": "rows per batch"})
     holdout: int = field(default=64, metadata={"help": "held-out rows that the loss is measured on"})
+    max_length: int | None = field(default=None, metadata={"help": "tokens per row; by default those of rows"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

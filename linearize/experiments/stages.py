@@ -24,18 +24,27 @@ from linearize.experiments.batches import TaskBatches
 from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Model, Recipe, Tokens
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import check_length, fit_tokenizer, fresh_model, load_for_task, load_processor
+from linearize.finetune.interval import measure_with_interval
+from linearize.finetune.load import (
+    beyond_training,
+    check_length,
+    fit_tokenizer,
+    fresh_model,
+    load_for_task,
+    load_processor,
+)
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.tables import local_folder, raw_table
-from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import finetune, measure_task
+from linearize.finetune.trainer import finetune
 from linearize.jobs.events import DataOpened, Logged, StepDone
+from linearize.jobs.sides import rows_per_batch
 from linearize.jobs.train import alignment_record, distillation_record, without_heads
 from linearize.loading import move
 from linearize.surgery.apply import convert as put_in_kernels
+from linearize.surgery.positions import current_length, extend_positions, extend_processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +68,7 @@ class StageRunner:
 
     def data(self, job: Job, seed: int) -> tuple[TaskData, Any]:
         """Return a task's rows and the processor that they were made with; the last ones are kept."""
-        key = (job.name, seed)
+        key = (job.name, seed, job.rows)
         if self._data is None or self._data[0] != key:
             made = open_job(self.recipe.model, job, seed)
             self.on_event(DataOpened(made[0].description))
@@ -86,16 +95,19 @@ class StageRunner:
             return self._distilled(target, job, cell, base)
 
     def _distilled(self, target: Path, job: Job, cell: Cell, base: str | None) -> Path:
-        data, processor = self.data(job, cell.seed)
+        taught = at_length(job, job.distil.max_length)
+        data, processor = self.data(taught, cell.seed)
         model = load_for_task(base or checkpoint(self.recipe.model), data, seed=cell.seed)
         fit_tokenizer(model, processor)
-        check_length(model, job.task, job.rows.max_length)
+        processor = lengthen(model, processor, cell)
+        check_length(model, job.task, taught.rows.max_length)
         model = convert(model, cell.kernel, cell.seed)
         result = self._distil(model, data, job, cell)
         record = distillation_record(result)
         lines = log_lines(STAGE_ONE, result.history)
         stage = {"task": job.name, "seed": cell.seed, "distillation": without_heads(record)}
         if job.align.steps and cell.kernel.align:
+            data, _ = self.data(at_length(job, job.align.max_length), cell.seed)
             aligned = self._align(model, data, job, cell)
             record["alignment"] = alignment_record(aligned, config=job.align)
             stage["alignment"] = record["alignment"]
@@ -114,7 +126,7 @@ class StageRunner:
         target = self.folder / "cells" / cell.key
         kernel = None if base is not None else cell.kernel
         teacher = self._tuned_teacher(cell) if cell.job.finetune.teacher else None
-        return self._tuned(target, base, kernel, cell.job, cell.job.finetune, cell.seed, teacher)
+        return self._tuned(target, base, kernel, cell.read, cell.job.finetune, cell.seed, teacher)
 
     def _tuned_teacher(self, cell: Cell) -> Path:
         """Return the softmax model tuned on the cell's task: what was converted, or the table's own softmax row."""
@@ -122,17 +134,25 @@ class StageRunner:
         return tuned(cell.job, cell.seed)
 
     def measured(self, cell: Cell, base: Path | None) -> Path:
-        """Measure a converted checkpoint on the cell's task as it is; without one, the recipe's own."""
+        """Measure a checkpoint on the cell's task as it is; without one, the recipe's own."""
         target = self.folder / "cells" / cell.key
         if (target / STAGE).is_file():
             return target
-        data, processor = self.data(cell.job, cell.seed)
+        data, processor = self.data(cell.read, cell.seed)
         model = move(load_for_task(str(base or checkpoint(self.recipe.model)), data), self.device).eval()
         fit_tokenizer(model, processor)
+        beyond_training(model, data.task, cell.read.rows.max_length)
         start = time.perf_counter()
-        metrics = measure_task(model, data)
-        record = {"metrics": metrics, "score": main_metric(data.task, metrics), "facts": data.facts}
-        record["seconds"] = time.perf_counter() - start
+        measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
+        record = {
+            "metrics": measured.metrics,
+            "score": measured.score,
+            "interval": measured.interval,
+            "chance": measured.chance,
+            "seconds_per_row": measured.seconds_per_unit,
+            "facts": data.facts,
+            "seconds": time.perf_counter() - start,
+        }
         with atomic_folder(target, overwrite=True) as fresh:
             (fresh / STAGE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         return target
@@ -218,6 +238,23 @@ class StageRunner:
         config = dataclasses.replace(job.align, seed=cell.seed)
         move(model, self.device)
         return align(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
+
+
+def at_length(job: Job, length: int | None) -> Job:
+    """Return a task with rows of so many tokens; None: as they are."""
+    return job if length is None else dataclasses.replace(job, rows=dataclasses.replace(job.rows, max_length=length))
+
+
+def lengthen(model: PreTrainedModel, processor: Any, cell: Cell) -> Any:
+    """Give a model the positions that its row of the table reads, and return a processor that knows of them.
+
+    Raises:
+        ConfigError: if the model takes no more.
+    """
+    most, length = current_length(model), cell.kernel.rows.get("max_length")
+    if length is None or most is None or length <= most:
+        return processor
+    return extend_processor(processor, extend_positions(model, length), model)
 
 
 def distil_steps(config: Distil, batches: TaskBatches) -> int:

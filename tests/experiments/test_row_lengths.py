@@ -1,0 +1,86 @@
+"""Rows of a table that read the same data at lengths of their own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from linearize.errors import ConfigError
+from linearize.experiments.recipe import check
+from linearize.experiments.run import run_recipe
+from linearize.finetune.interval import measure_with_interval
+from linearize.finetune.load import load_for_task
+from linearize.finetune.prepare import prepare
+from linearize.finetune.prepared import DataOptions
+from linearize.finetune.tasks import task
+
+LINEAR = {"name": "hedgehog", "rows": {"max_length": 48}}
+CHUNKS = {"name": "softmax", "label": "softmax, chunks", "rows": {"max_length": 6, "chunks": True}}
+
+
+def facts(rows: list[dict]) -> list[tuple]:
+    return [(row["row"], row["facts"]["max_length"], row["facts"].get("chunks", 0) > 0) for row in rows]
+
+
+def test_halves_are_found_at_the_length_of_each_row(tiny, sets, checkpoint, tmp_path):
+    values = {name: tiny[name] for name in ("summary", "model", "data", "device")}
+    recipe = check(
+        {
+            **values,
+            "flow": "untuned",
+            "kernels": ["softmax", CHUNKS, LINEAR],
+            "tasks": {"texts": {"task": "retrieval", "folder": "cola", "columns": ["sentence"]}},
+            "rows": {"max_length": 16},
+            "distil": {"steps": 2, "batch_size": 4, "holdout": 4, "max_length": 8},
+            "align": {"steps": 2, "batch_size": 4, "holdout": 4, "max_length": 40},
+        },
+        "recipe",
+    )
+    rows = run_recipe(recipe, tmp_path / "run")
+    assert facts(rows) == [("softmax", 16, False), ("softmax, chunks", 6, True), ("hedgehog", 48, False)]
+    config = AutoConfig.from_pretrained(tmp_path / "run" / "distilled" / "hedgehog-texts-s0")
+    assert config.max_position_embeddings == 48
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "distilled" / "hedgehog-texts-s0").model_max_length == 48
+    data = prepare(
+        task("retrieval", columns=["sentence"]),
+        AutoTokenizer.from_pretrained(checkpoint),
+        DataOptions(max_length=6, chunks=True),
+        data=str(sets / "cola"),
+    )
+    measured = measure_with_interval(load_for_task(checkpoint, data).eval(), data)
+    assert rows[1]["score"] == measured.score and rows[1]["metrics"] == pytest.approx(measured.metrics)
+    stage = json.loads((tmp_path / "run" / "cells" / "softmax-texts-s0" / "stage.json").read_text())
+    assert stage["chance"] == 1 / 16 and len(stage["interval"]) == 2 and stage["seconds_per_row"] > 0
+
+
+def test_a_tuned_model_is_measured_in_chunks_and_a_longer_one_tuned_at_its_length(tiny, tmp_path):
+    kernels = ["softmax", CHUNKS, {**LINEAR, "rows": {"max_length": 40}}]
+    recipe = check({**tiny, "flow": "pretrained", "kernels": kernels, "tasks": ["cola"], "figures": {}}, "recipe")
+    rows = run_recipe(recipe, tmp_path / "run")
+    assert facts(rows) == [("softmax", 20, False), ("softmax, chunks", 6, True), ("hedgehog", 40, False)]
+    assert not list((tmp_path / "run" / "cells" / "softmax__chunks-cola-s0").glob("*.safetensors"))
+    record = json.loads((tmp_path / "run" / "cells" / "hedgehog-cola-s0" / "finetuning.json").read_text())
+    assert record["max_length"] == 40
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ({"name": "hedgehog", "rows": {"chunks": True}}, r"kernels\[0\]\.rows: .*chunks"),
+        ({"name": "softmax", "rows": {"max_length": 8}}, "needs a label of its own"),
+        ({"name": "softmax", "rows": {"limit": 3}}, r"kernels\[0\]\.rows: .*limit"),
+        ({"name": "softmax", "rows": {"max_length": "long"}}, r"kernels\[0\]\.rows\.max_length: got 'long'"),
+    ],
+)
+def test_what_a_row_cannot_read(tiny, kernel, message):
+    with pytest.raises(ConfigError, match=message):
+        check({**tiny, "kernels": [kernel]}, "recipe")
+
+
+def test_positions_that_are_not_there(tiny, tmp_path):
+    kernels = [{"name": "softmax", "label": "long", "rows": {"max_length": 64}}]
+    recipe = check({**tiny, "flow": "pretrained", "kernels": kernels, "tasks": ["cola"], "figures": {}}, "recipe")
+    with pytest.raises(ConfigError, match="takes at most 32 tokens"):
+        run_recipe(recipe, tmp_path / "run")
