@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from linearize.checkpoint.log import read_log
+from linearize.alignment.loop import AlignStep
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
@@ -152,7 +153,7 @@ def test_a_recipe_aligns_between_its_stages(tiny, tmp_path):
     seen = []
     rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", on_event=seen.append)
     assert [row["row"] for row in rows] == ["hedgehog", "plain"]
-    steps = [e.report for e in seen if isinstance(e, StepDone) and hasattr(e.report, "phase")]
+    steps = [e.report for e in seen if isinstance(e, StepDone) and isinstance(e.report, AlignStep)]
     assert [data.step for data in steps] == [1, 2, 3]
     aligned, plain = (
         (tmp_path / "run" / "distilled" / f"{name}-mrpc-s0" / "stage.json") for name in ("hedgehog", "plain")
