@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from linearize.checkpoint.log import read_log
 from linearize.alignment.loop import AlignStep
+from linearize.checkpoint.log import read_log
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
