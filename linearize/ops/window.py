@@ -267,11 +267,16 @@ def _softmax(q: Tensor, keys: _Keys, span: int, scaling: float) -> tuple[Tensor,
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Add parts (sums [B, H, T, V + 1], log-scale [B, H, T]) under one shift, the largest part's true magnitude."""
-    levels = []
-    for mixed, shift in parts:
-        size = mixed.detach().abs().amax(dim=-1)
-        levels.append(torch.where(size <= TINY, FLOOR, shift.detach() + size.clamp(min=TINY).log()))
+    sizes = [mixed.detach().abs().amax(dim=-1) for mixed, _ in parts]
+    absent = [size <= TINY for size in sizes]
+    levels = [
+        torch.where(gone, FLOOR, shift.detach() + size.clamp(min=TINY).log())
+        for (_, shift), size, gone in zip(parts, sizes, absent, strict=True)
+    ]
     top = torch.stack(levels).amax(dim=0)
-    # The clamp only meets parts that count as absent: exp(80) times less than TINY.
-    scaled = [mixed * torch.exp((shift - top).clamp(max=80.0))[..., None] for mixed, shift in parts]
+    # What counts as absent is left out, its gradient too: under its own shift, any number, that would overflow.
+    scaled = [
+        mixed * torch.exp((shift - top).masked_fill(gone, FLOOR))[..., None]
+        for (mixed, shift), gone in zip(parts, absent, strict=True)
+    ]
     return torch.stack(scaled).sum(dim=0)

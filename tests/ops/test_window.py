@@ -205,3 +205,22 @@ def test_memory_is_linear_in_the_length(causal):
         return seen.numbers
 
     assert largest(2048) <= 4.2 * largest(512)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_part_that_counts_as_absent_has_no_gradient_either(causal):
+    """Features whose products nearly vanish, under scales that nearly overflow: fp32 cannot hold their sums."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
+    phi_q, phi_k = (torch.full((1, 2, 9, 3), 1e-16, requires_grad=True) for _ in range(2))
+    scale_q, scale_k = (torch.full((1, 2, 9), 100.0, requires_grad=True) for _ in range(2))
+    window = Window(3, 0.5, causal)
+    out, _ = window_attention(Mapped(q, phi_q, scale_q), Mapped(k, phi_k, scale_k), v, window)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    near = (distance >= 0) & (distance < 3) if causal else distance.abs() <= 1
+    expected = ((q @ k.mT * 0.5).masked_fill(~near, -torch.inf)).softmax(dim=-1) @ v
+    torch.testing.assert_close(out, expected)
+    found = torch.autograd.grad(out.sin().sum(), [q, k, v, phi_q, phi_k, scale_q, scale_k])
+    for ours, theirs in zip(found, torch.autograd.grad(expected.sin().sum(), [q, k, v]), strict=False):
+        torch.testing.assert_close(ours, theirs)
+    assert all(not one.any() for one in found[3:])
