@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from linearize.errors import ConfigError, DataError
 
@@ -17,10 +19,33 @@ class Articles:
 
     text_column: str = field(default="text", metadata={"help": "column of the lines"})
     shortest: int = field(default=200, metadata={"help": "words of an article, at least"})
+    held: float | None = field(
+        default=None, metadata={"help": "share of all articles to measure on, in place of a split"}
+    )
+    seed: int = field(default=0, metadata={"help": "of the choice of those"})
 
     def __post_init__(self) -> None:
         if self.shortest < 2:
             raise ConfigError(f"articles: got shortest {self.shortest}, expected at least 2 words")
+        if self.held is not None and not 0 < self.held < 1:
+            raise ConfigError(f"articles: got held {self.held}, expected a share between 0 and 1")
+
+
+def split_anew(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
+    """Set a share of all articles aside to measure on, where the options say one; else leave the splits as they are.
+
+    Raises:
+        DataError: if nothing is left on one side.
+    """
+    if config.held is None:
+        return dict(splits)
+    everything = [row for rows in splits.values() for row in rows]
+    order = np.random.default_rng(config.seed).permutation(len(everything))
+    count = round(config.held * len(everything))
+    if not 0 < count < len(everything):
+        raise DataError(f"articles: got {len(everything)} articles, too few to hold a share of {config.held} out")
+    held, kept = (np.sort(part) for part in (order[:count], order[count:]))
+    return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
 
 
 def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, str]]:

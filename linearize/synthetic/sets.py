@@ -157,6 +157,7 @@ def _articles(config: articles.Articles, source: str | None) -> Made:
         split: articles.articles(config, table[config.text_column])
         for split, table in (("train", splits.train), ("validation", splits.validation))
     }
+    found = articles.split_anew(config, found)
     return Made(_tables(found), None, f"articles of {config.shortest} words or more: {_said(found)}")
 
 

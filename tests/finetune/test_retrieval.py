@@ -113,6 +113,10 @@ def test_articles_are_put_together_of_lines(tmp_path):
     made = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
     assert [row["text"] for row in made.tables["validation"]] == ["a b = = Part = = c @-@ d"]
     assert "1 train rows, 1 validation rows" in made.description
+    halves = make("articles", {"shortest": 2, "held": 0.5}, str(tmp_path / "corpus"))
+    assert [len(table) for table in halves.tables.values()] == [1, 1]
+    with pytest.raises(DataError, match=r"too few to hold a share of 0\.1 out"):
+        make("articles", {"shortest": 2, "held": 0.1}, str(tmp_path / "corpus"))
     with pytest.raises(DataError, match="got 2 articles, expected some of at least 300 words"):
         make("articles", {"shortest": 300}, str(tmp_path / "corpus"))
     (tmp_path / "corpus" / "train.txt").write_text("a\nb\n", encoding="utf-8")
