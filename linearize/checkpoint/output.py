@@ -24,6 +24,8 @@ from linearize.errors import CheckpointError
 Name = str | os.PathLike[str]
 WAIT = 0.3
 """Seconds after which a lock counts as held: a process that is just letting it go is waited for."""
+LOCK = ".lock-"
+"""What the name of an output's lock begins with."""
 AROUND = len(".new--") + 8
 """Letters that the names around an output have beside its own."""
 SHARD = 50 * 10**9
@@ -180,6 +182,21 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
                 parent.rmdir()
 
 
+def clear_leftovers(target: Name) -> None:
+    """Clear what a killed process left beside an output that is whole, and beside those inside it, the locks too.
+
+    What a living process is writing is left alone, and so is what cannot be removed.
+
+    Args:
+        target: a folder that is there.
+    """
+    folder = _absolute(os.fspath(target))
+    locks = [folder.with_name(f"{LOCK}{folder.name}"), *folder.rglob(f"{LOCK}*")]
+    for path in [file.with_name(file.name.removeprefix(LOCK)) for file in locks if file.is_file()]:
+        with contextlib.suppress(CheckpointError), _locked(path, str(path)):
+            _clear_leftovers(path)
+
+
 def _make_parents(path: Path, shown: str) -> list[Path]:
     """Make the folders above, and return those that were not there, the lowest first."""
     made: list[Path] = []
@@ -200,7 +217,7 @@ def _make_parents(path: Path, shown: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path, shown: str) -> Iterator[None]:
-    file = path.with_name(f".lock-{path.name}")
+    file = path.with_name(f"{LOCK}{path.name}")
     lock = FileLock(file)
     try:
         lock.acquire(timeout=WAIT, poll_interval=0.05)
@@ -366,4 +383,4 @@ def _reserve(handle: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
 
-__all__ = ["atomic_folder", "check_room", "check_target", "claim", "is_write_error"]
+__all__ = ["atomic_folder", "check_room", "check_target", "claim", "clear_leftovers", "is_write_error"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.output import atomic_folder, clear_leftovers
 from linearize.errors import ConfigError
 from linearize.events import Callback, ignore
 from linearize.experiments.events import CellDone, CellStarted
@@ -156,6 +156,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
             raise ConfigError(f"output {str(folder)!r} exists and is not empty; go on with --resume, or choose another")
         if not file.is_file():
             raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
+        clear_leftovers(folder)
         before = _read_recipe(file)
         _same(before, values, folder)
         if before != values:

@@ -187,6 +187,14 @@ def test_the_averages_of_seeds_have_a_deviation():
     assert cell(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"
 
 
+def test_resume_clears_what_a_killed_run_left(finished, tiny):
+    folder, rows = finished
+    for lock in (folder.with_name(".lock-tiny"), folder / "cells" / ".lock-hedgehog-mrpc-s0"):
+        lock.write_text("999999999\n")
+    assert run_recipe(check(tiny, "tiny"), folder, resume=True) == rows
+    assert not list(folder.parent.rglob(".lock-*"))
+
+
 def test_resume_refuses_another_recipe(finished, tiny):
     folder, _ = finished
     tiny["finetune"]["learning_rate"] = 1.0

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import linearize.native as native
 from linearize.checkpoint import output
-from linearize.checkpoint.output import atomic_folder, check_room, claim
+from linearize.checkpoint.output import atomic_folder, check_room, claim, clear_leftovers
 from linearize.distillation.state import RunState, StateFolder
 from linearize.errors import CheckpointError
 
@@ -201,6 +201,19 @@ def test_what_a_killed_save_left_is_cleared_by_the_next(models, tmp_path, cli):
     assert cli(line_of("init", models, tmp_path / "out"))[0] == 0
     left = {".new-out-x", ".new-out-and-more-01234567", ".new-other-01234567", "out"}
     assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_locks_of_killed_processes_are_cleared_and_others_left(tmp_path):
+    """Beside a folder that is whole, and beside those inside it."""
+    run, cells = tmp_path / "run", tmp_path / "run" / "cells"
+    (cells / ".new-one-01234567").mkdir(parents=True)
+    for stale in (tmp_path / ".lock-run", cells / ".lock-one"):
+        stale.write_text("999999999\n")
+    with claim(cells / "two"):
+        clear_leftovers(run)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        assert [path.name for path in cells.iterdir()] == [".lock-two"]
+    assert not any(cells.iterdir())
 
 
 def test_what_an_overwrite_was_about_to_replace_is_put_back(models, tmp_path, cli):
