@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.experiments.check import convert, kind_of
@@ -52,7 +51,7 @@ def config_file(words: list[str]) -> str | None:
     return None
 
 
-def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object]:
     """Read options for a verb, as its parser would give them.
 
     Keys are the names of options and of what stands without a name (model ...), with dashes or underscores. A list
@@ -85,7 +84,7 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return found
 
 
-def _value(action: argparse.Action, value: Any, where: str) -> Any:
+def _value(action: argparse.Action, value: object, where: str) -> object:
     """Return a value as the line would have given it."""
     if action.nargs == 0:
         return convert(bool, value, where)
@@ -96,7 +95,7 @@ def _value(action: argparse.Action, value: Any, where: str) -> Any:
     return _one(action, value, where)
 
 
-def _one(action: argparse.Action, value: Any, where: str) -> Any:
+def _one(action: argparse.Action, value: object, where: str) -> object:
     if action.type in (int, float):
         return convert(action.type, value, where)
     if isinstance(value, list | Mapping):
@@ -107,17 +106,19 @@ def _one(action: argparse.Action, value: Any, where: str) -> Any:
     return str(value) if isinstance(value, int | float) else convert(str, value, where)
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: object) -> list[object]:
     if isinstance(value, Mapping):
         return [f"{key}={_scalar(one)}" for key, one in value.items()]
     return value if isinstance(value, list) else [value]
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_with_file(parser: argparse.ArgumentParser, words: list[str], values: Mapping[str, Any]) -> argparse.Namespace:
+def parse_with_file(
+    parser: argparse.ArgumentParser, words: list[str], values: Mapping[str, object]
+) -> argparse.Namespace:
     """Parse a line whose options come before those of a file, and those before the defaults.
 
     Args:

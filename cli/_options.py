@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from linearize.options import Option, make, options_of
 
@@ -14,7 +14,7 @@ LAST = "output"
 """The title of the group that help shows last."""
 
 
-def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, Any]:
+def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, object]:
     """Declare the options of a config, and return the groups that they stand in by title.
 
     What is not given stays out of the parsed values, so that the config's default holds.
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, Any]
 
 def _add(parser: argparse._ActionsContainer, one: Option) -> None:
     metadata = one.metadata
-    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
+    how: dict[str, object] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
     if metadata.get("positional"):
         optional = {} if one.required else {"nargs": "?"}
         how |= optional | {key: metadata[key] for key in ("nargs", "metavar") if key in metadata}
@@ -55,7 +55,7 @@ def add_json(parser: argparse._ActionsContainer, help: str = "print the result a
     parser.add_argument("--json", action="store_true", help=help)
 
 
-def as_words(options: Mapping[str, Any]) -> list[str]:
+def as_words(options: Mapping[str, object]) -> list[str]:
     """Return options by name as the words of a command line."""
     words: list[str] = []
     for name, value in options.items():
@@ -65,7 +65,7 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def given_options(values: dict[str, Any], config: type) -> dict[str, Any]:
+def given_options(values: dict[str, object], config: type) -> dict[str, object]:
     """Return the options of a config that are among parsed values."""
     return {name: values[name] for name in options_of(config) if name in values}
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -24,7 +24,7 @@ from linearize.parsing import finite
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import ConsoleOptions, RenderableType
+    from rich.console import ConsoleOptions, JustifyMethod, RenderableType
     from rich.progress import TaskID
 
     from linearize.alignment.loop import AlignResult, AlignStep
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Screen(Console):
     """A console on which names and metadata cannot steer the terminal; knows when it last said something."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(**options)
         self.spoke = time.monotonic()
 
@@ -48,7 +48,7 @@ class Screen(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    def print(self, *objects: Any, **options: Any) -> None:
+    def print(self, *objects: object, **options: object) -> None:
         """Print as rich does."""
         super().print(*objects, **options)
         self.spoke = time.monotonic()
@@ -104,7 +104,7 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(kept()) from None
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Print one JSON document; NaN and infinity become null, as JSON has neither."""
     print(json.dumps(finite(data), indent=2, allow_nan=False))
 
@@ -133,7 +133,7 @@ class WholeWords:
     def _table(self, widths: list[int]) -> Table:
         made = Table(header_style="bold")
         for at, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
-            justify: Any = "right" if at in self.right else "left"
+            justify: JustifyMethod = "right" if at in self.right else "left"
             made.add_column(escape(name), justify=justify, overflow="fold", min_width=width)
         for row in self.rows:
             made.add_row(*map(escape, row))
@@ -180,7 +180,7 @@ def plan_table(plan: Plan) -> Group:
     return Group(table(title, columns, rows, right=(0,)), *(Text(line) for line in expectations(plan)))
 
 
-def _arguments(arguments: dict[str, Any]) -> str:
+def _arguments(arguments: dict[str, object]) -> str:
     return f" ({', '.join(f'{name}={value}' for name, value in arguments.items())})"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.bench.options import HOW, WHAT, BenchOptions
 from linearize.cli._native import add_native, prepare_native
@@ -101,7 +101,7 @@ def options_from(args: argparse.Namespace) -> BenchOptions:
     return replace(take_options(args, BenchOptions), suite=_suite(given))
 
 
-def _suite(given: dict[str, Any]) -> str:
+def _suite(given: dict[str, object]) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
     if "goals" in given:
         _refuse(given, FREE, "--goals measures what its table says")
@@ -124,7 +124,7 @@ def _suite(given: dict[str, Any]) -> str:
     return "attention"
 
 
-def _refuse(given: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+def _refuse(given: dict[str, object], names: tuple[str, ...], why: str) -> None:
     from linearize.errors import ConfigError
 
     for name in names:

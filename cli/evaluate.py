@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.task_config import EvaluateJob
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from linearize.finetune.task import Task
+    from linearize.jobs.evaluate import Evaluation
     from linearize.jobs.events import Event
+    from linearize.jobs.sides import SideResult
 
 EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_alone(out: Any, title: str, found: Any, task: Any) -> None:
+def print_alone(out: Console, title: str, found: Evaluation, task: Task) -> None:
     """Print what one model reaches."""
     from linearize.cli._output import number, table
 
@@ -69,7 +76,7 @@ def print_alone(out: Any, title: str, found: Any, task: Any) -> None:
         out.print(line, markup=False)
 
 
-def print_compared(out: Any, title: str, found: Any, task: Any) -> None:
+def print_compared(out: Console, title: str, found: Evaluation, task: Task) -> None:
     """Print a model beside its original, and what the differences are worth."""
     out.print(sides_table(title, found.sides, task, chance=found.chance))
     for line in [*(one.sentence for one in found.differences), *found.notes]:
@@ -81,7 +88,7 @@ def print_compared(out: Any, title: str, found: Any, task: Any) -> None:
         out.print("The original is not above chance, so no share of it is recovered.", markup=False)
 
 
-def sides_table(title: str, sides: Any, task: Any, *, chance: float | None = None) -> Any:
+def sides_table(title: str, sides: Sequence[SideResult], task: Task, *, chance: float | None = None) -> Table:
     """Build the table of a comparison, one row per side."""
     from linearize.cli._output import number, table
 
@@ -106,11 +113,11 @@ def sides_table(title: str, sides: Any, task: Any, *, chance: float | None = Non
     return table(title, columns, rows, right=tuple(range(1, len(columns))))
 
 
-def between(interval: tuple[float, float] | None, task: Any) -> str:
+def between(interval: tuple[float, float] | None, task: Task) -> str:
     """Write an interval."""
     return "-" if interval is None else " to ".join(percent(end, task) for end in interval)
 
 
-def percent(score: float, task: Any) -> str:
+def percent(score: float, task: Task) -> str:
     """Write a score as papers do: shares as points."""
     return f"{100 * score:.2f}" if task.percent else f"{score:.3f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._options import add_json, add_options, as_words, take_options
@@ -72,7 +72,7 @@ def tune_in_place(converted: ConvertJob, task: str, *, to_stderr: bool) -> None:
     from linearize.cli._output import console, on_interrupt
 
     model = converted.target()
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "task": task,
         "output": model,
         "overwrite": True,
@@ -145,7 +145,7 @@ def tune(job: TuneJob, out: Console) -> tuple[TuneResult, Findings]:
     return result, found[0]
 
 
-def log_line(entry: dict[str, Any], where: str | None = None) -> str:
+def log_line(entry: dict[str, float], where: str | None = None) -> str:
     """Write one entry of the trainer's log; `where` says more of its place than the step."""
     shown = {key: value for key, value in entry.items() if isinstance(value, float) and "per_second" not in key}
     hidden = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.longdoc_config import LongdocJob
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linearize.cli._output import Heartbeat, StepProgress
     from linearize.jobs.events import Event
+    from linearize.jobs.longdoc import LongdocResult
 
 EPILOG = """examples:
   linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192
@@ -62,7 +66,7 @@ def kept(job: LongdocJob) -> str:
     return f"what is done lies in {work}; go on with the same line and --resume"
 
 
-def show(event: Event, out: Any, progress: Any, beat: Any) -> None:
+def show(event: Event, out: Console, progress: StepProgress, beat: Heartbeat) -> None:
     """Show an event of any step."""
     from linearize.cli._progress import show_training, summary_of
     from linearize.cli.finetune import log_line
@@ -88,7 +92,7 @@ def show(event: Event, out: Any, progress: Any, beat: Any) -> None:
             show_training(event, out, progress, beat)
 
 
-def print_result(out: Any, job: Any, result: Any) -> None:
+def print_result(out: Console, job: LongdocJob, result: LongdocResult) -> None:
     """Print the comparison and its verdict."""
     from linearize.cli.evaluate import sides_table
 

@@ -87,7 +87,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return targets
 
 
-def merge_lora(model: PreTrainedModel) -> Any:
+def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     """Add the updates to the weights and take their modules out; the model is then as it was, with other weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

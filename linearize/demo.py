@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import CheckpointError
 from linearize.jobs.config import ConvertJob, DemoJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from linearize.bench.side_by_side import Comparison
     from linearize.jobs.convert import ConvertResult
 
-SIZES: dict[str, Any] = {"batch_size": 32, "holdout": 64}
+SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
 """Rows per step, and rows that fidelity is measured on."""
 
 
@@ -27,7 +29,7 @@ class DemoResult:
     embedding_size: int
     comparison: Comparison
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
             "conversion": self.conversion.to_dict(),
@@ -89,6 +91,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     on_event(Started(f"reading a document of {tokens:,} tokens through pipeline()"))
     with quiet():
         reader = pipeline("feature-extraction", model=output, device="cpu")
+    assert reader.tokenizer is not None
     document = long_document(reader.tokenizer, tokens)
     features = reader(document)
     size = len(features[0][0])
@@ -102,7 +105,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     return DemoResult(conversion, size, Comparison.of(row))
 
 
-def long_document(tokenizer: Any, tokens: int) -> str:
+def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:
     """Return prose of Python's own documentation that fills `tokens` tokens to the last one."""
     from pydoc_data.topics import topics
 

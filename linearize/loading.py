@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
-from linearize.heads import HEADS
+from linearize.heads import HEADS, Modality
 from linearize.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from linearize.types import Processor
+
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
-MODALITIES = {"input_ids": "text", "pixel_values": "image"}
+MODALITIES: dict[str, Modality] = {"input_ids": "text", "pixel_values": "image"}
 
 
 @dataclass
@@ -35,8 +38,8 @@ class Loaded:
     """
 
     model: PreTrainedModel
-    processor: Any
-    modality: str
+    processor: Processor | None
+    modality: Modality | Literal["other"]
     name: str
     embedder: dict[str, bytes] = field(default_factory=dict)
 
@@ -74,7 +77,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     with quiet(), _explained(name, architecture):
         model = loader.from_pretrained(name, revision=revision, **_timm_options(name, revision, raw))
     check_numbers(model, repr(name))
-    modality = MODALITIES.get(model.main_input_name, "other")
+    modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
     return Loaded(model, _load_processor(name, revision, modality), modality, name, _embedder(model, name, revision))
 
@@ -115,7 +118,7 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
             from linearize.modeling.model import model_class
 
             model = model_class(base, type(config)).from_pretrained(name)
-    modality = MODALITIES.get(model.main_input_name, "other")
+    modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
     return Loaded(model, _load_processor(name, None, modality), modality, name, _embedder(model, name, None))
 
@@ -183,7 +186,7 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explained(name: str, architecture: str | None) -> Any:
+def _explained(name: str, architecture: str | None) -> Iterator[None]:
     """Turn transformers' errors into one line that says what to do."""
     try:
         yield
@@ -216,7 +219,7 @@ def wait(device: torch.device | None = None) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Any:
+def quiet() -> Iterator[None]:
     """Keep transformers' own bars and its list of unused head weights off the screen."""
     from transformers.utils import logging
 
@@ -231,7 +234,7 @@ def quiet() -> Any:
             logging.enable_progress_bar()
 
 
-def _load_processor(name: str, revision: str | None, modality: str) -> Any:
+def _load_processor(name: str, revision: str | None, modality: str) -> Processor | None:
     from transformers import AutoImageProcessor, AutoTokenizer
 
     auto: Any = {"text": AutoTokenizer, "image": AutoImageProcessor}.get(modality)

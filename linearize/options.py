@@ -15,9 +15,12 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Config = TypeVar("Config")
 PLAIN = (bool, int, float, str)
@@ -33,7 +36,7 @@ def option(
     above: float | None = None,
     below: float | None = None,
     choices: Iterable[str] | None = None,
-    **more: Any,
+    **more: object,
 ) -> Any:
     """Declare a field of a config.
 
@@ -115,8 +118,8 @@ class Option:
     """
 
     name: str
-    kind: Any
-    default: Any
+    kind: object
+    default: object
     metadata: Mapping[str, Any]
     group: str | None
     places: tuple[tuple[str, str], ...]
@@ -132,13 +135,13 @@ class Option:
         return f"{text} ({shown})" if shown else text
 
 
-def options_of(config: Any) -> Mapping[str, Option]:
+def options_of(config: type) -> Mapping[str, Option]:
     """Return the options of a job's config by name, the job's own and those of its sections."""
     return _options_of(config)
 
 
 @functools.cache
-def _options_of(config: Any) -> Mapping[str, Option]:
+def _options_of(config: type) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
     hints = typing.get_type_hints(config)
     for one in dataclasses.fields(config):
@@ -158,7 +161,7 @@ def _add(
     found: dict[str, Option],
     name: str,
     one: dataclasses.Field[Any],
-    hint: Any,
+    hint: object,
     group: str | None,
     place: tuple[str, str],
     shown: str | None = None,
@@ -183,18 +186,18 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
         ConfigError: for a missing option, or a value that is not allowed.
     """
     known = options_of(config)
-    given: dict[str, dict[str, Any]] = {}
+    given: dict[str, dict[str, object]] = {}
     for name, value in values.items():
         if name not in known:
             raise unknown_name("option", name, known)
-        parse: Callable[[Any], Any] | None = known[name].metadata.get("parse")
+        parse: Callable[[object], object] | None = known[name].metadata.get("parse")
         made = parse(value) if parse is not None and isinstance(value, (str, list)) else value
         for place, inner in known[name].places:
             given.setdefault(place, {})[inner] = made
     missing = [name for name, one in known.items() if one.required and name not in values]
     if missing:
         raise ConfigError(f"{missing[0]}: got nothing, expected a value; give it")
-    derived: dict[str, dict[str, Any]] = getattr(config, "derive", _nothing)(values)
+    derived: dict[str, dict[str, object]] = getattr(config, "derive", _nothing)(values)
     own = {**derived.get("", {}), **given.get("", {})}
     for one in dataclasses.fields(config):  # type: ignore[arg-type]
         part: Section | None = one.metadata.get(_SECTION)
@@ -209,7 +212,7 @@ def _nothing(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def effective(job: Any) -> dict[str, Any]:
+def effective(job: object) -> dict[str, object]:
     """Return the options of a job by name, defaults included, as plain data."""
     found = {}
     for name, one in options_of(type(job)).items():
@@ -225,7 +228,7 @@ OF_THE_PLACE = ("output", "overwrite", "resume", "device")
 """Options that say where something is done, not what."""
 
 
-def recorded(job: Any) -> dict[str, Any]:
+def recorded(job: object) -> dict[str, Any]:
     """Return the options of a job as its output's record has them: a file of options that does the same again.
 
     What lies on somebody's disk is named without its folder, and what is not set is left out.
@@ -259,7 +262,7 @@ def without_folder(value: Any) -> Any:
     return type(value)(map(without_folder, value)) if isinstance(value, list | tuple) else value
 
 
-def check(config: Any, where: str) -> None:
+def check(config: DataclassInstance, where: str) -> None:
     """Hold the fields of a config against their annotations, ranges and choices.
 
     Args:
@@ -282,22 +285,22 @@ def check(config: Any, where: str) -> None:
 
 
 @functools.cache
-def _hints(config: Any) -> dict[str, Any]:
+def _hints(config: type) -> dict[str, object]:
     return typing.get_type_hints(config)
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
+def _kinds(hint: object) -> tuple[Any, ...]:
     """Return the types of an annotation, without None."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
     return (hint,)
 
 
-def _optional(hint: Any) -> bool:
+def _optional(hint: object) -> bool:
     return type(None) in typing.get_args(hint)
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: object, kind: type) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is float:
@@ -312,7 +315,7 @@ def _inside(value: Any, limits: Mapping[str, Any]) -> bool:
     return all(test(value, limits[name]) for name, test in tests.items() if name in limits)
 
 
-def _expected(kinds: tuple[Any, ...], limits: Mapping[str, Any]) -> str:
+def _expected(kinds: tuple[type, ...], limits: Mapping[str, Any]) -> str:
     if "choices" in limits:
         return f"one of {', '.join(limits['choices'])}"
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

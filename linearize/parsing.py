@@ -52,7 +52,7 @@ def check_depth(value: object) -> None:
     raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels")
 
 
-def _inside(value: object) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
@@ -106,7 +106,7 @@ def _check_events(text: str) -> None:
             )
 
 
-def finite(data: Any) -> Any:
+def finite(data: object) -> object:
     """Replace what JSON has no number for by null."""
     if isinstance(data, dict):
         return {str(key): finite(value) for key, value in data.items()}

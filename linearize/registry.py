@@ -101,10 +101,10 @@ class KernelInfo:
     shared_parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
     output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
     estimates: Callable[[Any], Any] | None = None
-    preset: Callable[[Any, int], list[tuple[str, dict[str, Any]]]] | None = None
+    preset: Callable[[Any, int], list[tuple[str, dict[str, object]]]] | None = None
     choose: str = ""
     stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
-    legacy_defaults: Mapping[str, Any] = field(default_factory=dict)
+    legacy_defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def windowed(self) -> bool:
@@ -201,7 +201,7 @@ def option(
     return field(default=default, metadata=limits)
 
 
-def make_config(info: KernelInfo, arguments: Mapping[str, Any]) -> Any:
+def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
     """Build a kernel's config from arguments, which may be text (as typed on a command line).
 
     Raises:

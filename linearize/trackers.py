@@ -6,11 +6,14 @@ Stage two reports through the callbacks of transformers' Trainer (`linearize.fin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from linearize.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 NONE = "none"
 
@@ -38,8 +41,32 @@ def check_names(value: str, known: Collection[str], installed: Collection[str]) 
     return tuple(names)
 
 
+class Report(Protocol):
+    """What is reported of a step."""
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+
+    @property
+    def loss(self) -> float:
+        """What is minimised."""
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """The loss by layer, or by term."""
+
+    @property
+    def held_out(self) -> float | None:
+        """The loss on held-out data, where it was measured."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate at this step."""
+
+
 @contextlib.contextmanager
-def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator[Callable[[Any], None]]:
+def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator[Callable[[Report], None]]:
     """Give a function that is called with every step's report while the block runs.
 
     Args:
@@ -54,7 +81,7 @@ def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator
     trackers = [] if value.strip() in ("", NONE) else _trackers(value, folder)
     started = False
 
-    def write(report: Any) -> None:
+    def write(report: Report) -> None:
         # At the first step and not before: trackers ask for the process's state, which the loop's Accelerator sets up.
         nonlocal started
         for tracker in () if started else trackers:
@@ -73,7 +100,7 @@ def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator
             tracker.finish()
 
 
-def _trackers(value: str, folder: str | Path) -> list[Any]:
+def _trackers(value: str, folder: str | Path) -> list[GeneralTracker]:
     """Make the trackers, none of them started."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 

@@ -20,6 +20,7 @@ CHECKOUT = PACKAGE.parent
 ORDER = [
     "errors",
     "events",
+    "types",
     "parsing",
     "options",
     "registry",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -146,7 +146,7 @@ class _Progress(Progress):
     factor: float = 1.0
 
 
-class _Run(Run[AlignTrainer, _Progress]):
+class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
     """One alignment: its phases one after the other."""
 
     part_name, weights_name, report, progress = "phase", "trained", AlignStep, _Progress
@@ -222,7 +222,12 @@ class _Run(Run[AlignTrainer, _Progress]):
         trainer.factor = part.progress.factor
         return part
 
-    def step(self, part: Part[AlignTrainer, _Progress], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
+    def step(
+        self,
+        part: Part[AlignTrainer, _Progress],
+        batches: Iterator[dict[str, Tensor]],
+        held_out: list[dict[str, Tensor]],
+    ) -> None:
         """See `Run`."""
         config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
         evaluates = step % config.eval_every == 0 or step == part.steps
@@ -265,7 +270,7 @@ class _Run(Run[AlignTrainer, _Progress]):
         # Moments that carried the weights away would do so again.
         trainer.optimizer.state.clear()
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """See `Run`; the teacher's weights are among them."""
         return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
 

@@ -8,12 +8,12 @@ processes. Squared errors are divided by the teacher's variances on held-out dat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from linearize.alignment.config import AlignConfig
 from linearize.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
@@ -61,7 +61,7 @@ class Scales:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def is_regression(config: Any) -> bool:
+def is_regression(config: PreTrainedConfig) -> bool:
     """Tell whether a head's logits are numbers."""
     return getattr(config, "problem_type", None) == "regression" or (
         getattr(config, "num_labels", 2) == 1 and getattr(config, "problem_type", None) is None
@@ -134,10 +134,10 @@ class Objective:
         terms: dict[str, float] = {}
         mask = batch.get("attention_mask")
 
-        def after(block: Block) -> Any:
+        def after(block: Block) -> Callable[..., None]:
             student = self.pair.student.get_submodule(block.name)
 
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
                 if block.name in terms:
                     return
                 terms[block.name] = 0.0
@@ -201,8 +201,8 @@ class Objective:
         model = self.pair.teacher if only is None else self.pair.student
         handles = []
 
-        def keep(name: str) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def keep(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: object, output: object) -> None:
                 # Where teacher and student are one model, the student's run inside the teacher's comes second.
                 kept.setdefault(name, first_tensor(output))
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,13 +134,13 @@ def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor]
     found = Outputs(mask=batch.get("attention_mask"))
     handles = []
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             found.states[name] = first_tensor(output)
 
         return hook
 
-    def keep_last(module: nn.Module, args: Any, output: Any) -> None:
+    def keep_last(module: nn.Module, args: object, output: object) -> None:
         last = getattr(output, "last_hidden_state", None)
         # A model without a norm behind its last block returns that block's state.
         if torch.is_tensor(last) and not any(last is state for state in found.states.values()):
@@ -164,9 +163,10 @@ def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor]
     return found
 
 
-def first_tensor(output: Any) -> Tensor:
+def first_tensor(output: object) -> Tensor:
     """Return the hidden state of what a block returned: itself, or the first of a tuple."""
-    found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    found = output[0] if isinstance(output, (tuple, list)) else output
+    assert isinstance(found, Tensor)
     return found
 
 

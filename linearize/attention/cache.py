@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from linearize.errors import ConfigError, LinearizeError
@@ -35,7 +36,9 @@ class LinearStateLayer(CacheLayerMixin):
         self.keys = self.values = key_states.new_empty(0)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Hand the new keys and values [B, K, T, D] through; the attention folds them into the state."""
         if self._awaiting:
             raise LinearizeError(
@@ -76,7 +79,7 @@ class LinearStateLayer(CacheLayerMixin):
         """Forget everything."""
         self.state, self.tokens, self._awaiting = None, 0, False
 
-    def _map(self, change: Any) -> None:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self.state = {name: change(tensor) for name, tensor in self.state.items()}
 
@@ -100,7 +103,7 @@ class LinearStateLayer(CacheLayerMixin):
         """Move the state back."""
         self._map(lambda t: t.to(self.device, non_blocking=True))
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
+    def crop(self, *args: object, **kwargs: object) -> None:
         """Refuse: a sum cannot forget its last terms."""
         raise ConfigError(
             "this model's generation cache is a running sum and cannot be cropped: assisted (speculative) and "
@@ -111,7 +114,7 @@ class LinearStateLayer(CacheLayerMixin):
 class LinearizeCache(DynamicCache):
     """A transformers cache with a `LinearStateLayer` for every converted layer."""
 
-    def __init__(self, config: Any, converted: set[int]) -> None:
+    def __init__(self, config: PreTrainedConfig, converted: set[int]) -> None:
         """Build the cache.
 
         Args:

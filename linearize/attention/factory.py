@@ -17,7 +17,7 @@ NUMBER = 4
 """Bytes of a number of a state."""
 
 
-def build_mixer(kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> Mixer:
+def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, window: int | None = None) -> Mixer:
     """Build an uninitialised mixer for a kernel name and its arguments.
 
     Args:
@@ -96,7 +96,7 @@ def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> i
     )
 
 
-def count_parameters(kernel: str, arguments: Mapping[str, Any], shape: HeadShape, layers: int = 1) -> int:
+def count_parameters(kernel: str, arguments: Mapping[str, object], shape: HeadShape, layers: int = 1) -> int:
     """Count a kernel's learnable numbers in `layers` attentions of one shape, from the registry's formulas alone.
 
     Raises:

@@ -48,7 +48,7 @@ class FeatureMapMixer(Mixer):
         self.feature_dim = info.feature_dim(config, shape.head_dim)
         tied_inputs = self.queries is None and self.inputs is None and not info.positional
         self.symmetric = self.keys.symmetric and tied_inputs
-        self.memory: dict[str, Any] = {}
+        self.memory: dict[str, object] = {}
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps and what is around them; an untied query map starts as the keys' one."""

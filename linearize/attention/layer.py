@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,9 @@ class LinearAttention(nn.Module):
         local_as_full: whether its masks may be those of a window, which is left out.
     """
 
-    def __init__(self, kernel: str, arguments: Mapping[str, Any], shape: HeadShape, window: int | None = None) -> None:
+    def __init__(
+        self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, window: int | None = None
+    ) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
         self.mixer: Mixer = build_mixer(kernel, arguments, shape, window)

@@ -38,7 +38,7 @@ class Mixer(nn.Module, abc.ABC):
         if info.build is not None and issubclass(info.build, Kernel):
             self.output = info.build.output(config, shape.heads, shape.value_dim)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Be copied and pickled with the kernel's name in place of its facts, and without what backends worked out."""
         state = {**self.__dict__, "info": self.info.name}
         return state | {"memory": {}} if "memory" in state else state

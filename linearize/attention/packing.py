@@ -149,7 +149,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
     return args, kwargs | changed
 
 
-def forget_documents(root: Any, args: Any, output: Any) -> None:
+def forget_documents(root: object, args: object, output: object) -> None:
     """After a converted model's forward, whether it went well or not."""
     if not is_tracing():
         SEGMENTS.set(None)
@@ -159,7 +159,7 @@ def _given(kwargs: Mapping[str, Any], name: str) -> bool:
     return kwargs.get(name) is not None
 
 
-def whole_documents(mask_function: Callable[..., Any], segments: Tensor) -> bool:
+def whole_documents(mask_function: Callable[..., Tensor], segments: Tensor) -> bool:
     """Tell whether a mask function of transformers says no more than: causal, inside a document [B, T].
 
     Windows, chunks and parts that see ahead say more. It is asked at each document's ends alone, not at T x T pairs.

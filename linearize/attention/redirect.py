@@ -6,6 +6,7 @@ to the kernel instead, through torch's own override mechanism, and only inside t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -25,7 +26,13 @@ class Redirect(TorchFunctionMode):
         super().__init__()
         self.host = host
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Pass every function on but the one."""
         kwargs = kwargs or {}
         return self.attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
@@ -39,7 +46,7 @@ class Redirect(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Attend with the host's kernel; arguments as of the function it stands in for, q [B, H, T, D] -> [B, H, T, V].
 
@@ -58,18 +65,18 @@ else:
 class RedirectedHost(_Host):
     """Mixed into the class of a host, first in the order of inheritance."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the host's own forward with its attention redirected."""
         with Redirect(self):
             return super().forward(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Be pickled as an object of the host's class that is redirected again: ours has no name to be found by."""
         base = type(self).__mro__[2]
         return _empty, (base,), self.__dict__
 
 
-def _empty(base: type) -> Any:
+def _empty(base: type) -> object:
     made: Any = _redirected(base)
     return made.__new__(made)
 

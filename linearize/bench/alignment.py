@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from linearize.attention.interface import linear_attentions
 from linearize.bench.rows import Row, ratio
@@ -19,6 +19,9 @@ from linearize.bench.timing import Call
 from linearize.bench.whole_model import OfModel
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from linearize.alignment.pair import Pair
     from linearize.alignment.trainer import AlignTrainer
 
 
@@ -95,7 +98,7 @@ class AlignmentSuite(OfModel):
         }
 
 
-def _trained(pair: Any, train: str) -> dict[str, Any]:
+def _trained(pair: Pair, train: str) -> dict[str, nn.Parameter]:
     from linearize.alignment.trainer import trained_parameters
 
     pair.student.eval().requires_grad_(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ class AttentionSizes:
     """
 
     kernel: str = "hedgehog"
-    kernel_args: Mapping[str, Any] = field(default_factory=dict)
+    kernel_args: Mapping[str, object] = field(default_factory=dict)
     window: int | None = None
     heads: int = 12
     head_dim: int = 64

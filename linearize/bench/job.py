@@ -60,7 +60,7 @@ class BenchResult:
     rows: list[Row]
     crossovers: list[Crossover]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
             "machine": self.machine.to_dict(),

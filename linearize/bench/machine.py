@@ -8,7 +8,6 @@ import platform
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -60,7 +59,7 @@ class Noise:
         verdict = "too noisy, measure again on a quiet machine" if self.too_noisy else "quiet"
         return f"{verdict} (a fixed matrix product varied by {self.spread:.0%}{others})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         shown = asdict(self) | {"spread": self.spread, "too_noisy": self.too_noisy, "text": self.text}
         return shown | {"probes": len(self.probes)}
@@ -136,7 +135,7 @@ class Machine:
     native: bool = False
     fla: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 

@@ -30,7 +30,7 @@ class OutOfMemoryError(LinearizeError):
     """A measured call needs more memory than there is: a result, not a fault."""
 
 
-def in_fresh_process(function: Callable[[dict[str, Any]], Any], request: Mapping[str, Any]) -> Any:
+def in_fresh_process(function: Callable[[dict[str, object]], Any], request: Mapping[str, object]) -> Any:
     """Call a module's function in a new interpreter, offline; request and result travel as JSON.
 
     Raises:
@@ -59,7 +59,7 @@ def in_fresh_process(function: Callable[[dict[str, Any]], Any], request: Mapping
     return answer
 
 
-def serve(function: Callable[[dict[str, Any]], Any]) -> None:
+def serve(function: Callable[[dict[str, object]], Any]) -> None:
     """Body of the fresh process: read the request, write the answer."""
     request = json.loads(sys.stdin.read())
     try:

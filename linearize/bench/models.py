@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class BenchModel:
 
     model: str = BERT_BASE
     kernel: str = "hedgehog"
-    kernel_args: Mapping[str, Any] = field(default_factory=dict)
+    kernel_args: Mapping[str, object] = field(default_factory=dict)
     window: int | None = None
     layers: int | None = None
     longest: int = 512

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from linearize.options import option, parse_lengths, parse_pairs
 
@@ -28,7 +27,7 @@ class BenchOptions:
     kernels: tuple[str, ...] = option(
         (), "kernel; may be repeated (hedgehog)", name="kernel", repeat=True, metavar="NAME", parse=tuple
     )
-    kernel_args: Mapping[str, Any] = option(
+    kernel_args: Mapping[str, object] = option(
         {},
         "an argument of the kernel; may be repeated",
         name="kernel_arg",

@@ -6,9 +6,10 @@ Paper: Katharopoulos et al. 2020, "Transformers are RNNs", https://arxiv.org/abs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class PublicOpSuite(SizedSuite):
         """See `Suite`."""
         v = self.sizes.inputs(tokens)[2]
         phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-        attend: Any = attend_causally if variant == "linear" else public_attention
+        attend: Callable[..., object] = attend_causally if variant == "linear" else public_attention
         if variant != "linear":
             # The public op copies what does not lie in one piece; that is not what is compared.
             v = v.contiguous()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from linearize.bench.memory import in_fresh_process, limit_memory, peak, start_peak
 from linearize.errors import LinearizeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WARM_UP = 8
 """Tokens of the pass before the one that is measured."""
@@ -58,7 +61,7 @@ def measure_reading(request: dict[str, Any]) -> int:
         return max(0, peak() - before)
 
 
-def _read(model: Any, rows: int, tokens: int) -> None:
+def _read(model: PreTrainedModel, rows: int, tokens: int) -> None:
     """Read made-up tokens [rows, tokens]."""
     ids = torch.ones(rows, tokens, dtype=torch.long, device=model.device)
     model(input_ids=ids, attention_mask=torch.ones_like(ids))

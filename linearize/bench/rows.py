@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from linearize.bench.timing import Timing
 
@@ -34,7 +33,7 @@ class Variant:
         """Median time of a turn's first call."""
         return None if self.timing is None else self.timing.first
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         timing = self.timing
         return {
@@ -84,7 +83,7 @@ class Row:
         """Return a variant's peak memory in bytes, or None."""
         return self.variants[variant].bytes if variant in self.variants else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         reference, ours = self.pair
         return {

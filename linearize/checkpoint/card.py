@@ -29,7 +29,7 @@ TEMPLATE = Path(__file__).with_name("card.md")
 _MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
-def base_facts(name: str) -> dict[str, Any]:
+def base_facts(name: str) -> dict[str, str | list[str]]:
     """Read what the original's own card says in front: licence, language.
 
     Args:
@@ -70,7 +70,7 @@ def _code(value: object) -> str:
     return f"{fence}{space}{line}{space}{fence}"
 
 
-def model_card(model: PreTrainedModel, *, facts: Mapping[str, Any] | None = None, name: str = "") -> str:
+def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] | None = None, name: str = "") -> str:
     """Write the card of a converted model.
 
     Args:
@@ -117,9 +117,9 @@ def _card_data(
     model: PreTrainedModel,
     plan: Plan,
     head: Head | None,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, str | list[str]],
     called: str,
-    provenance: Mapping[str, Any],
+    provenance: Mapping[str, object],
 ) -> ModelCardData:
     """Return what the Hub reads in front of a card; a Hub name of the original goes before its card's own facts."""
     values: dict[str, Any] = {key: _plain(value) for key, value in facts.items()}
@@ -137,7 +137,7 @@ def _card_data(
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: str | list[str]) -> str | list[str]:
     return [printable(one) for one in value] if isinstance(value, list) else printable(value)
 
 
@@ -153,7 +153,7 @@ def _layer(layer: LayerPlan) -> list[str]:
     return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(layer.reason)]
 
 
-def _fidelity(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+def _fidelity(provenance: Mapping[str, object]) -> dict[str, object] | None:
     """Return head and rows of a table: how close each layer's attention is to softmax, before and after stage one."""
     distilled = provenance.get("distillation")
     if not isinstance(distilled, dict):

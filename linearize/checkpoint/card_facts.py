@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from huggingface_hub import EvalResult
 
@@ -18,7 +17,7 @@ MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
 """Of what a checkpoint says of itself, so that a made-up one cannot make a card of any size."""
 
 
-def results(provenance: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+def results(provenance: Mapping[str, object]) -> list[tuple[str, float, float | None]]:
     """Return (metric, this model's, the original's) of stage two; the original's is that of its own record."""
     tuned = provenance.get("finetuning")
     if not isinstance(tuned, dict):
@@ -26,13 +25,13 @@ def results(provenance: Mapping[str, Any]) -> list[tuple[str, float, float | Non
     theirs = _mapping(_mapping(tuned.get("original")).get("metrics"))
     metrics = _mapping(tuned.get("metrics"))
     return [
-        (str(name), float(value), _number(theirs.get(name)))
+        (str(name), number, _number(theirs.get(name)))
         for name, value in metrics.items()
-        if _number(value) is not None
+        if (number := _number(value)) is not None
     ]
 
 
-def eval_results(provenance: Mapping[str, Any], task_type: str) -> list[EvalResult]:
+def eval_results(provenance: Mapping[str, object], task_type: str) -> list[EvalResult]:
     """Return the results as the Hub's model index has them."""
     tuned = provenance.get("finetuning") or {}
     data = printable(str(tuned.get("data") if isinstance(tuned, dict) else "")).partition(":")[0].strip() or "unknown"
@@ -48,7 +47,7 @@ def eval_results(provenance: Mapping[str, Any], task_type: str) -> list[EvalResu
     ]
 
 
-def limits(plan: Plan, provenance: Mapping[str, Any], length: int | None) -> list[str]:
+def limits(plan: Plan, provenance: Mapping[str, object], length: int | None) -> list[str]:
     """Return what a user of the model has to know of where it ends, one sentence each.
 
     Args:
@@ -73,7 +72,7 @@ def limits(plan: Plan, provenance: Mapping[str, Any], length: int | None) -> lis
     return found
 
 
-def commands(provenance: Mapping[str, Any]) -> list[str]:
+def commands(provenance: Mapping[str, object]) -> list[str]:
     """Return the command lines that made the checkpoint, in order."""
     said = provenance.get("commands")
     if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
@@ -81,10 +80,11 @@ def commands(provenance: Mapping[str, Any]) -> list[str]:
     return [" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in said[:MOST_COMMANDS]]
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
+def _mapping(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _number(value: Any) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

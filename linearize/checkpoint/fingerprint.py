@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import nn
 
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
 
 ROWS = 65_536
 """Of more rows than these as many are read, evenly spread; their number counts in any case."""
@@ -27,8 +30,8 @@ KERNEL = ".linear_attention."
 
 
 def fingerprint(
-    *, model: nn.Module | None = None, data: Any = None, options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    *, model: nn.Module | None = None, data: object = None, options: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """Describe what a run depends on, as JSON has it: options by their own names, then data, kernels and weights.
 
     Args:
@@ -51,7 +54,7 @@ def fingerprint(
     return found
 
 
-def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse to go on with anything else than the run was started with.
 
     Args:
@@ -98,10 +101,10 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value as JSON gives it back: pairs become lists, dataclasses mappings, all else its text."""
 
-    def other(one: Any) -> Any:
+    def other(one: object) -> object:
         if dataclasses.is_dataclass(one) and not isinstance(one, type):
             return dataclasses.asdict(one)
         return str(one)
@@ -109,7 +112,7 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=other))
 
 
-def kernels_of(model: nn.Module) -> dict[str, Any]:
+def kernels_of(model: nn.Module) -> dict[str, object]:
     """Return the kernel of every converted attention with all its arguments and its window, by host module."""
     return {
         name: plain([layer.kernel, layer.mixer.config, getattr(layer.mixer, "window", None)])
@@ -132,7 +135,7 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
     return hashed.hexdigest()
 
 
-def data_digest(data: Any) -> str:
+def data_digest(data: object) -> str:
     """Return the hash of data, see `fingerprint`."""
     own = getattr(data, "digest", None)
     if callable(own):
@@ -148,7 +151,7 @@ def data_digest(data: Any) -> str:
     return hashed.hexdigest()
 
 
-def rows_digest(rows: Sequence[Any]) -> str:
+def rows_digest(rows: Sequence[object]) -> str:
     """Return the hash of rows that can be read by number: of all, or of `ROWS` of them and of their number."""
     own = getattr(rows, "digest", None)
     if callable(own):
@@ -165,7 +168,7 @@ def spread(count: int, most: int) -> list[int]:
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
 
 
-def _feed(hashed: Any, value: Any) -> None:
+def _feed(hashed: Any, value: object) -> None:
     """Hash a nested value; its kind and length come first, so that no two values write the same bytes."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to("cpu").contiguous()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import read_header
 from linearize.parsing import parse_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class CheckpointInfo:
     parameters_total: int | None = None
     max_length: int | None = None
     format_version: int | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, object] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and value of each fact, ready to print."""
@@ -73,7 +77,7 @@ class CheckpointInfo:
         return rows + training_rows(self.provenance)
 
 
-def training_rows(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
     """Return label and value of what a checkpoint says about its training."""
     rows = []
     distilled = provenance.get("distillation")
@@ -142,7 +146,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
     if values.get("model_type") == MODEL_TYPE:
         check_checkpoint(name)
         config = LinearizeConfig.from_dict(values)
-        model: Any = _empty(saved_class(config), config)
+        model = _empty(saved_class(config), config)
         section = config.linearize
         provenance = dict(section.get("provenance") or {})
         return CheckpointInfo(
@@ -159,7 +163,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
             provenance=provenance,
         )
     config = _plain_config(name)
-    model = _empty(AutoModel, config)
+    model = _empty(AutoModel.from_config, config)
     return CheckpointInfo(
         name=str(name),
         converted=False,
@@ -191,20 +195,20 @@ def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     return values
 
 
-def _plain_config(name: str | os.PathLike[str]) -> Any:
+def _plain_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(f"{str(name)!r}: config.json describes no known model ({first_line(error)})") from None
 
 
-def _empty(model: Any, config: Any) -> nn.Module | None:
+def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
     """Build a model without memory; None where that cannot be done."""
-    if model is None:
+    if make is None:
         return None
     try:
         with torch.device("meta"):
-            return model.from_config(config) if model is AutoModel else model(config)
+            return make(config)
     except LinearizeError:
         raise
     except Exception:

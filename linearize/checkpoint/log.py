@@ -11,15 +11,26 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from linearize.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LOG = "log.jsonl"
 STAGE_ONE, ALIGNMENT, STAGE_TWO = "distillation", "alignment", "finetuning"
 
 
-def log_file(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()) -> dict[str, str]:
+Entry: TypeAlias = "DataclassInstance | Mapping[str, object]"
+"""A report of a step, or a line that is plain data already."""
+
+
+def log_file(
+    stage: str,
+    entries: Iterable[Entry],
+    earlier: Iterable[Mapping[str, object]] = (),
+) -> dict[str, str]:
     """Return the log as a file of a checkpoint (for `save(..., extra_files=...)`); without lines there is no file.
 
     Args:
@@ -33,7 +44,11 @@ def log_file(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, 
     return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
 
 
-def log_lines(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+def log_lines(
+    stage: str,
+    entries: Iterable[Entry],
+    earlier: Iterable[Mapping[str, object]] = (),
+) -> list[Mapping[str, object]]:
     """Return the lines that `log_file` writes, to be the earlier ones of a further stage."""
     lines = [entry for entry in earlier if entry["stage"] != stage]
     return lines + [
@@ -41,7 +56,7 @@ def log_lines(stage: str, entries: Iterable[Any], earlier: Iterable[Mapping[str,
     ]
 
 
-def read_log(folder: str | Path) -> list[dict[str, Any]]:
+def read_log(folder: str | Path) -> list[dict[str, object]]:
     """Read the log of a checkpoint in a folder; no line where there is none.
 
     Raises:

@@ -99,7 +99,7 @@ def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _ours(folder: Path) -> Callable[[str], Any] | None:
+def _ours(folder: Path) -> Callable[[str], object] | None:
     """Return what tells our files by their paths, or None where the folder is not known as ours."""
     marked = _read(folder / MARKER)
     if marked.get("written_by") == "linearize" and isinstance(marked.get("files"), list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -13,6 +13,9 @@ from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.output import atomic_folder
 from linearize.errors import CheckpointError
 from linearize.modeling.model import check_checkpoint, is_linearized
+
+if TYPE_CHECKING:
+    from linearize.types import Processor
 
 BESIDE = 4_000_000
 """Bytes of a checkpoint beside its weights: tokenizer, code, card."""
@@ -28,9 +31,9 @@ def save(
     model: PreTrainedModel,
     target: str | os.PathLike[str],
     *,
-    processor: Any = None,
+    processor: Processor | None = None,
     overwrite: bool = False,
-    provenance: dict[str, Any] | None = None,
+    provenance: dict[str, object] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
     **kwargs: Any,
 ) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from linearize.errors import CheckpointError
 
@@ -70,7 +69,7 @@ def pools_first(files: Mapping[str, bytes]) -> bool:
     for name, content in files.items():
         if name.endswith("/config.json"):
             try:
-                values: Any = json.loads(content)
+                values: object = json.loads(content)
             except ValueError:
                 continue
             if isinstance(values, dict) and (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from linearize.data.config import DataConfig
 from linearize.data.hub import rows_of
@@ -166,7 +166,7 @@ def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> N
         )
 
 
-def _feature_kind(feature: Any) -> str:
+def _feature_kind(feature: object) -> str:
     from datasets import ClassLabel, Image, Value
 
     if isinstance(feature, Image):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from linearize.types import Processor
+
 PACK_TEXTS = 256
 # Longer than any text: rows are cut by us, and the tokenizer need not warn that a text is long.
 NO_LIMIT = 10**9
@@ -145,7 +147,7 @@ class ImageEncoder:
 
     needs_all = False
 
-    def __init__(self, processor: Any, names: tuple[str, ...] | None) -> None:
+    def __init__(self, processor: Processor, names: tuple[str, ...] | None) -> None:
         self.processor = getattr(processor, "image_processor", processor)
         if not callable(self.processor) or hasattr(self.processor, "convert_tokens_to_ids"):
             kind = type(self.processor).__name__

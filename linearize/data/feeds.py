@@ -13,7 +13,7 @@ from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.data.hub import rows_of
 from linearize.data.images import decode, image_digest, raw_bytes
 from linearize.data.order import MIX, POOL, apportion, endless
-from linearize.data.records import Example, Records, named_labels, text_digest, usable_label
+from linearize.data.records import Example, Records, TableRow, named_labels, text_digest, usable_label
 from linearize.errors import DataError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class StreamPart:
     names: tuple[str, ...] | None
     origin: str
     skipped: int = 0
-    held: list[dict[str, Any]] = field(default_factory=list)
+    held: list[TableRow] = field(default_factory=list)
 
     def hold_out(self, number: int) -> None:
         """Keep the first usable rows.
@@ -161,14 +161,14 @@ class StreamFeed:
             stream = stream if most is None else stream.take(max(1, most))
             self.streams.append(stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
 
-    def open_at(self, position: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def open_at(self, position: int) -> Iterator[tuple[int, TableRow]]:
         return islice(self._mixed(), position, None)
 
-    def fetch(self, items: Sequence[tuple[int, dict[str, Any]]]) -> list[Example]:
+    def fetch(self, items: Sequence[tuple[int, TableRow]]) -> list[Example]:
         return [row_example(row, self.parts[part].names) for part, row in items]
 
-    def length(self, item: tuple[int, dict[str, Any]]) -> int:
-        return sum(len(item[1].get(name) or "") for name in ("text", "pair"))
+    def length(self, item: tuple[int, TableRow]) -> int:
+        return sum(len(text) for text in (item[1].get("text"), item[1].get("pair")) if text)
 
     def pool(self, batch: int) -> int:
         return POOL
@@ -176,11 +176,11 @@ class StreamFeed:
     def digest(self) -> str:
         return "stream"
 
-    def held_items(self) -> list[tuple[int, dict[str, Any]]]:
+    def held_items(self) -> list[tuple[int, TableRow]]:
         """Give the held-out rows as items."""
         return [(number, row) for number, part in enumerate(self.parts) for row in part.held]
 
-    def _mixed(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _mixed(self) -> Iterator[tuple[int, TableRow]]:
         sources = [self._repeated(number) for number in range(len(self.parts))]
         generator = np.random.default_rng([self.seed, MIX])
         chances = np.asarray(self.weights) / sum(self.weights)
@@ -188,7 +188,7 @@ class StreamFeed:
             part = int(generator.choice(len(sources), p=chances)) if len(sources) > 1 else 0
             yield part, next(sources[part])
 
-    def _repeated(self, part: int) -> Iterator[dict[str, Any]]:
+    def _repeated(self, part: int) -> Iterator[TableRow]:
         for epoch in count():
             self.streams[part].set_epoch(epoch)
             got = False
@@ -224,21 +224,22 @@ class PackedFeed:
         return "packed stream"
 
 
-def row_usable(row: dict[str, Any], names: tuple[str, ...] | None) -> bool:
+def row_usable(row: TableRow, names: tuple[str, ...] | None) -> bool:
     """Whether a row of a uniform table has all it should have."""
     if "label" in row and not usable_label(row["label"], names):
         return False
     if "image" in row:
         return row["image"] is not None
-    return all(isinstance(row[name], str) and bool(row[name].strip()) for name in ("text", "pair") if name in row)
+    texts = [value for name, value in row.items() if name in ("text", "pair")]
+    return all(isinstance(text, str) and bool(text.strip()) for text in texts)
 
 
-def row_digest(row: dict[str, Any]) -> bytes:
+def row_digest(row: TableRow) -> bytes:
     """Identify the text or image of a row of a uniform table."""
     return image_digest(row["image"]) if "image" in row else text_digest(row["text"], row.get("pair"))
 
 
-def row_example(row: dict[str, Any], names: tuple[str, ...] | None) -> Example:
+def row_example(row: TableRow, names: tuple[str, ...] | None) -> Example:
     """Turn a row of a uniform table into an example; an image is decoded now."""
     label = named_labels([row.get("label")], names)[0]
     if "image" in row:
@@ -246,5 +247,5 @@ def row_example(row: dict[str, Any], names: tuple[str, ...] | None) -> Example:
     return Example(row["text"], row.get("pair"), label)
 
 
-def _wanted(known: set[bytes], names: tuple[str, ...] | None) -> Callable[[dict[str, Any]], bool]:
+def _wanted(known: set[bytes], names: tuple[str, ...] | None) -> Callable[[TableRow], bool]:
     return lambda row: row_usable(row, names) and row_digest(row) not in known

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import DataError, LinearizeError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+    from linearize.data.records import TableRow
 
 PROBE_SECONDS = 3.0
 OFFLINE = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
@@ -87,7 +89,7 @@ def cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": .")[:300]
 
 
-def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[dict[str, Any]]:
+def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[TableRow]:
     """Read the rows of a table; of a streamed one, a fault of the data shows only now.
 
     Raises:

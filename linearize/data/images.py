@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
 from linearize.data.hub import cause
-from linearize.data.records import Example, named_labels, scan
+from linearize.data.records import Example, RawImage, named_labels, scan
 from linearize.errors import DataError
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ class ImageTable:
         return (image_digest(self.table[int(row)]["image"]) for row in rows)
 
 
-def image_digest(raw: dict[str, Any]) -> bytes:
+def image_digest(raw: RawImage) -> bytes:
     """Identify an undecoded image by the bytes of its file."""
     return blake2b(raw_bytes(raw), digest_size=16).digest()
 
 
-def raw_bytes(raw: dict[str, Any]) -> bytes:
+def raw_bytes(raw: RawImage) -> bytes:
     """Give the bytes of an undecoded image of `datasets`, ``{"bytes": ..., "path": ...}``.
 
     Raises:
@@ -120,8 +120,8 @@ def raw_bytes(raw: dict[str, Any]) -> bytes:
     if raw["bytes"] is not None:
         return raw["bytes"]
     try:
-        return Path(raw["path"]).read_bytes()
-    except (OSError, TypeError) as error:
+        return Path(raw["path"] or "").read_bytes()
+    except OSError as error:
         raise DataError(f"cannot read image {raw['path']!r}: {cause(error)}") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from linearize.data.walk import exists
 from linearize.errors import ConfigError, DataError, unknown_name
 from linearize.heads import Modality
 
+if TYPE_CHECKING:
+    from linearize.types import Processor
+
 FETCH_ROWS = 1_000
 
 
@@ -37,7 +40,7 @@ class Part:
     origin: str
 
 
-def load_source(config: DataConfig, processor: Any, modality: Modality) -> Source:
+def load_source(config: DataConfig, processor: Processor, modality: Modality) -> Source:
     """Open the data, set the held-out examples aside, and get ready to give batches.
 
     Args:

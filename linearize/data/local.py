@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from linearize.data.hub import cause, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
@@ -30,7 +30,7 @@ SPLIT_WORDS = {
 }
 EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz), images, or a .zip of images"
 # A .tsv has no quoting (GLUE's have lone quotes, which would swallow rows), and "NA" and "null" may be texts.
-READERS: dict[str, tuple[str, dict[str, Any]]] = {
+READERS: dict[str, tuple[str, dict[str, object]]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
 }

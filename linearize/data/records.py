@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
@@ -22,6 +22,22 @@ class Example(NamedTuple):
     value: Any
     pair: str | None = None
     label: str | float | None = None
+
+
+class RawImage(TypedDict):
+    """An undecoded image of `datasets`: the bytes of its file, or where that lies."""
+
+    bytes: bytes | None
+    path: str | None
+
+
+class TableRow(TypedDict, total=False):
+    """A row of a uniform table, see `linearize.data.columns.uniform`."""
+
+    text: str
+    pair: str | None
+    image: RawImage
+    label: str | float | None
 
 
 class Records(Protocol):
@@ -97,19 +113,21 @@ class PackedRecords:
         return (blake2b(self.rows[row].tobytes(), digest_size=16).digest() for row in rows)
 
 
-def named_labels(labels: Sequence[Any], names: tuple[str, ...] | None) -> list[Any]:
+def named_labels(labels: Sequence[str | float | None], names: tuple[str, ...] | None) -> list[str | float | None]:
     """Turn class numbers into class names, so that the parts of a mixture may number their classes differently."""
     return [names[label] if names is not None and isinstance(label, int) else label for label in labels]
 
 
-def usable_label(label: Any, names: tuple[str, ...] | None) -> bool:
+def usable_label(label: object, names: tuple[str, ...] | None) -> bool:
     """Whether a label says something: not missing, blank or NaN, and not the -1 of a test set without labels."""
     if label is None or label == "" or label != label:
         return False
     return not (names is not None and isinstance(label, int) and not 0 <= label < len(names))
 
 
-def scan(table: Dataset, sizes_of: Any) -> tuple[np.ndarray, np.ndarray]:
+def scan(
+    table: Dataset, sizes_of: Callable[[pa.Table], tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
     """Go through the Arrow data once: which rows are usable [N], and their sizes [N]."""
     from datasets import ClassLabel
 

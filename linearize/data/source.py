@@ -43,11 +43,11 @@ class Source:
     _config: DataConfig = field(repr=False)
     _encoder: Encoder = field(repr=False)
     _train: Feed = field(repr=False)
-    _held: Sequence[Any] = field(repr=False)
+    _held: Sequence[object] = field(repr=False)
     _fetch_held: Callable[[Sequence[Any]], list[Example]] = field(repr=False)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """What the batches were asked to be; two runs with the same options and data see the same batches."""
         return asdict(self._config)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.data import DataConfig, Source, load_source
 from linearize.distillation.config import DISTILL_LENGTH
 from linearize.errors import ConfigError
 from linearize.surgery.positions import current_length
 
+if TYPE_CHECKING:
+    from linearize.loading import Loaded
 
-def batches_for(loaded: Any, data: DataConfig, length: int | None, skip: str) -> Source:
+
+def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str) -> Source:
     """Open a data set for a model.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -134,7 +134,7 @@ def make_accelerator(model: PreTrainedModel) -> Accelerator:
     return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
 
 
-class _Run(Run[KernelTrainer, Progress]):
+class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
     """One run of stage one: groups of layers one after the other (one group, unless asked otherwise)."""
 
     part_name, weights_name, report, progress = "group", "kernel", StepReport, Progress
@@ -203,7 +203,12 @@ class _Run(Run[KernelTrainer, Progress]):
                 loss.layer.eval().requires_grad_(False)
         return progress
 
-    def step(self, part: Part[KernelTrainer, Progress], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
+    def step(
+        self,
+        part: Part[KernelTrainer, Progress],
+        batches: Iterator[dict[str, Tensor]],
+        held_out: list[dict[str, Tensor]],
+    ) -> None:
         """See `Run`."""
         config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
         rate = trainer.step(batches, step)
@@ -218,7 +223,7 @@ class _Run(Run[KernelTrainer, Progress]):
         steps = len(self.groups) * part.steps
         self.finish_step(StepReport(part.before + step, steps, losses, found, rate, self.seconds), trainer)
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """See `Run`."""
         return super().options() | {"data": getattr(self.data, "description", None)}
 

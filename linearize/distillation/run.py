@@ -11,7 +11,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import Field, asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from accelerate import Accelerator
@@ -54,8 +54,36 @@ class Trainer(Protocol):
         """Read what `optimizer_tensors` gave."""
 
 
+class RunConfig(Protocol):
+    """The options that a run reads itself; frozen dataclasses have them."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def folder(self) -> str | None:
+        """Where states are kept."""
+
+    @property
+    def keep(self) -> int:
+        """How many of them."""
+
+    @property
+    def resume(self) -> bool:
+        """Whether to go on from the newest one."""
+
+    @property
+    def save_every(self) -> int | None:
+        """Steps between them."""
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Batches of a step."""
+
+
 class Report:
     """What is reported after every step; frozen dataclasses."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     step: int
     steps: int
@@ -99,6 +127,8 @@ class Progress:
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 ProgressT = TypeVar("ProgressT", bound=Progress)
+ReportT = TypeVar("ReportT", bound=Report)
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
 @dataclass
@@ -122,7 +152,7 @@ class Part(Generic[TrainerT, ProgressT]):
     best: dict[str, Tensor]
 
 
-class Run(ABC, Generic[TrainerT, ProgressT]):
+class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
     """A run; what a step is, and what stands in a state, its children say.
 
     Attributes:
@@ -137,18 +167,18 @@ class Run(ABC, Generic[TrainerT, ProgressT]):
     """What a state's record calls the number of the part."""
     weights_name: ClassVar[str]
     """What a state calls the weights as they are."""
-    report: ClassVar[type]
+    report: type[ReportT]
     """Class of the reports."""
     progress: type[ProgressT]
     """Class of the progress."""
 
     def __init__(
-        self, data: Batches, config: Any, on_step: Callable[[Any], None] | None, accelerator: Accelerator
+        self, data: Batches, config: ConfigT, on_step: Callable[[ReportT], None] | None, accelerator: Accelerator
     ) -> None:
         self.data, self.config, self.on_step, self.accelerator = data, config, on_step, accelerator
-        self.history: list[Any] = []
+        self.history: list[ReportT] = []
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
-        self.identity: dict[str, Any] = {}
+        self.identity: dict[str, object] = {}
         self.state: RunState | None = None
         self.start, self.earlier = time.perf_counter(), 0.0
 
@@ -162,7 +192,7 @@ class Run(ABC, Generic[TrainerT, ProgressT]):
         """Whether a state can say what it is of."""
         return self.states is not None or hasattr(self.data, "digest")
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Return the options that have to be the same when a run is resumed."""
         free = {"resume", "folder", "keep", "save_every"}
         named = {name: value for name, value in asdict(self.config).items() if name not in free}
@@ -170,7 +200,9 @@ class Run(ABC, Generic[TrainerT, ProgressT]):
         return named | {"processes": self.accelerator.num_processes}
 
     @abstractmethod
-    def step(self, part: Part[TrainerT, ProgressT], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
+    def step(
+        self, part: Part[TrainerT, ProgressT], batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]
+    ) -> None:
         """Do one step with all that belongs to it: `part` moves on, and `on_step` is called."""
 
     @abstractmethod
@@ -204,7 +236,7 @@ class Run(ABC, Generic[TrainerT, ProgressT]):
         return saved
 
     def begin(
-        self, number: int, before: int, steps: int, trainer: TrainerT, held_out: Any
+        self, number: int, before: int, steps: int, trainer: TrainerT, held_out: list[dict[str, Tensor]]
     ) -> Part[TrainerT, ProgressT]:
         """Begin a part anew."""
         progress = self.progress(best_loss=trainer.evaluate(held_out))
@@ -254,7 +286,7 @@ class Run(ABC, Generic[TrainerT, ProgressT]):
             self.state = self.last_state(part)
         return progress
 
-    def finish_step(self, report: Any, trainer: TrainerT) -> None:
+    def finish_step(self, report: ReportT, trainer: TrainerT) -> None:
         """End a step: write its report down, and hand it on."""
         self.history.append(report)
         trainer.interrupts.release()
@@ -273,7 +305,7 @@ class Run(ABC, Generic[TrainerT, ProgressT]):
         tensors |= {f"optimizer/{name}": tensor for name, tensor in part.trainer.optimizer_tensors().items()}
         return RunState(self.record(part), tensors)
 
-    def record(self, part: Part[TrainerT, ProgressT]) -> dict[str, Any]:
+    def record(self, part: Part[TrainerT, ProgressT]) -> dict[str, object]:
         """Return the plain data of a state."""
         return {
             "step": part.before + part.progress.step,

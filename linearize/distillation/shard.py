@@ -9,6 +9,7 @@ memory of its host and is saved as ever.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 from accelerate import Accelerator
@@ -43,18 +44,19 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
     for kernel in kernels:
         kernel.to(accelerator.device)
     spread: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
-    options: dict[str, Any] = {
+    shard = functools.partial(
+        fully_shard,
         # Nothing is gathered for a backward pass: the frozen model has none.
-        "reshard_after_forward": True,
-        "mesh": getattr(accelerator, "torch_device_mesh", None),
-        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "offload_policy": plugin.cpu_offload,
-        "ignored_params": {parameter for kernel in kernels for parameter in kernel.parameters()},
-    }
+        reshard_after_forward=True,
+        mesh=getattr(accelerator, "torch_device_mesh", None),
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        offload_policy=plugin.cpu_offload,
+        ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
+    )
     body = body_of(spread)
     for block in blocks_of(body):
-        fully_shard(block, **options)
-    fully_shard(body, **options)
+        shard(block)
+    shard(body)
     return spread
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -44,7 +43,7 @@ class KernelTrainer:
     def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
         """One parameter group per layer, each with its kernel's own defaults; peak rate and warm-up of each."""
         config = self.config
-        groups: list[dict[str, Any]] = []
+        groups: list[dict[str, object]] = []
         rates: list[tuple[float, float]] = []
         for loss in self.layers:
             own = loss.training

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.log import STAGE_ONE, log_file
 from linearize.data import DataConfig, load_source
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     """Run the example and return what the pipeline says about the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="name of a timm model")
@@ -46,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     linearize.save(model, args.output, processor=processor, overwrite=True, extra_files=log)
 
     classify = pipeline("image-classification", model=args.output, device="cpu")
-    answers: list[dict[str, Any]] = classify(args.picture or sample(), top_k=3)
+    answers: list[dict[str, object]] = classify(args.picture or sample(), top_k=3)
     print(answers)
     return answers
 
 
-def sample() -> Any:
+def sample() -> Image:
     """Return one of scikit-learn's photographs."""
     from PIL import Image
     from sklearn.datasets import load_sample_image

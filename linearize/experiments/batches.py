@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
-from linearize.finetune.prepared import TaskData
+from linearize.finetune.prepared import RowSet, TaskData
 from linearize.finetune.selection import hold_out
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
@@ -32,7 +32,7 @@ class TaskBatches:
     def __init__(self, data: TaskData, batch_size: int, holdout: int, seed: int) -> None:
         self.data, self.batch_size, self.holdout, self.seed = data, batch_size, holdout, seed
         split = hold_out(data, seed=seed)
-        self.held: Any = split.selection
+        self.held: RowSet | None = split.selection
         self.train: Any = ConcatDataset([split.train, split.extra]) if split.extra else split.train
 
     @property
@@ -50,9 +50,11 @@ class TaskBatches:
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
         """Give the rows to measure on."""
-        count = min(self.holdout, len(self.held))
+        held = self.held
+        assert held is not None
+        count = min(self.holdout, len(held))
         return [
-            self._batch(self.held, list(range(begin, min(begin + self.batch_size, count))))
+            self._batch(held, list(range(begin, min(begin + self.batch_size, count))))
             for begin in range(0, count, self.batch_size)
         ]
 
@@ -66,6 +68,6 @@ class TaskBatches:
             self._turn, self._order = turn, np.random.default_rng([self.seed, turn]).permutation(rows)
         return int(self._order[place % rows])
 
-    def _batch(self, rows: Any, places: list[int]) -> dict[str, Tensor]:
+    def _batch(self, rows: RowSet, places: list[int]) -> dict[str, Tensor]:
         batch = self.data.collate([rows[place] for place in places])
         return {name: value for name, value in batch.items() if name in INPUTS}

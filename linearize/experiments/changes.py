@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from linearize.experiments.recipe import load_recipe, plain, recipe_names
-from linearize.experiments.schema import FREE, Recipe
+from linearize.experiments.schema import FREE, Kernel, Recipe
 
 MATRIX = ("kernels", "tasks", "seeds", "sources")
 NONE = "nothing"
@@ -75,7 +74,7 @@ def _compared(name: str, original: Recipe, recipe: Recipe) -> Changes:
     )
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
     """Return what differs between two flat mappings, each as "key value (value before)"."""
     names = [*now, *(name for name in before if name not in now)]
     return tuple(
@@ -85,13 +84,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str,
     )
 
 
-def _kernel(kernel: Any) -> dict[str, Any]:
+def _kernel(kernel: Kernel) -> dict[str, object]:
     return {key: value for key, value in _flat(vars(kernel)).items() if key != "note"}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested keys with dots between them; what is empty is left out."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{key}.")

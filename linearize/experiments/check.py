@@ -45,13 +45,13 @@ def build(cls: type[Built], values: object, where: str) -> Built:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def convert(hint: Any, value: Any, where: str) -> Any:
+def convert(hint: Any, value: object, where: str) -> Any:
     """Check a value against an annotation and return it as that type.
 
     Raises:
         ConfigError: if it is of another type.
     """
-    if hint is Any:
+    if hint is object:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -73,7 +73,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {_called(hint)}")
 
 
-def _any_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+def _any_of(kinds: tuple[object, ...], value: object, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     wanted = [kind for kind in kinds if kind is not type(None)]
@@ -91,7 +91,7 @@ def _any_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {' or '.join(_called(kind) for kind in wanted)}")
 
 
-def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+def _tuple(inner: tuple[object, ...], value: object, where: str) -> tuple[object, ...]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{where}: got {kind_of(value)}, expected a list")
     if len(inner) == 2 and inner[1] is Ellipsis:
@@ -103,7 +103,7 @@ def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     )
 
 
-def _mapping(inner: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
+def _mapping(inner: tuple[object, ...], value: object, where: str) -> dict[object, object]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: got {kind_of(value)}, expected keys with values")
     return {key: convert(inner[1], one, f"{where}.{key}") for key, one in value.items()}
@@ -118,7 +118,7 @@ def _number(value: int | float | str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Say what a value of a YAML file is, in words of YAML."""
     if isinstance(value, Mapping):
         return "a section of keys"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.events import Event
+
+if TYPE_CHECKING:
+    from linearize.experiments.results import ResultRow
 
 
 @dataclass(frozen=True)
@@ -27,4 +30,4 @@ class CellStarted(Event):
 class CellDone(Event):
     """A cell is finished; its line of the results."""
 
-    row: dict[str, Any]
+    row: ResultRow

@@ -48,7 +48,7 @@ class Job:
     distil: Distil
     align: Align
     finetune: Tune
-    config: dict[str, Any]
+    config: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
     return check(values, f"recipe {title}")
 
 
-def check(values: Mapping[str, Any], where: str) -> Recipe:
+def check(values: Mapping[str, object], where: str) -> Recipe:
     """Build a recipe from plain data and check every name and number in it.
 
     Raises:
@@ -195,20 +195,24 @@ def cells(recipe: Recipe) -> list[Cell]:
     return found
 
 
-def plain(recipe: Recipe) -> dict[str, Any]:
+def plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as plain data: what `recipe.yaml` in a run's folder holds."""
-    values: dict[str, Any] = _without_empty(dataclasses.asdict(recipe))
+    values = _kept(dataclasses.asdict(recipe))
     if isinstance(recipe.tasks, dict):
         values["tasks"] = {name: _without_empty(dataclasses.asdict(step)) for name, step in recipe.tasks.items()}
     return values
 
 
-def _without_empty(value: Any) -> Any:
+def _without_empty(value: object) -> object:
     """Leave out what is empty, so that a resolved recipe stays readable; tuples become lists, as YAML has them."""
     if isinstance(value, Mapping):
-        kept = {key: _without_empty(one) for key, one in value.items()}
-        return {key: one for key, one in kept.items() if one is not None and one not in ({}, [], "")}
+        return _kept(value)
     return [_without_empty(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _kept(values: Mapping[str, object]) -> dict[str, object]:
+    kept = {key: _without_empty(one) for key, one in values.items()}
+    return {key: one for key, one in kept.items() if one is not None and one not in ({}, [], "")}
 
 
 def _job(recipe: Recipe, name: str, step: Step, where: str) -> Job:
@@ -329,5 +333,5 @@ def _drop_figures(values: dict[str, Any]) -> None:
         }
 
 
-def _label(kernel: Any) -> Any:
+def _label(kernel: object) -> object:
     return kernel.get("label") or kernel.get("name") if isinstance(kernel, dict) else kernel

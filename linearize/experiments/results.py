@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from linearize.errors import ConfigError, DataError, first_line
 from linearize.experiments.changes import Changes, changes_of
@@ -62,7 +62,30 @@ class Table:
     changes: Changes = field(default_factory=Changes)
 
 
-def append_row(folder: Path, row: Mapping[str, Any]) -> None:
+class ResultRow(TypedDict, total=False):
+    """A line of a run's results, one per cell; see `linearize.experiments.run` for what makes it."""
+
+    cell: str
+    row: str
+    kernel: str
+    task: str
+    source: str | None
+    seed: int
+    score: float
+    metrics: dict[str, float]
+    facts: dict[str, object]
+    percent: bool
+    lower_is_better: bool
+    original: float | None
+    recovered: float | None
+    paper: float | None
+    fidelity: dict[str, dict[str, float]] | None
+    distil: dict[str, float] | None
+    align: dict[str, object] | None
+    finetune: dict[str, object]
+
+
+def append_row(folder: Path, row: ResultRow) -> None:
     """Add a line to a folder's results, whole or not at all as far as the file system allows."""
     with (folder / RESULTS).open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(row) + "\n")
@@ -70,7 +93,7 @@ def append_row(folder: Path, row: Mapping[str, Any]) -> None:
         os.fsync(lines.fileno())
 
 
-def read_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
+def read_rows(folder: Path) -> tuple[list[ResultRow], int]:
     """Read a folder's results.
 
     Returns:
@@ -79,7 +102,7 @@ def read_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
     path = folder / RESULTS
     if not path.is_file():
         return [], 0
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, ResultRow] = {}
     damaged = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -91,7 +114,7 @@ def read_rows(folder: Path) -> tuple[list[dict[str, Any]], int]:
     return [row for row in found.values() if isinstance(row.get("score"), int | float)], damaged
 
 
-def repair(folder: Path) -> list[dict[str, Any]]:
+def repair(folder: Path) -> list[ResultRow]:
     """Rewrite a results file that holds damaged lines, and return its rows."""
     rows, damaged = read_rows(folder)
     if damaged:
@@ -135,7 +158,7 @@ def _table(folder: Path) -> Table:
     return make_table(recipe, rows, folder.name, damaged)
 
 
-def make_table(recipe: Recipe, rows: Sequence[Mapping[str, Any]], name: str, damaged: int = 0) -> Table:
+def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:
     """Make a recipe's table of its results."""
     wanted = cells(recipe)
     columns = list(dict.fromkeys(cell.job.name for cell in wanted))
@@ -158,18 +181,18 @@ def make_table(recipe: Recipe, rows: Sequence[Mapping[str, Any]], name: str, dam
     )
 
 
-def _entry(rows: Sequence[Mapping[str, Any]], label: str, column: str, paper: float | None) -> Entry:
+def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | None) -> Entry:
     mine = [row for row in rows if row.get("row") == label and row.get("task") == column]
     if not mine:
         return Entry(None, paper, None, 0)
     scores = [_scaled(row) for row in mine]
     ours = sum(scores) / len(scores)
-    shares = [row["recovered"] for row in mine if row.get("recovered") is not None]
+    shares = [share for row in mine if (share := row.get("recovered")) is not None]
     recovered = sum(shares) / len(shares) if shares and label != SOFTMAX else None
     return Entry(ours, paper, recovered, len(mine), _deviation(scores))
 
 
-def _scaled(row: Mapping[str, Any]) -> float:
+def _scaled(row: ResultRow) -> float:
     return float(row["score"] * (100.0 if row.get("percent") else 1.0))
 
 
@@ -177,9 +200,9 @@ def _deviation(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _by_seed(rows: Sequence[Mapping[str, Any]], label: str, columns: Sequence[str]) -> list[float]:
+def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> list[float]:
     """Return a row's average over the tasks for each seed with which all of them were run."""
-    found: dict[Any, dict[str, float]] = {}
+    found: dict[object, dict[str, float]] = {}
     for row in rows:
         if row.get("row") == label:
             found.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row)

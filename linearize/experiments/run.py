@@ -10,7 +10,6 @@ import platform
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -19,7 +18,7 @@ from linearize.errors import ConfigError
 from linearize.events import Callback, ignore
 from linearize.experiments.events import CellDone, CellStarted
 from linearize.experiments.recipe import Cell, cells, plain, resolve
-from linearize.experiments.results import RECIPE, append_row, read_rows, repair
+from linearize.experiments.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe
 from linearize.experiments.stages import STAGE, StageRunner, local_or_name
 from linearize.finetune.tasks import recovery
@@ -37,7 +36,7 @@ def run_recipe(
     resume: bool = False,
     only: Sequence[str] = (),
     on_event: Callback = ignore,
-) -> list[dict[str, Any]]:
+) -> list[ResultRow]:
     """Run a recipe to its end, or a part of its cells.
 
     Args:
@@ -88,7 +87,7 @@ def _choose(wanted: list[Cell], only: Sequence[str]) -> list[Cell]:
     return [cell for cell in wanted if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
 
 
-def run_cell(runner: StageRunner, cell: Cell) -> dict[str, Any]:
+def run_cell(runner: StageRunner, cell: Cell) -> ResultRow:
     """Do the stages of one cell and return its row of the results."""
     flow = runner.recipe.flow
     if flow == "scratch":
@@ -127,7 +126,7 @@ def _missing(name: str) -> None:
         raise DataError(f"data: got {name!r}, which does not exist, expected a folder or a Hub name; check the path")
 
 
-def environment(recipe: Recipe) -> dict[str, Any]:
+def environment(recipe: Recipe) -> dict[str, object]:
     """Return what a result depends on beside the recipe."""
     import torch
 
@@ -170,7 +169,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
         (fresh / "environment.json").write_text(text, encoding="utf-8")
 
 
-def _read_recipe(file: Path) -> Any:
+def _read_recipe(file: Path) -> object:
     try:
         return parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -179,7 +178,7 @@ def _read_recipe(file: Path) -> Any:
         ) from None
 
 
-def _same(before: Any, now: dict[str, Any], folder: Path) -> None:
+def _same(before: object, now: dict[str, object], folder: Path) -> None:
     before = before if isinstance(before, dict) else {}
     for key in sorted({*before, *now} - set(FREE)):
         old, new = before.get(key), now.get(key)
@@ -197,7 +196,7 @@ def _grown(old: object, new: object) -> bool:
     return isinstance(old, list) and isinstance(new, list) and all(item in new for item in old)
 
 
-def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> dict[str, Any]:
+def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> ResultRow:
     """Read a finished cell's records and make its line of the results."""
     tuned = json.loads((done / STAGE).read_text(encoding="utf-8"))
     stage_one = None if distilled is None else json.loads((distilled / STAGE).read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from linearize.alignment.config import AlignConfig
 from linearize.distillation.config import DistillConfig
@@ -51,7 +50,7 @@ class Kernel:
 
     name: str
     label: str = ""
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, object] = field(default_factory=dict)
     distil: bool = True
     align: bool = True
     window: int | None = None
@@ -64,7 +63,7 @@ class Kernel:
         """The row's name."""
         return self.label or self.name
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """The kernel's arguments, the window among them."""
         return dict(self.args) | ({} if self.window is None else {"window": self.window})
 
@@ -93,7 +92,7 @@ class Model:
     name: str | None = None
     package: str | None = None
     pretrained: bool = True
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
     tokenizer: Tokens | None = None
     image_size: int | None = None
 
@@ -131,7 +130,7 @@ class Step:
     task: str | None = None
     dataset: str | None = None
     make: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     label: str | None = None
     labels: tuple[str, ...] = ()
@@ -139,12 +138,12 @@ class Step:
     score: tuple[str, ...] = ()
     folder: str | None = None
     tokenizer: Tokens | None = None
-    rows: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    teacher: dict[str, Any] = field(default_factory=dict)
-    distil: dict[str, Any] = field(default_factory=dict)
-    align: dict[str, Any] = field(default_factory=dict)
-    finetune: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, object] = field(default_factory=dict)
+    model: dict[str, object] = field(default_factory=dict)
+    teacher: dict[str, object] = field(default_factory=dict)
+    distil: dict[str, object] = field(default_factory=dict)
+    align: dict[str, object] = field(default_factory=dict)
+    finetune: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -227,13 +226,13 @@ class Recipe:
     data: str | None = None
     sources: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
-    rows: dict[str, Any] = field(default_factory=dict)
-    pretrain: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, object] = field(default_factory=dict)
+    pretrain: dict[str, object] = field(default_factory=dict)
     pretrain_task: Step | None = None
-    teacher: dict[str, Any] = field(default_factory=dict)
-    distil: dict[str, Any] = field(default_factory=dict)
-    align: dict[str, Any] = field(default_factory=dict)
-    finetune: dict[str, Any] = field(default_factory=dict)
+    teacher: dict[str, object] = field(default_factory=dict)
+    distil: dict[str, object] = field(default_factory=dict)
+    align: dict[str, object] = field(default_factory=dict)
+    finetune: dict[str, object] = field(default_factory=dict)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     device: str = "auto"

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from linearize.finetune.load import (
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import save_model, tuning_files, tuning_record
-from linearize.finetune.tables import local_folder, raw_table
+from linearize.finetune.tables import Given, local_folder, raw_table
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune
 from linearize.jobs.events import DataOpened, Logged, StepDone
@@ -47,7 +48,9 @@ from linearize.surgery.apply import convert as put_in_kernels
 from linearize.surgery.positions import current_length, extend_positions, extend_processor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+    from linearize.types import Processor
 
 STAGE = "stage.json"
 
@@ -64,9 +67,9 @@ class StageRunner:
 
     def __init__(self, recipe: Recipe, folder: Path, device: str, on_event: Callback) -> None:
         self.recipe, self.folder, self.device, self.on_event = recipe, folder, device, on_event
-        self._data: tuple[Any, tuple[TaskData, Any]] | None = None
+        self._data: tuple[object, tuple[TaskData, Processor]] | None = None
 
-    def data(self, job: Job, seed: int) -> tuple[TaskData, Any]:
+    def data(self, job: Job, seed: int) -> tuple[TaskData, Processor]:
         """Return a task's rows and the processor that they were made with; the last ones are kept."""
         key = (job.name, seed, job.rows)
         if self._data is None or self._data[0] != key:
@@ -284,15 +287,15 @@ def checkpoint(model: Model) -> str:
     return str(Path(next(iter(spec.submodule_search_locations))) / inner)
 
 
-def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Any]:
+def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
     """Open a task's data set and make its rows, with the checkpoint's processor or one made for the data."""
     from linearize.synthetic.sets import make
 
     rows = dataclasses.replace(job.rows, seed=seed)
-    given: Any = job.data
-    processor = None
+    given: Given | None = job.data
+    processor: Processor | None = None
     if job.step.make is not None:
-        source = None if given is None else local_or_name(job, given)
+        source = None if job.data is None else local_or_name(job, job.data)
         made = make(
             job.step.make, {"seed": seed, **job.step.options} if _seeded(job.step.make) else job.step.options, source
         )
@@ -311,7 +314,7 @@ def local_or_name(job: Job, given: str) -> str:
     return local_folder(job.task, given) if Path(given).expanduser().exists() else given
 
 
-def image_processor(model: Model) -> Any:
+def image_processor(model: Model) -> BaseImageProcessor:
     """Make the image processor of a model trained from scratch.
 
     Raises:
@@ -325,7 +328,7 @@ def image_processor(model: Model) -> Any:
     return ViTImageProcessor(size={"height": size, "width": size})
 
 
-def tokenizer_for(job: Job, tokens: Tokens | None, given: Any) -> Any:
+def tokenizer_for(job: Job, tokens: Tokens | None, given: Given | None) -> PreTrainedTokenizerBase:
     """Make or load the tokenizer of a model trained from scratch; words and pieces are learned from training texts.
 
     Raises:
@@ -338,7 +341,7 @@ def tokenizer_for(job: Job, tokens: Tokens | None, given: Any) -> Any:
         raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
     if tokens.name is not None:
         return load_processor(tokens.name, "text")
-    texts: Any = ()
+    texts: Iterable[str] = ()
     if tokens.kind in LEARNED:
         source = job.task.dataset if given is None else given
         table = raw_table(local_or_name(job, str(source)), job.task.train)
@@ -354,7 +357,7 @@ def _seeded(name: str) -> bool:
     return "seed" in {field.name for field in dataclasses.fields(SETS[name].config)}
 
 
-def _sized(config: dict[str, Any], processor: Any, length: int) -> dict[str, Any]:
+def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
     """Fill in what follows from the data: the vocabulary, its special tokens, and room for the longest row."""
     values = dict(config)
     if not hasattr(processor, "convert_tokens_to_ids"):

@@ -79,7 +79,7 @@ class Fidelity:
         values = [getattr(layer, name) for layer in self.layers if getattr(layer, name) is not None]
         return sum(values) / len(values) if values else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         figures = ("kl", "total_variation", "negative_share", "output_error")
         return {

@@ -14,6 +14,7 @@ from linearize.fidelity.plots_style import NEGATIVE, WEIGHTS, axes_grid, layer_n
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 GAP = 0.12
@@ -69,7 +70,7 @@ def _shade(weights: Tensor, largest: float) -> np.ndarray:
     return np.where(share < -1e-4, -1.0, np.sqrt(np.clip(share, 0.0, 1.0)))
 
 
-def _colours() -> Any:
+def _colours() -> Colormap:
     from matplotlib import colormaps
 
     return colormaps[WEIGHTS].with_extremes(under=NEGATIVE, bad="white")

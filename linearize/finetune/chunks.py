@@ -6,13 +6,16 @@ A text's chunks lie side by side, without overlap, each with the tokenizer's spe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from linearize.errors import ConfigError
-from linearize.finetune.prepared import TOKEN_FIELDS, Row, pad
+from linearize.finetune.prepared import TOKEN_FIELDS, Facts, Row, pad
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OWNERS = "owners"
 """The field of a batch of chunks that says which text each belongs to, long [chunks]."""
@@ -20,7 +23,7 @@ TOKENS = 16_384
 """Tokens, padding included, that are read at a time."""
 
 
-def chunked(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[Row]]:
+def chunked(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> list[list[Row]]:
     """Cut texts into chunks of at most `length` tokens, special tokens included.
 
     Args:
@@ -55,18 +58,18 @@ def chunked(tokenizer: Any, texts: Sequence[str], length: int) -> list[list[Row]
     return found
 
 
-def whole_lengths(tokenizer: Any, texts: Sequence[Sequence[Row]]) -> list[int]:
+def whole_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> list[int]:
     """Return how many tokens each text has in one piece, from its chunks."""
     around = tokenizer.num_special_tokens_to_add()
     return [around + sum(len(chunk["input_ids"]) - around for chunk in chunks) for chunks in texts]
 
 
-def chunk_facts(facts: Mapping[str, Any], texts: Sequence[Sequence[Row]]) -> dict[str, Any]:
+def chunk_facts(facts: Facts, texts: Sequence[Sequence[Row]]) -> Facts:
     """Return the facts of rows that are read as chunks: no token is cut off."""
     return {**facts, "cut_share": 0.0, "chunks": sum(len(chunks) for chunks in texts)}
 
 
-def pad_chunks(tokenizer: Any, texts: Sequence[Sequence[Row]]) -> dict[str, Tensor]:
+def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> dict[str, Tensor]:
     """Put the chunks of texts into one batch: token fields [chunks, T], and `owners` [chunks]."""
     fields = pad(tokenizer, [chunk for chunks in texts for chunk in chunks])
     owners = [number for number, chunks in enumerate(texts) for _ in chunks]
@@ -99,7 +102,7 @@ def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mappin
 class ChunkMean(nn.Module):
     """Gives the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 

@@ -6,14 +6,18 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linearize.finetune.prepared import IGNORED, TaskData
+from linearize.finetune.prepared import IGNORED, Predictions, TaskData
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.trainer import measure_task
 from linearize.loading import wait
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 RESAMPLES = 500
 LEVEL = 0.95
@@ -62,7 +66,7 @@ class Difference:
         return self.interval[0] <= 0 <= self.interval[1]
 
 
-def measure_with_interval(model: Any, data: TaskData, *, batch_size: int = 64) -> Measured:
+def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
     """Measure a model on a task's validation rows, with an interval, the chance level and the time it took.
 
     Args:
@@ -70,9 +74,9 @@ def measure_with_interval(model: Any, data: TaskData, *, batch_size: int = 64) -
         data: the task's rows.
         batch_size: rows per batch.
     """
-    kept: list[tuple[Any, Any]] = []
+    kept: list[tuple[Predictions, Predictions]] = []
 
-    def keep(predictions: Any, labels: Any) -> dict[str, float]:
+    def keep(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         kept.append((predictions, labels))
         return data.compute_metrics(predictions, labels)
 
@@ -94,7 +98,7 @@ def measure_with_interval(model: Any, data: TaskData, *, batch_size: int = 64) -
 
 
 @contextlib.contextmanager
-def forward_seconds(model: Any) -> Iterator[list[float]]:
+def forward_seconds(model: nn.Module) -> Iterator[list[float]]:
     """Give a list that gets the seconds of every forward pass of a model in the block, a GPU's work included."""
     seconds: list[float] = []
     device = next(model.parameters()).device
@@ -116,7 +120,7 @@ def forward_seconds(model: Any) -> Iterator[list[float]]:
 
 
 def score_interval(
-    data: TaskData, predictions: Any, labels: Any, *, resamples: int = RESAMPLES, seed: int = 0
+    data: TaskData, predictions: Predictions, labels: Predictions, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float] | None:
     """Return the percentile bootstrap interval (Efron 1979) of the main metric; arguments as in `resampled_scores`."""
     scores = resampled_scores(data, predictions, labels, resamples=resamples, seed=seed)
@@ -124,7 +128,7 @@ def score_interval(
 
 
 def resampled_scores(
-    data: TaskData, predictions: Any, labels: Any, *, resamples: int = RESAMPLES, seed: int = 0
+    data: TaskData, predictions: Predictions, labels: Predictions, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> np.ndarray | None:
     """Return the main metric [R] on rows drawn with replacement; None where rows cannot be drawn apart.
 
@@ -169,7 +173,7 @@ def _percentiles(scores: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def chance_level(data: TaskData, labels: Any) -> float | None:
+def chance_level(data: TaskData, labels: Predictions) -> float | None:
     """Return the best score of one and the same answer for every row.
 
     A class: the best of all classes (accuracy: the share of the largest one; Matthews correlation: 0). A number: the
@@ -184,7 +188,7 @@ def chance_level(data: TaskData, labels: Any) -> float | None:
     return min(scores) if data.task.lower_is_better else max(scores)
 
 
-def _constant(data: TaskData, labels: Any) -> Iterator[np.ndarray]:
+def _constant(data: TaskData, labels: Predictions) -> Iterator[np.ndarray]:
     """Give the predictions that look at no input, in the form that the task's metrics read."""
     kind = data.task.type.labels
     if kind == "class":

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -15,12 +15,15 @@ from torch import nn
 from linearize.errors import CheckpointError, ConfigError, first_line
 from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
+from linearize.heads import Modality
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
 from linearize.surgery.positions import current_length, runs_beyond_limit
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+    from linearize.types import Processor
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
@@ -30,7 +33,13 @@ WINDOW = 2_048
 """Tokens of a language model's windows where nobody says it, and the model takes as many."""
 
 
-def load_processor(name: str, modality: str) -> Any:
+@overload
+def load_processor(name: str, modality: Literal["text"]) -> PreTrainedTokenizerBase: ...
+@overload
+def load_processor(name: str, modality: Literal["image"]) -> BaseImageProcessor: ...
+@overload
+def load_processor(name: str, modality: Modality) -> Processor: ...
+def load_processor(name: str, modality: Modality) -> Processor:
     """Load the tokenizer or image processor of a checkpoint.
 
     Raises:
@@ -100,7 +109,7 @@ def whole_length(name: str, task: Task) -> int:
     return usual_length(name, most)
 
 
-def read_record(name: str | Path) -> dict[str, Any] | None:
+def read_record(name: str | Path) -> dict[str, object] | None:
     """Return what a folder's record says of how it was tuned; None where there is none.
 
     Raises:
@@ -144,7 +153,7 @@ def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: in
     import transformers
 
     task, own = data.task, None
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if data.num_labels is not None:
         _check_labels(name, task, data.num_labels, new_head)
         own = None if new_head or task.type.labels == "number" else trained_labels(name, task)
@@ -217,7 +226,7 @@ def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
             tensor.copy_(tensor[list(order)])
 
 
-def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *, seed: int = 0) -> PreTrainedModel:
+def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None, *, seed: int = 0) -> PreTrainedModel:
     """Make an untrained softmax model from a config.
 
     Args:
@@ -247,10 +256,10 @@ def fresh_model(config: Mapping[str, Any], task: Task, num_labels: int | None, *
     return ready(model)
 
 
-def label_options(task: Task, count: int) -> dict[str, Any]:
+def label_options(task: Task, count: int) -> dict[str, object]:
     """Return the config values of a head with `count` outputs."""
     names = task.labels or tuple(f"LABEL_{number}" for number in range(count))
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "id2label": dict(enumerate(names)),
         "label2id": {name: number for number, name in enumerate(names)},
     }
@@ -267,9 +276,11 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def fit_tokenizer(model: PreTrainedModel, processor: Any) -> None:
+def fit_tokenizer(model: PreTrainedModel, processor: Processor) -> None:
     """Tell a model which token is padding, where its config does not say; GPT's classifiers look for it."""
-    if hasattr(processor, "convert_tokens_to_ids") and getattr(model.config, "pad_token_id", 0) is None:
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(processor, PreTrainedTokenizerBase) and getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = copy_tokenizer(processor).pad_token_id
 
 

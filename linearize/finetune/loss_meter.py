@@ -21,7 +21,7 @@ def _meter_class() -> Any:
         def __init__(self) -> None:
             self.total: Any = 0.0
 
-        def state(self) -> dict[str, Any]:
+        def state(self) -> dict[str, object]:
             """See `ExportableState`."""
             return {"args": {}, "attributes": {"total": float(self.total)}}
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.tables import Given, local_folder
 from linearize.finetune.task import Task
 
+if TYPE_CHECKING:
+    from linearize.types import Processor
 
-def prepare(task: Task, processor: Any, options: DataOptions | None = None, *, data: Given | None = None) -> TaskData:
+
+def prepare(
+    task: Task, processor: Processor, options: DataOptions | None = None, *, data: Given | None = None
+) -> TaskData:
     """Open a task's data set and make it ready for training and measuring.
 
     Args:

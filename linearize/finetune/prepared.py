@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from linearize.finetune.config import DataOptions
 from linearize.finetune.task import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IGNORED = -100
 """The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
@@ -27,9 +28,21 @@ TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 """Fields of a row of text that a model reads, one number per token."""
 
 Row = dict[str, Any]
+"""A row by the names of its fields: numbers, lists of them, arrays, an image."""
+Predictions: TypeAlias = "np.ndarray | tuple[np.ndarray, ...]"
+"""Outputs, or labels, of all rows as the trainer gathers them."""
+Logits: TypeAlias = "Tensor | tuple[Tensor, ...]"
+"""What a model gives for a batch; further outputs may stand behind the logits."""
 
 
-class Rows(Dataset):
+class RowSet(Dataset[Row]):
+    """Rows by number."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Rows(RowSet):
     """Rows in memory.
 
     Args:
@@ -44,6 +57,23 @@ class Rows(Dataset):
 
     def __getitem__(self, place: int) -> Row:
         return self.rows[place]
+
+
+class Facts(TypedDict, total=False):
+    """What a reader of metrics must know of the rows: see `row_facts`; windows and questions have some of their own."""
+
+    rows: int
+    max_length: int
+    longest_row: int
+    cut_share: float
+    chunks: int
+    questions: int
+    split_share: float
+    context: int
+    stride: int
+    words: int
+    mask_share: float
+    left_out_share: float
 
 
 @dataclass(frozen=True)
@@ -70,18 +100,18 @@ class TaskData:
     """
 
     task: Task
-    train: Any
-    validation: Any
+    train: RowSet
+    validation: RowSet
     collate: Callable[[list[Row]], dict[str, Tensor]]
-    compute_metrics: Callable[[Any, Any], dict[str, float]]
+    compute_metrics: Callable[[Predictions, Predictions], dict[str, float]]
     description: str
-    reduce: Callable[[Any, Tensor], Tensor] | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    selection: Any = None
+    reduce: Callable[[Logits, Tensor], Tensor] | None = None
+    facts: Facts = field(default_factory=Facts)
+    selection: RowSet | None = None
     extra: Rows | None = None
-    wrap: Callable[[Any], Any] | None = None
+    wrap: Callable[[PreTrainedModel], nn.Module] | None = None
     options: DataOptions | None = None
-    by_unit: Callable[[Any, Any], dict[str, np.ndarray]] | None = None
+    by_unit: Callable[[Predictions, Predictions], dict[str, np.ndarray]] | None = None
     chunkable: bool = False
     chance: Mapping[str, float] | None = None
 
@@ -153,7 +183,7 @@ def text_facts(
     second: Sequence[str | None],
     rows: Sequence[Row],
     options: DataOptions,
-) -> dict[str, Any]:
+) -> Facts:
     """Return what a reader of the metrics must know of rows of texts: how many, how long, and how many were cut.
 
     Args:
@@ -187,7 +217,7 @@ def check_tokens(task: Task, rows: Sequence[Row], tokenizer: PreTrainedTokenizer
             )
 
 
-def row_facts(lengths: Sequence[int], options: DataOptions) -> dict[str, Any]:
+def row_facts(lengths: Sequence[int], options: DataOptions) -> Facts:
     """Return how many rows there are, how long they may be and are, and which share of them is cut.
 
     Args:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.trackers import check_names
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 TENSORBOARD = "tensorboard"
 
@@ -22,7 +25,7 @@ def check_report_to(value: str) -> tuple[str, ...]:
     return check_names(value, list(known.INTEGRATION_TO_CALLBACK), known.get_available_reporting_integrations())
 
 
-def callbacks(value: str, tensorboard: str | Path) -> list[Any]:
+def callbacks(value: str, tensorboard: str | Path) -> list[TrainerCallback]:
     """Make the Trainer's callbacks; TensorBoard's files go to a folder that outlives the run's own."""
     from transformers.integrations import integration_utils as known
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.output import atomic_folder
@@ -21,14 +22,16 @@ from linearize.options import name_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from linearize.types import Processor
+
 
 def save_model(
     model: PreTrainedModel,
     target: str | Path,
-    processor: Any,
+    processor: Processor | None,
     *,
     overwrite: bool = False,
-    stage: dict[str, Any] | None = None,
+    stage: Mapping[str, object] | None = None,
     extra_files: dict[str, str] | None = None,
 ) -> Path:
     """Save a model of either kind, all or nothing.
@@ -68,7 +71,7 @@ def save_model(
 
 def tuning_record(
     data: TaskData, config: TuneConfig, result: TuneResult, teacher: str | Path | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what stage two did as plain data; paths stay out of it."""
     return {
         "task": data.task.name,
@@ -88,7 +91,7 @@ def tuning_record(
     }
 
 
-def original_result(teacher: str | Path, task: str) -> dict[str, Any] | None:
+def original_result(teacher: str | Path, task: str) -> dict[str, object] | None:
     """Return what the original reached on a task, as its own record says; None where it says nothing of that task."""
     try:
         record = read_record(teacher)
@@ -99,7 +102,7 @@ def original_result(teacher: str | Path, task: str) -> dict[str, Any] | None:
     return {name: record.get(name) for name in ("score", "metrics", "max_length")}
 
 
-def tuning_files(record: dict[str, Any], result: TuneResult, earlier: list[dict[str, Any]]) -> dict[str, str]:
+def tuning_files(record: dict[str, object], result: TuneResult, earlier: list[dict[str, object]]) -> dict[str, str]:
     """Return the record, and the log after the earlier lines of stage one, as files of a checkpoint."""
     return {RECORD: json.dumps(record, indent=2) + "\n", **log_file(STAGE_TWO, result.history, earlier)}
 

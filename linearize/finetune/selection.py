@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from linearize.errors import DataError
-from linearize.finetune.prepared import Row, Rows, TaskData
+from linearize.finetune.prepared import Row, Rows, RowSet, TaskData
 
 SHARE, FEWEST, MOST, LARGEST_SHARE = 0.05, 32, 500, 0.2
 """Share of the training rows that is held out; no fewer than 32 of them, no more than 500, and never over a fifth."""
@@ -21,7 +19,7 @@ _STREAM = 0x5E1E
 """Keeps this choice apart from other random numbers of the same seed."""
 
 
-class Chosen(Dataset):
+class Chosen(RowSet):
     """Some rows of a data set.
 
     Args:
@@ -30,7 +28,7 @@ class Chosen(Dataset):
         still: whether what is random in a row (an image's crop, a masked model's masks) is turned off.
     """
 
-    def __init__(self, rows: Any, places: Sequence[int], *, still: bool = False) -> None:
+    def __init__(self, rows: RowSet, places: Sequence[int], *, still: bool = False) -> None:
         self.rows, self.places, self.still = rows, [int(place) for place in places], still
 
     def __len__(self) -> int:
@@ -90,7 +88,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     )
 
 
-def _owners(rows: Any) -> list[int] | None:
+def _owners(rows: RowSet) -> list[int] | None:
     """Which question a row belongs to, where long texts make several rows of one."""
     if not isinstance(rows, Rows) or not len(rows) or "owner" not in rows[0]:
         return None

@@ -11,10 +11,11 @@ import numpy as np
 
 from linearize.data.columns import class_names, column_kinds, uniform
 from linearize.data.config import DataConfig
+from linearize.data.feeds import StreamPart
 from linearize.data.hub import cause, load_hub
 from linearize.data.images import ImageTable
 from linearize.data.load import looks_local, open_local, open_records
-from linearize.data.records import Example, TextRecords
+from linearize.data.records import Example, Records, TextRecords
 from linearize.data.walk import exists
 from linearize.errors import DataError
 from linearize.finetune.task import Task
@@ -27,7 +28,7 @@ HELD_OUT = 0.1
 MOST_HELD_OUT = 1_000
 _NO_SPLIT = "no-such-split"
 
-Given = str | Mapping[str, Any]
+Given = str | Mapping[str, object]
 """A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
 
 
@@ -40,7 +41,7 @@ class View:
         rows: [N] their numbers.
     """
 
-    records: Any
+    records: Records
     rows: np.ndarray
 
     def __len__(self) -> int:
@@ -147,7 +148,7 @@ def _holds_data(root: Path) -> bool:
         ) from error
 
 
-def _open(task: Task, given: Given, split: str, raw: bool) -> Any:
+def _open(task: Task, given: Given, split: str, raw: bool) -> View | Dataset:
     if not isinstance(given, str):
         if split not in given:
             raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
@@ -156,14 +157,16 @@ def _open(task: Task, given: Given, split: str, raw: bool) -> Any:
         return raw_table(given, split)
     config = _config(task, split)
     data = open_records(given, config, task.modality).data
-    return View(data, np.arange(len(data.sizes)))  # type: ignore[union-attr]
+    # It is not streamed: the config does not ask for that.
+    assert not isinstance(data, StreamPart)
+    return View(data, np.arange(len(data.sizes)))
 
 
 def _records(task: Task, table: Dataset) -> View:
     config = _config(task, task.train)
     table = uniform(table, config, task.modality, "table")
     names = class_names(table, "table")
-    data: Any = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
+    data: Records = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
     return View(data, np.arange(len(data.sizes)))
 
 
@@ -184,7 +187,7 @@ def raw_table(name: str, split: str) -> Dataset:
     path = Path(name).expanduser()
     if not exists(path) and not looks_local(name):
         return load_hub(name, split, False)
-    tables: list[Any] = open_local(path, split, "text", False)
+    tables: Sequence[Dataset] = open_local(path, split, "text", False)
     if len(tables) > 1:
         raise DataError(
             f"{name!r}: got files of {len(tables)} kinds, expected one kind; put them in folders of their own"

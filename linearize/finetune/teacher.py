@@ -23,12 +23,14 @@ from linearize.modeling.model import is_linearized
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from linearize.types import Processor
+
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers of one vocabulary, but other rules, cut in other ways."""
 
 
 def load_teacher(
-    name: str, data: TaskData, student: PreTrainedModel, processor: Any, max_length: int
+    name: str, data: TaskData, student: PreTrainedModel, processor: Processor, max_length: int
 ) -> PreTrainedModel:
     """Load a tuned softmax model as the teacher of a student.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.adapters import add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
@@ -26,7 +26,10 @@ from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from torch import nn
+    from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainingArguments
+
+    from linearize.finetune.tuner import Tuner
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Files without which a checkpoint of the trainer is a half-written one (the weights come first)."""
@@ -52,9 +55,9 @@ class TuneResult:
     steps: int
     best_step: int
     stopped: str
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
-    selection: dict[str, Any] = field(default_factory=dict)
+    selection: dict[str, object] = field(default_factory=dict)
 
 
 def finetune(
@@ -64,7 +67,7 @@ def finetune(
     *,
     folder: str | Path,
     resume: bool = False,
-    on_log: Callable[[dict[str, Any]], None] | None = None,
+    on_log: Callable[[dict[str, float]], None] | None = None,
     tensorboard: str | Path | None = None,
     teacher: PreTrainedModel | None = None,
     on_step: Callable[[TuneStep], None] | None = None,
@@ -145,7 +148,7 @@ def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
 
 
 @contextlib.contextmanager
-def checkpointing(model: Any, wanted: bool) -> Iterator[None]:
+def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
     """Have layers compute their activations again for their gradients in the block (Chen et al. 2016), if wanted.
 
     Raises:
@@ -162,7 +165,7 @@ def checkpointing(model: Any, wanted: bool) -> Iterator[None]:
             model.disable_input_require_grads()
 
 
-def check_checkpointing(model: Any, wanted: bool) -> None:
+def check_checkpointing(model: PreTrainedModel, wanted: bool) -> None:
     """Refuse gradient checkpointing of a model that does not know how.
 
     Raises:
@@ -188,7 +191,7 @@ def check_trains(data: TaskData) -> None:
         )
 
 
-def _train(trainer: Any, folder: Path, last: Path | None, started: dict[str, Any]) -> None:
+def _train(trainer: Tuner, folder: Path, last: Path | None, started: dict[str, object]) -> None:
     try:
         if last is None and trainer.is_world_process_zero():
             begin(folder, started)
@@ -219,7 +222,7 @@ def measure_task(
         return _measured(make_trainer(measured, data, config, folder, None))
 
 
-def selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, Any]:
+def selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, object]:
     """Say what the kept state was chosen by, as plain data."""
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
@@ -232,24 +235,24 @@ def selection_record(data: TaskData, config: TuneConfig, taught: bool, value: fl
 
 
 def make_trainer(
-    model: PreTrainedModel,
+    model: nn.Module,
     data: TaskData,
     config: TuneConfig,
     folder: str | Path,
-    on_log: Callable[[dict[str, Any]], None] | None,
+    on_log: Callable[[dict[str, float]], None] | None,
     teacher: PreTrainedModel | None = None,
-) -> Any:
+) -> Tuner:
     """Build transformers' trainer for a task; re-paired rows are learned from where there is a teacher."""
     from torch.utils.data import ConcatDataset
     from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
     from linearize.finetune.tuner import Tuner
 
-    def compute(prediction: Any) -> dict[str, float]:
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
         metrics = data.compute_metrics(prediction.predictions, prediction.label_ids)
         return metrics | {"score": main_metric(data.task, metrics)}
 
-    callbacks: list[Any] = [watch(on_log), loss_meter()]
+    callbacks: list[TrainerCallback] = [watch(on_log), loss_meter()]
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
     extra = data.extra if teacher is not None else None
@@ -297,9 +300,7 @@ def _check_names(model: PreTrainedModel, checkpoint: Path) -> None:
         )
 
 
-def training_arguments(
-    model: PreTrainedModel, data: TaskData, config: TuneConfig, folder: str | Path
-) -> TrainingArguments:
+def training_arguments(model: nn.Module, data: TaskData, config: TuneConfig, folder: str | Path) -> TrainingArguments:
     """Translate the options for transformers."""
     from transformers import TrainingArguments
 
@@ -380,7 +381,7 @@ def _finished(checkpoint: Path) -> bool:
     return bool(state["global_step"] >= state["max_steps"] or control.get("should_training_stop"))
 
 
-def _measured(trainer: Any) -> dict[str, float]:
+def _measured(trainer: Tuner) -> dict[str, float]:
     with quiet():
         found = trainer.evaluate()
     skipped = {"loss", "score", "selection", "runtime", "samples_per_second", "steps_per_second"}

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import ModelOutput
 
 from linearize.alignment.losses import hidden_state_loss, logits_loss
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.loss_meter import meter_of
-from linearize.finetune.prepared import IGNORED
+from linearize.finetune.prepared import IGNORED, RowSet
 from linearize.finetune.tasks import TASK_TYPES
 from linearize.modeling.model import kernel_parameters
 
@@ -47,7 +50,15 @@ class Tuner(Trainer):
         **options: see `transformers.Trainer`.
     """
 
-    def __init__(self, *, kind: str, config: TuneConfig, teacher: Any, selection: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        kind: str,
+        config: TuneConfig,
+        teacher: PreTrainedModel | None,
+        selection: RowSet | None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.kind, self.tune, self.teacher, self.selection = kind, config, teacher, selection
         self._parts: dict[str, list[Tensor]] = {}
@@ -58,7 +69,7 @@ class Tuner(Trainer):
         if teacher is not None:
             self.loss_is_scaled_for_ga = False
 
-    def create_optimizer(self, model: Any = None) -> Any:
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Build the optimizer; kernels get parameter groups of their own where they have a rate of their own."""
         made = super().create_optimizer(model)
         rate = self.tune.kernel_learning_rate
@@ -83,8 +94,12 @@ class Tuner(Trainer):
         return self.tune.labels_weight * share
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Return the loss of a batch: with a teacher its guidance while training, else the model's own."""
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
@@ -110,9 +125,11 @@ class Tuner(Trainer):
         self._note(parts)
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """See `Trainer.training_step`; the loss is summed up over the whole run, resumed or not."""
-        loss: Tensor = super().training_step(*args, **kwargs)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         meter_of(self).total += loss.detach().float()
         return loss
 
@@ -128,12 +145,12 @@ class Tuner(Trainer):
 
     def evaluation_loop(
         self,
-        dataloader: Any,
+        dataloader: DataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
-    ) -> Any:
+    ) -> EvalLoopOutput:
         """Measure the validation rows, and beside them (`eval_selection`) the rows to choose on."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.selection is not None:
@@ -148,23 +165,24 @@ class Tuner(Trainer):
         where they join. By the divergence alone a state from before the labels would win, whatever they brought. Every
         process measures all of these rows: shared out, some would count twice.
         """
-        model = self.model
-        model.eval()  # type: ignore[union-attr]
+        model, rows = self.model, self.selection
+        assert isinstance(model, nn.Module) and rows is not None
+        model.eval()
         total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
-        rows_once = DataLoader(self.selection, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
+        rows_once = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
         for batch in rows_once:
             inputs = self._prepare_inputs(batch)
-            rows = len(next(iter(inputs.values())))
+            count = len(next(iter(inputs.values())))
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 if self.teacher is None:
-                    value: Any = super().compute_loss(model, inputs)  # type: ignore[arg-type]
+                    value: Any = super().compute_loss(model, inputs)
                 else:
                     value = self._selection_loss(model, inputs)
-            total += torch.stack([value.float() * rows, torch.tensor(float(rows), device=total.device)])
+            total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
         # The same figure everywhere, to the bit: by it all processes stop, or none.
         return float(self.accelerator.reduce(total[0] / total[1], "mean"))  # type: ignore[arg-type]
 
-    def _selection_loss(self, model: Any, inputs: Any) -> Tensor:
+    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the divergence from the teacher on a batch, and the loss on its labels where they join."""
         fields = {name: value for name, value in inputs.items() if name not in LABELS}
         weight = self.tune.final_labels_weight
@@ -183,6 +201,7 @@ class Tuner(Trainer):
 
     def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
         """Run the teacher on a batch in the student's precision."""
+        assert self.teacher is not None
         with torch.no_grad(), self.accelerator.autocast():
             return self.teacher(**fields, output_hidden_states=hidden)
 
@@ -213,7 +232,7 @@ class Tuner(Trainer):
         self.state.best_model_checkpoint = str(best)
         super()._load_best_model()
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write weights under the names that the model's modules have.
 
         transformers saves some models (ViT) under older names, and its trainer looks for the modules' own when it

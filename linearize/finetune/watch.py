@@ -6,10 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from linearize.errors import TrainingError
 from linearize.finetune.loss_meter import meter_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,24 @@ class TuneStep:
     held_out: ClassVar[float | None] = None
 
 
-def watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:
+def watch(on_log: Callable[[dict[str, float]], None] | None) -> TrainerCallback:
     """Make the callback that hands the log on and stops when the loss is no number."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
         """Hands the log on."""
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            logs: dict[str, float] | None = None,
+            **kwargs: object,
+        ) -> None:
             """See `TrainerCallback.on_log`."""
             for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
-                if name in (logs or {}) and not math.isfinite(logs[name]):
+                if logs and name in logs and not math.isfinite(logs[name]):
                     raise TrainingError(
                         f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
                         "rate, or check the data for broken inputs"
@@ -60,18 +70,22 @@ def watch(on_log: Callable[[dict[str, Any]], None] | None) -> Any:
     return Watch()
 
 
-def step_reporter(trainer: Any, on_step: Callable[[TuneStep], None]) -> Any:
+def step_reporter(trainer: Trainer, on_step: Callable[[TuneStep], None]) -> TrainerCallback:
     """Make the callback that reports every step of a trainer."""
     from transformers import TrainerCallback
 
     class Reporter(TrainerCallback):
         """Reports steps."""
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_begin(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        ) -> None:
             """See `TrainerCallback.on_train_begin`; a resumed run begins at a later step."""
             self.start, self.first, self.before = time.perf_counter(), state.global_step, float(meter_of(trainer).total)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        ) -> None:
             """See `TrainerCallback.on_step_end`."""
             total, seconds = float(meter_of(trainer).total), time.perf_counter() - self.start
             left = seconds / (state.global_step - self.first) * (state.max_steps - state.global_step)

@@ -7,13 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.ownership import TRANSFORMERS, remove_parts
 from linearize.errors import CheckpointError, interrupted_run
 from linearize.finetune.config import MEASURED_ONLY, TuneConfig
 from linearize.finetune.prepared import TaskData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 STARTED = "started.json"
 PARTS = re.compile(r"checkpoint-\d+|\.?started\.json")
@@ -60,7 +63,9 @@ def remove_work(folder: Path) -> None:
     remove_parts(folder, PARTS, CALLED)
 
 
-def describe(model: Any, data: TaskData, config: TuneConfig, teacher: Any = None) -> dict[str, Any]:
+def describe(
+    model: PreTrainedModel, data: TaskData, config: TuneConfig, teacher: PreTrainedModel | None = None
+) -> dict[str, object]:
     """Return the fingerprint of a tuning run, before its first step and before low-rank updates are put in."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options |= {"task": data.task.name, "score": data.task.score}
@@ -72,7 +77,7 @@ def describe(model: Any, data: TaskData, config: TuneConfig, teacher: Any = None
     return fingerprint(model=model, data=data, options=options)
 
 
-def begin(folder: Path, started: Mapping[str, Any]) -> None:
+def begin(folder: Path, started: Mapping[str, object]) -> None:
     """Write down what a run is started with, whole or not at all.
 
     Raises:
@@ -84,7 +89,7 @@ def begin(folder: Path, started: Mapping[str, Any]) -> None:
     beside.replace(folder / STARTED)
 
 
-def check_started(folder: Path, now: Mapping[str, Any]) -> None:
+def check_started(folder: Path, now: Mapping[str, object]) -> None:
     """Refuse to go on with anything else than the run was started with.
 
     Raises:

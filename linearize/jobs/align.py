@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.alignment.pair import check_teacher
 from linearize.checkpoint.inspect import weights_were_trained
@@ -55,7 +55,7 @@ class AlignmentSaved:
     seconds: float
     findings: Findings
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
             "output": str(self.output),
@@ -95,6 +95,7 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
 def save_aligned(context: Context, job: AlignJob) -> AlignmentSaved:
     """Write the checkpoint with what was done to it."""
     result = context.alignment
+    assert result is not None
     record = alignment_record(result, teacher=job.teacher, data=job.data, config=job.align)
     record["options"] = recorded(job)
     made = add_command(context.provenance, command_of("align", job, travels=True)) | longest_row(context)
@@ -135,7 +136,7 @@ def load_teacher(context: Context, job: AlignJob) -> PreTrainedModel | None:
     return teacher.model
 
 
-def check_own_softmax(provenance: dict[str, Any]) -> None:
+def check_own_softmax(provenance: dict[str, object]) -> None:
     """Refuse to take a checkpoint's own weights for its original's where they were trained since.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from linearize.bench.memory import SHARE
 
@@ -103,7 +102,7 @@ class Bill:
         problems = self.problems
         return [*found, f"It does not fit: {'; '.join(problems)}." if problems else "It fits. Nothing was written."]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self) | {"seconds": self.seconds, "fits": not self.problems, "problems": self.problems}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
@@ -73,7 +72,7 @@ class Advice:
     notes: tuple[str, ...]
     command: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 
@@ -95,7 +94,7 @@ def advise(name: str) -> Advice:
     fits = [one for one in found if not one.why_not]
     picks = _picks(fits)
     kernel = picks.get("closest", fits[0].kernel if fits else "hedgehog")
-    given: dict[str, Any] = {"model": name, "kernel": kernel}
+    given: dict[str, object] = {"model": name, "kernel": kernel}
     short = longest is not None and longest <= SHORT
     if short:
         given["max_length"] = LONG
@@ -129,7 +128,7 @@ def _attentions(name: str) -> tuple[list[LayerPlan], int | None, bool]:
 
 
 def _candidate(info: KernelInfo, shapes: list[HeadShape], longest: int | None) -> Candidate:
-    arguments: dict[str, Any] = {"max_positions": longest or LONG} if info.maximum_positions else {}
+    arguments: dict[str, object] = {"max_positions": longest or LONG} if info.maximum_positions else {}
     config, why_not = info.config(**arguments), ""
     for shape in dict.fromkeys(shapes):
         try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.options import Option, options_of, without_folder
+
+if TYPE_CHECKING:
+    from linearize.finetune.task import Task
 
 AGAIN = ("resume", "overwrite")
 """Options that say something of one run, not of the job."""
@@ -17,8 +20,8 @@ OF_THE_PLACE = ("output", "device", "report_to")
 
 def command_of(
     verb: str,
-    job: Any,
-    changes: Mapping[str, Any] | None = None,
+    job: object,
+    changes: Mapping[str, object] | None = None,
     *,
     leave_out: Collection[str] = (),
     travels: bool = False,
@@ -40,7 +43,7 @@ def command_of(
     return line(verb, type(job), given | dict(changes or {}))
 
 
-def line(verb: str, config: type, given: Mapping[str, Any]) -> str:
+def line(verb: str, config: type, given: Mapping[str, object]) -> str:
     """Return a command line.
 
     Args:
@@ -55,7 +58,7 @@ def line(verb: str, config: type, given: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def data_options(job: Any) -> dict[str, Any]:
+def data_options(job: object) -> dict[str, object]:
     """Return what a job was told of its data, for a job that goes on with the same."""
     known = options_of(type(job))
     return {
@@ -65,9 +68,9 @@ def data_options(job: Any) -> dict[str, Any]:
     }
 
 
-def given_options(job: Any) -> dict[str, Any]:
+def given_options(job: object) -> dict[str, object]:
     """Return the options of a job that differ from what they would be if nobody had said anything."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, one in options_of(type(job)).items():
         place, inner = one.places[0]
         owner = getattr(job, place) if place else job
@@ -75,13 +78,14 @@ def given_options(job: Any) -> dict[str, Any]:
             value = getattr(owner, inner)
             if one.required or (value != one.default and value not in (None, (), {})):
                 found[name] = value
-    if getattr(getattr(job, "data", None), "text_pair_column", None):
+    data, task = getattr(job, "data", None), getattr(job, "task", None)
+    if data is not None and getattr(data, "text_pair_column", None):
         # Typed as one option.
-        found["text_column"] = f"{job.data.text_column},{job.data.text_pair_column}"
-    if hasattr(getattr(job, "task", None), "type"):
+        found["text_column"] = f"{data.text_column},{data.text_pair_column}"
+    if data is not None and task is not None and hasattr(task, "type"):
         # What the length would be otherwise is written in a checkpoint, which may be another one by now.
-        return found | task_options(job.task) | {"max_length": job.data.max_length}
-    derive: Callable[[Mapping[str, Any]], Any] = getattr(type(job), "derive", lambda values: {})
+        return found | task_options(task) | {"max_length": data.max_length}
+    derive: Callable[[Mapping[str, object]], Any] = getattr(type(job), "derive", lambda values: {})
     for name in list(found):
         place, inner = options_of(type(job))[name].places[0]
         others = {key: value for key, value in found.items() if key != name}
@@ -90,12 +94,12 @@ def given_options(job: Any) -> dict[str, Any]:
     return found
 
 
-def task_options(task: Any) -> dict[str, Any]:
+def task_options(task: Task) -> dict[str, object]:
     """Return a task as options of the verbs that take one: its name, and what differs from the task of that name."""
     from linearize.finetune.tasks import TASKS
 
     usual = TASKS[task.name]
-    found = {"task": task.name}
+    found: dict[str, object] = {"task": task.name}
     for option, name in (("columns", "columns"), ("label_column", "label"), ("labels", "labels")):
         if getattr(task, name) != getattr(usual, name):
             found[option] = getattr(task, name)
@@ -114,7 +118,7 @@ def _words(one: Option, value: Any) -> list[str]:
     return [flag, _text(value)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.inspect import weights_were_trained
 from linearize.jobs import findings
@@ -63,7 +63,7 @@ def _next(context: Context, trends: dict[str, Trend], lengths: Lengths | None) -
     return found or _look(context)
 
 
-def _align(context: Context, options: dict[str, Any]) -> str:
+def _align(context: Context, options: dict[str, object]) -> str:
     given = {name: value for name, value in data_options(context.job).items() if name in options_of(AlignJob)}
     return line("align", AlignJob, {"model": context.target, **given, **options})
 
@@ -75,7 +75,7 @@ def _original(context: Context) -> str:
     return str(given or context.provenance.get("base_model") or "ORIGINAL")
 
 
-def _align_again(context: Context, options: dict[str, Any]) -> str:
+def _align_again(context: Context, options: dict[str, object]) -> str:
     """Align what was aligned just now: with its original, unless its own softmax still is the original's."""
     job = context.job
     assert isinstance(job, AlignJob | ConvertJob)
@@ -92,7 +92,7 @@ def _align_again(context: Context, options: dict[str, Any]) -> str:
 def _lower_rates(context: Context) -> Step | None:
     """Where the alignment found nothing better than its start: the same at half the rates."""
     result, job = context.alignment, context.job
-    if not result.history or result.best_step:
+    if result is None or not result.history or result.best_step:
         return None
     assert isinstance(job, AlignJob | ConvertJob)
     rates = {name: getattr(job.align, name) / 2 for name in ("learning_rate", "kernel_learning_rate")}
@@ -132,16 +132,16 @@ def _convert_on(job: ConvertJob, trends: dict[str, Trend], lengths: Lengths | No
     return None
 
 
-def _long_rows(lengths: Lengths) -> dict[str, Any]:
+def _long_rows(lengths: Lengths) -> dict[str, object]:
     return {"distill_length": lengths.promised, "query_sample": SAMPLE, "batch_size": 1}
 
 
 def _look(context: Context) -> Step:
     data = data_options(context.job)
-    options: dict[str, Any] = {"checkpoint": context.target, "original": _original(context)}
+    options: dict[str, object] = {"checkpoint": context.target, "original": _original(context)}
     options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
     if "text_column" in data:
-        options["text_column"] = data["text_column"].partition(",")[0]
+        options["text_column"] = str(data["text_column"]).partition(",")[0]
     return "to look at every layer", line("report", ReportOptions, options)
 
 

@@ -67,7 +67,7 @@ def _states(values: Mapping[str, Any], target: str) -> dict[str, dict[str, Any]]
     return {name: {"folder": folder if keeps else None} for name, folder in _folders(target).items()}
 
 
-def rows_of(length: Any, tokens: int) -> int:
+def rows_of(length: object, tokens: int) -> int:
     """Return how many rows of a length have so many tokens: `STEP_ROWS`, or a half, a quarter ... of it; at least 1."""
     rows = STEP_ROWS
     # Of another type it is refused by the checks.
@@ -76,15 +76,15 @@ def rows_of(length: Any, tokens: int) -> int:
     return rows
 
 
-def _data_rows(values: Mapping[str, Any], length: str) -> dict[str, Any]:
+def _data_rows(values: Mapping[str, object], length: str) -> dict[str, object]:
     """Return the rows per batch of stage one and of the alignment; their losses are means over tokens."""
     return {"batch_size": rows_of(values.get(length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)}
 
 
-def kernel_args(**how: Any) -> Any:
+def kernel_args(group: str | None = None) -> Any:
     """Declare the option `--kernel-arg`."""
     help = "an argument of the kernel; may be repeated"
-    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs, **how)
+    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs, group=group)
 
 
 def _layers() -> Any:
@@ -96,11 +96,14 @@ def _target(output: str | None, model: str, ending: str) -> str:
     return output or f"{Path(model).name}-{ending}"
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingJob(Job):
     """What the jobs share that train a conversion, and keep states of it."""
 
-    stage: Any
-    """The options that say how states are kept."""
+    @property
+    def stage(self) -> DistillConfig | AlignConfig:
+        """The options that say how states are kept."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         check(self, "options")
@@ -149,7 +152,7 @@ class ConvertJob(StageOneJob):
 
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
     kernel: str | None = option("hedgehog", "kernel for all layers; see `linearize kernels`", metavar="NAME")
-    kernel_args: Mapping[str, Any] = kernel_args()
+    kernel_args: Mapping[str, object] = kernel_args()
     layers: str | None = _layers()
     keep_softmax: tuple[int, ...] = option(
         (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=_parse_layers
@@ -261,13 +264,13 @@ class AlignJob(TrainingJob):
 class InitJob(Job):
     """Options of `init`."""
 
-    config: str | Mapping[str, Any] = option(
+    config: str | Mapping[str, object] = option(
         help="config of transformers, as a file or folder", positional=True, metavar="CONFIG"
     )
     output: str = option(help="folder to make", metavar="DIR")
     task: str = option("causal-lm", "which head: a task, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
-    kernel_args: Mapping[str, Any] = kernel_args()
+    kernel_args: Mapping[str, object] = kernel_args()
     layers: str | None = _layers()
     tokenizer: str | None = option(
         None, "tokenizer or image processor to save along; folder or Hub name", metavar="DIR"

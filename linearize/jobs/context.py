@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import save, size_of
@@ -21,6 +21,11 @@ from linearize.jobs.events import Callback, DataOpened, Noted
 from linearize.loading import Loaded, move, quiet
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
+
+if TYPE_CHECKING:
+    from linearize.alignment.loop import AlignResult
+    from linearize.distillation.loop import DistillResult
+    from linearize.surgery.positions import PositionReport
 
 
 @dataclass
@@ -45,11 +50,11 @@ class Context:
     loaded: Loaded
     on_event: Callback
     provenance: dict[str, Any] = field(default_factory=dict)
-    earlier: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[dict[str, object]] = field(default_factory=list)
     source: Any = None
-    positions: Any = None
-    distillation: Any = None
-    alignment: Any = None
+    positions: PositionReport | None = None
+    distillation: DistillResult | None = None
+    alignment: AlignResult | None = None
     failure: TrainingError | None = None
     start: float = field(default_factory=time.perf_counter)
 
@@ -124,13 +129,13 @@ def longest_row(context: Context) -> dict[str, int]:
     return {} if found is None else {"longest_row": max(found, before if isinstance(before, int) else 0)}
 
 
-def add_command(provenance: Mapping[str, Any], command: str) -> dict[str, list[str]]:
+def add_command(provenance: Mapping[str, object], command: str) -> dict[str, list[str]]:
     """Return the commands that made a checkpoint, with the one that makes it now."""
     earlier = provenance.get("commands")
     return {"commands": [*(earlier if isinstance(earlier, list) else []), command]}
 
 
-def write(context: Context, provenance: Mapping[str, Any], files: Mapping[str, str | bytes]) -> None:
+def write(context: Context, provenance: Mapping[str, object], files: Mapping[str, str | bytes]) -> None:
     """Write the checkpoint, once, and drop the states of its run.
 
     Args:

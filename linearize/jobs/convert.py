@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
@@ -56,7 +56,7 @@ class ConvertResult:
     alignment: AlignResult | None = None
     findings: Findings | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
             "output": str(self.output),
@@ -153,7 +153,7 @@ def put_in_kernels(context: Context, decided: Plan, example_inputs: Mapping[str,
     loaded.embedder = with_length(loaded.embedder, job.max_length)
 
 
-def _made_from(job: ConvertJob) -> dict[str, Any]:
+def _made_from(job: ConvertJob) -> dict[str, object]:
     # A folder's name alone must not be taken for a name on the Hub later.
     local = on_disk(job.model)
     found = {"base_model": name_of(job.model), "base_is_local": local, "max_length": job.max_length}
@@ -189,7 +189,7 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
     return result
 
 
-def _stage_one_record(job: StageOneJob, result: Any) -> dict[str, Any]:
+def _stage_one_record(job: StageOneJob, result: DistillResult) -> dict[str, object]:
     record = without_heads(distillation_record(result))
     if not isinstance(job, ConvertJob):
         # A conversion's own options stand beside this.

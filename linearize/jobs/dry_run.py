@@ -41,6 +41,10 @@ from linearize.native.build import worth_building
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from linearize.finetune.prepared import TaskData
+    from linearize.finetune.tuner import Tuner
+    from linearize.jobs.finetune import Opened
+
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
 TIMED = 3
 """Steps that are done of each part: the first one warms up, the last one is followed by an evaluation."""
@@ -203,12 +207,13 @@ def _of_tuning(job: TuneJob, on_event: Callback) -> Bill:
     )
 
 
-def _stage_two(job: TuneJob, opened: Any) -> StageBill:
+def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     """Time the trainer's steps, and some batches of its evaluation."""
     config, data = job.tune, opened.data
     with tempfile.TemporaryDirectory() as folder, checkpointing(opened.model, config.gradient_checkpointing):
         trainer = make_trainer(opened.model, data, config, folder, None, opened.teacher)
-        trainer.create_optimizer()
+        optimizer, model = trainer.create_optimizer(), trainer.model
+        assert model is not None
         # What the trainer's own loop sets for its steps.
         trainer.current_gradient_accumulation_steps = config.gradient_accumulation
         batches = trainer.get_train_dataloader()
@@ -219,9 +224,9 @@ def _stage_two(job: TuneJob, opened: Any) -> StageBill:
         for _ in range(min(TIMED, total)):
             start = time.perf_counter()
             for batch in itertools.islice(endless, config.gradient_accumulation):
-                trainer.training_step(trainer.model, batch)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+                trainer.training_step(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
             wait()
             times.append(time.perf_counter() - start)
         step = sum(times[1:]) / len(times[1:]) if len(times) > 1 else times[0]
@@ -232,13 +237,14 @@ def _stage_two(job: TuneJob, opened: Any) -> StageBill:
     return StageBill("stage two", total, rows, step, len(times), evaluations, seconds)
 
 
-def _evaluation(trainer: Any, data: Any) -> float:
+def _evaluation(trainer: Tuner, data: TaskData) -> float:
     """Estimate an evaluation of the rows that are measured, and of those that the kept state is chosen on."""
     count = 0
     times: list[float] = []
     for rows in (data.validation, data.selection):
         if rows is None:
             continue
+        assert trainer.model is not None
         batches = trainer.get_eval_dataloader(rows)
         count += len(batches)
         for batch in itertools.islice(batches, 2 if not times else 0):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from linearize.finetune.prepared import Facts
 from linearize.finetune.tasks import recovery
 from linearize.jobs.events import Callback, ignore
 from linearize.jobs.sides import (
@@ -50,7 +50,7 @@ class Evaluation:
     data: str
     figures: dict[str, float]
     score: float
-    facts: dict[str, Any]
+    facts: Facts
     original: dict[str, float] | None = None
     original_score: float | None = None
     recovered: float | None = None

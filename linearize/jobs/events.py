@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.events import Callback, Event, Noted, Started, ignore
 
@@ -63,7 +63,7 @@ class Aligned(Event):
 class Logged(Event):
     """The trainer of stage two has written an entry of its log."""
 
-    entry: dict[str, Any]
+    entry: dict[str, float]
 
 
 @dataclass(frozen=True)

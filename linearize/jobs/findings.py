@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError
 from linearize.heads import HEADS, head_of_class
@@ -17,6 +17,7 @@ from linearize.modeling.plan import LayerPlan, Plan
 from linearize.registry import kernel_info, make_config
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from linearize.alignment.loop import AlignResult
@@ -112,7 +113,7 @@ class Findings:
         found += [f"Lengths: {self.lengths.text}."] if self.lengths else []
         return [*found, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 
@@ -144,7 +145,7 @@ def alignment_trend(result: AlignResult) -> Trend:
     return trend(points, result.history[-1].step - before if result.history else 0)
 
 
-def stage_two_trend(history: Iterable[Mapping[str, Any]], steps: int) -> Trend:
+def stage_two_trend(history: Iterable[Mapping[str, float]], steps: int) -> Trend:
     """Judge stage two's loss on the rows that the kept state was chosen on, or else on the validation rows.
 
     Args:
@@ -259,7 +260,7 @@ def wider_argument(layer: LayerPlan) -> str | None:
     return None
 
 
-def longest_row(batches: Iterable[Mapping[str, Any]]) -> int | None:
+def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
     """Return the tokens of the longest row of some batches, without padding; None where they hold no text."""
     longest = 0
     for batch in batches:

@@ -33,6 +33,8 @@ from linearize.loading import move
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from linearize.types import Processor
+
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
     """Tune a checkpoint on a task and save the result, all or nothing.
@@ -76,9 +78,9 @@ class Opened:
     """
 
     work: Path
-    earlier: list[dict[str, Any]]
+    earlier: list[dict[str, object]]
     model: PreTrainedModel
-    processor: Any
+    processor: Processor
     data: TaskData
     teacher: PreTrainedModel | None
 
@@ -137,7 +139,7 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResul
     return result, after_tuning(model, job, data, result)
 
 
-def _save(job: TuneJob, opened: Opened, record: dict[str, Any], files: dict[str, str]) -> None:
+def _save(job: TuneJob, opened: Opened, record: dict[str, object], files: dict[str, str]) -> None:
     """Write the result, and drop the trainer's checkpoints.
 
     Raises:

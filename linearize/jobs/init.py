@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.output import claim
 from linearize.errors import ConfigError
@@ -15,8 +15,11 @@ from linearize.modeling.plan import Plan
 from linearize.parsing import parse_json, parse_yaml
 from linearize.surgery.apply import convert
 
+if TYPE_CHECKING:
+    from linearize.types import Processor
 
-def init_checkpoint(job: InitJob, processor: Any = None) -> Plan | None:
+
+def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:
     """Make an untrained model and save it.
 
     Args:
@@ -43,7 +46,7 @@ def init_checkpoint(job: InitJob, processor: Any = None) -> Plan | None:
         return Plan.from_dict(model.config.linearize) if linear else None
 
 
-def read_config(name: str) -> dict[str, Any]:
+def read_config(name: str) -> dict[str, object]:
     """Read a config from a file or folder.
 
     Raises:

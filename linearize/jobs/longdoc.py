@@ -11,7 +11,6 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.finetune.config import TuneConfig
@@ -193,7 +192,7 @@ def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> T
     )
 
 
-def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, Any]:
+def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, object]:
     """Return the options that stage one and the alignment share: the training texts, and states to go on from."""
     file, columns, texts = write_texts(job, work)
     rows = rows_of_tokens(job.batch_tokens, min(length, lengths.longest))

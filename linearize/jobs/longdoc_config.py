@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
+from linearize.finetune.task import Task
 from linearize.jobs.config import DEVICES, OVERWRITE, Job, kernel_args
 from linearize.jobs.task_config import TaskChoice
 from linearize.options import check, option, section
@@ -26,14 +26,14 @@ class LongdocJob(Job):
     """Options of `longdoc`; `task` is a `linearize.finetune.tasks.Task`."""
 
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
-    task: Any = section(TaskChoice)
+    task: Task = section(TaskChoice)
     dataset: str = option(help="Hub data set, file, or folder with one file per split", metavar="NAME_OR_PATH")
     max_length: int | None = option(None, "longest document that the linear model shall read, in tokens", low=2)
     rows: DataOptions = section(DataOptions, only=("limit", "validation_limit"))
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
-    kernel_args: Mapping[str, Any] = kernel_args(group=CONVERSION)
+    kernel_args: Mapping[str, object] = kernel_args(group=CONVERSION)
     distill_steps: int = option(1000, "steps of stage one; 0 skips it", group=CONVERSION, low=0)
     distill_length: int | None = option(
         None, "tokens per row of stage one; by default as many as the original takes", group=CONVERSION, low=2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from linearize.bench.reading import peak_of_reading
 from linearize.errors import ConfigError
@@ -20,7 +19,8 @@ from linearize.finetune.load import (
     whole_length,
 )
 from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import TaskData
+from linearize.finetune.prepared import Facts, TaskData
+from linearize.finetune.tables import Given
 from linearize.finetune.task import Task
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.loading import move
@@ -42,7 +42,7 @@ class Setup:
     """
 
     task: Task
-    dataset: Any
+    dataset: Given | None
     batch_size: int | None
     device: str
     memory: bool = False
@@ -147,10 +147,10 @@ def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple
     return data, measured, result
 
 
-def rows_per_batch(facts: dict[str, Any]) -> int:
+def rows_per_batch(facts: Facts) -> int:
     """Return how many rows a batch has: as many as have `TOKENS` tokens, `MOST_ROWS` at most."""
-    lengths = [facts[name] for name in ("max_length", "context", "longest_row") if name in facts]
-    return rows_of_tokens(TOKENS, min(lengths, default=1))
+    lengths = [facts.get("max_length"), facts.get("context"), facts.get("longest_row")]
+    return rows_of_tokens(TOKENS, min((length for length in lengths if length is not None), default=1))
 
 
 def rows_of_tokens(tokens: int, length: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
+from linearize.finetune.task import Task
 from linearize.jobs.config import DEVICES, OVERWRITE, STEP_ROWS, Job, rows_of
 from linearize.options import check, option, parse_names, section
 
@@ -37,7 +38,7 @@ class TaskChoice:
     )
     split: str | None = option(None, "split to measure on (validation, or else test, or else held-out rows)")
 
-    def resolve(self) -> Any:
+    def resolve(self) -> Task:
         """Return the task.
 
         Raises:
@@ -68,7 +69,7 @@ class TuneJob(Job):
     model: str = option(
         help="converted checkpoint, or any of transformers; folder or Hub name", positional=True, metavar="DIR"
     )
-    task: Any = section(TaskChoice)
+    task: Task = section(TaskChoice)
     dataset: str | None = _dataset()
     output: str | None = option(None, "folder to make (<model>-<task>)", metavar="DIR")
     overwrite: bool = option(False, OVERWRITE)
@@ -114,7 +115,7 @@ class EvaluateJob(Job):
     model: str = option(
         help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
     )
-    task: Any = section(TaskChoice)
+    task: Task = section(TaskChoice)
     dataset: str | None = _dataset()
     compare: str | None = option(
         None,

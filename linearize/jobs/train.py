@@ -23,8 +23,9 @@ from linearize.trackers import reporter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.alignment.loop import AlignResult
-    from linearize.distillation.loop import DistillResult
+    from linearize.alignment.loop import AlignResult, AlignStep
+    from linearize.distillation.loop import DistillResult, StepReport
+    from linearize.trackers import Report
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:
@@ -68,8 +69,8 @@ def _report_to(context: Context) -> str:
     return context.job.report_to if is_main() else "none"
 
 
-def _on_step(context: Context, write: Callable[[Any], None]) -> Callable[[Any], None]:
-    def on_step(report: Any) -> None:
+def _on_step(context: Context, write: Callable[[Report], None]) -> Callable[[StepReport | AlignStep], None]:
+    def on_step(report: StepReport | AlignStep) -> None:
         write(report)
         context.on_event(StepDone(report))
 
@@ -104,9 +105,9 @@ def alignment_record(
     teacher: str | None = None,
     data: DataConfig | None = None,
     config: AlignConfig | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what a checkpoint says about its alignment."""
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "steps": result.steps,
         "best_step": result.best_step,
         "stopped": result.stopped,

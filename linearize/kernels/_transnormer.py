@@ -87,12 +87,13 @@ def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) 
     )
 
 
-def layer_plan(diag: str, norm: str) -> Callable[[Any, int], list[tuple[str, dict[str, Any]]]]:
+def layer_plan(diag: str, norm: str) -> Callable[[Any, int], list[tuple[str, dict[str, object]]]]:
     """Make the preset: DiagAttention in the first half of the layers (rounded down), NormAttention in the others."""
 
-    def preset(config: BlockConfig, layers: int) -> list[tuple[str, dict[str, Any]]]:
+    def preset(config: BlockConfig, layers: int) -> list[tuple[str, dict[str, object]]]:
         first = layers // 2
-        return [(diag, {"block": config.block})] * first + [(norm, {})] * (layers - first)
+        diagonal: dict[str, object] = {"block": config.block}
+        return [(diag, diagonal)] * first + [(norm, {})] * (layers - first)
 
     return preset
 

@@ -46,14 +46,14 @@ class LinearizeConfig(PreTrainedConfig):
         section = check_section(config_dict.get("linearize"))
         return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Write the section with the checksum of its plan."""
         values = super().to_dict()
         if self.linearize:
             values["linearize"] = _with_checksum(self.linearize)
         return values
 
-    def to_diff_dict(self) -> dict[str, Any]:
+    def to_diff_dict(self) -> dict[str, object]:
         """Write the section even where a default equals it, and where the code is."""
         section = _with_checksum(self.linearize) if self.linearize else self.linearize
         values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
@@ -70,11 +70,11 @@ class LinearizeConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
-def _with_checksum(section: dict[str, Any]) -> dict[str, Any]:
+def _with_checksum(section: dict[str, object]) -> dict[str, object]:
     return {**section, "checksum": checksum(section)}
 
 
-def checksum(section: Mapping[str, Any]) -> str:
+def checksum(section: Mapping[str, object]) -> str:
     """Return a number over all of a section but its provenance: an edit of one of its values shows.
 
     Most edits would show nowhere else: another window, argument or kernel with weights of the same size.
@@ -144,7 +144,7 @@ _KEYS = ("format_version", "checksum", "provenance", ABSENT)
 """What the section holds beside the plan."""
 
 
-def check_section(section: Any) -> dict[str, Any]:
+def check_section(section: object) -> dict[str, Any]:
     """Hold the section `linearize` of a config.json against what this version can read, and return it.
 
     Raises:
@@ -253,7 +253,7 @@ class _Mixin(_Original):
 
     model_type = MODEL_TYPE
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         requested = kwargs.pop("attn_implementation", None)
         if requested not in (None, IMPLEMENTATION, LOCAL_AS_FULL):
             raise ConfigError(
@@ -280,21 +280,21 @@ class _Mixin(_Original):
         finally:
             self._output_attentions = wanted
 
-    def __setattr__(self, key: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: object) -> None:
         # transformers writes "sdpa" here where a caller named nothing; that would run softmax silently.
         if key == "_attn_implementation_internal" and value is not None:
             value = implementation(self)
         super().__setattr__(key, value)
 
 
-def implementation(config: Any) -> str:
+def implementation(config: PreTrainedConfig) -> str:
     """Return the name of the attention implementation that a converted model's config asks for."""
     layers = (getattr(config, "linearize", None) or {}).get("layers", ())
     local = [layer["kernel"] for layer in layers if LOCAL in layer.get("host", ())]
     return LOCAL_AS_FULL if local and SOFTMAX not in local else IMPLEMENTATION
 
 
-def use_linear_attention(config: Any, name: str | None = None) -> None:
+def use_linear_attention(config: PreTrainedConfig, name: str | None = None) -> None:
     """Set the attention implementation on a converted model's config and on the configs inside it."""
     name = implementation(config) if name is None else name
     config._attn_implementation_internal = name
@@ -304,7 +304,7 @@ def use_linear_attention(config: Any, name: str | None = None) -> None:
             use_linear_attention(inner, name)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[LinearizeConfig]:
     """Make the config class of converted models by its name: so does pickle ask for it."""
     import transformers
 
@@ -314,11 +314,11 @@ def __getattr__(name: str) -> Any:
     return config_class(base)
 
 
-_CLASSES: dict[Any, Any] = {}
-_CALLBACKS: list[Callable[[Any, Any], None]] = []
+_CLASSES: dict[type[PreTrainedConfig], type[LinearizeConfig]] = {}
+_CALLBACKS: list[Callable[[type[LinearizeConfig], type[PreTrainedConfig]], None]] = []
 
 
-def on_config_class(callback: Callable[[Any, Any], None]) -> None:
+def on_config_class(callback: Callable[[type[LinearizeConfig], type[PreTrainedConfig]], None]) -> None:
     """Have a function called with every config class that is made, and the original's; with those there are at once."""
     if callback in _CALLBACKS:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, cont
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     _Original = PreTrainedModel
 else:
     _Original = object
@@ -78,7 +81,9 @@ class LinearizedModel(_Original):
         config.linearize = section | ({ABSENT: absent} if absent else {})
         return super().save_pretrained(*args, **kwargs)
 
-    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+    def set_attn_implementation(
+        self, attn_implementation: str | dict[str, str], *args: object, **kwargs: object
+    ) -> None:
         """Refuse anything but linear attention: a converted model has no other.
 
         Raises:
@@ -95,7 +100,12 @@ class LinearizedModel(_Original):
         return LinearizeCache(self.config.get_text_config(decoder=True), _cache_indices(self))
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: object,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         _check_generation(generation_config, generation_mode)
         given = model_kwargs.get("past_key_values")
@@ -122,7 +132,7 @@ def _has_own_cache(model: nn.Module) -> bool:
     return any(_is_own_cache(one) for one in classes)
 
 
-def _check_generation(generation_config: Any, mode: Any) -> None:
+def _check_generation(generation_config: GenerationConfig, mode: object) -> None:
     """Refuse what a running sum cannot do, before the first token.
 
     Raises:
@@ -141,7 +151,7 @@ def _check_generation(generation_config: Any, mode: Any) -> None:
         )
 
 
-def check_checkpoint(name: Any, **options: Any) -> None:
+def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> None:
     """Check that a folder's (or Hub repository's) config.json and weights belong together, without reading weights.
 
     Raises:
@@ -171,7 +181,7 @@ def saved_class(config: Any) -> type[PreTrainedModel] | None:
     return model_class(base, type(config)) if known else None  # type: ignore[arg-type]
 
 
-_CLASSES: dict[Any, Any] = {}
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
 def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedModel]:
@@ -194,7 +204,7 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     return _CLASSES[base]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[PreTrainedModel]:
     """Make the class of converted models of one of transformers' classes by its name: so does pickle ask for it."""
     base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
     if not isinstance(base, type) or not issubclass(base, PreTrainedModel) or base.config_class is None:
@@ -275,7 +285,7 @@ def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
         host.register_forward_pre_hook(_hand_over_cache, with_kwargs=True)
 
 
-def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell the kernel which state belongs to this call: the attention function itself never sees the cache."""
     cache = kwargs.get("past_key_values")
     if cache is None:
@@ -286,7 +296,9 @@ def _hand_over_cache(host: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
     attention.hand_over(layer)
 
 
-def _default_cache(root: Any, args: Any, kwargs: dict[str, Any], own: bool) -> tuple[Any, dict[str, Any]] | None:
+def _default_cache(
+    root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: bool
+) -> tuple[tuple[Any, ...], dict[str, object]] | None:
     """Give a forward that would make its own cache of all keys one of constant size instead; not for an `own` class."""
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(root.config, "use_cache", False) if use_cache is None else use_cache
@@ -296,7 +308,9 @@ def _default_cache(root: Any, args: Any, kwargs: dict[str, Any], own: bool) -> t
     return args, kwargs | {"past_key_values": made}
 
 
-def _mask_while_tracing(root: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _mask_while_tracing(
+    root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, object]] | None:
     """Say that no token is padding where torch.compile or torch.export would otherwise prepare for packed sequences.
 
     transformers looks for packed sequences in position_ids; while tracing it cannot look and assumes them.

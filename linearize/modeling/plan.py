@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from linearize.attention.shape import HeadShape
 from linearize.errors import CheckpointError, ConfigError
@@ -79,7 +81,7 @@ class Plan:
         """The layers that attended inside a window and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data for config.json."""
         return {
             "base_model_type": self.base_model_type,
@@ -123,12 +125,12 @@ ATTRIBUTES = ("is_causal", *_HEADS, *_KEY_HEADS, *_GROUPS, *_SIZES, "layer_idx")
 """What a host's attention module may say of itself, by the names that transformers and timm use."""
 
 
-def host_facts(host: Any, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
+def host_facts(host: nn.Module, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
     """Return the attributes of a host's module that say what `shape` and `cache_index` say."""
     return tuple(name for name in ATTRIBUTES if _said(host, name) == _planned(name, shape, cache_index))
 
 
-def contradiction(host: Any, layer: LayerPlan) -> str:
+def contradiction(host: nn.Module, layer: LayerPlan) -> str:
     """Say in which of the facts of a plan its host's module now says something else; empty if in none."""
     for name in layer.host:
         if name in ATTRIBUTES and (name == "is_causal" or hasattr(host, name)):
@@ -138,7 +140,7 @@ def contradiction(host: Any, layer: LayerPlan) -> str:
     return ""
 
 
-def _said(host: Any, name: str) -> Any:
+def _said(host: nn.Module, name: str) -> Any:
     # Modules that say nothing of it are bidirectional, as for transformers' own attention functions.
     return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not said")
 
@@ -188,7 +190,7 @@ def _legacy_defaults(kernel: str) -> dict[str, Any]:
         return {}
 
 
-def _one_direction(host: Any) -> bool:
+def _one_direction(host: Collection[object]) -> bool:
     """Whether a list names facts, and exactly one of them says where the direction comes from."""
     known = (*ATTRIBUTES, CALLED, MASKED, LOCAL)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
@@ -205,7 +207,7 @@ def _check_order(layers: tuple[LayerPlan, ...]) -> None:
         modules.add(layer.module)
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     """Whether an argument is of a kind that kernels have; NaN and infinity are none."""
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 

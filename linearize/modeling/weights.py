@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
@@ -47,7 +47,9 @@ class Stored(NamedTuple):
     dtype: str
 
 
-def check_weights(name: str | os.PathLike[str], model: type[PreTrainedModel], config: Any, **options: Any) -> None:
+def check_weights(
+    name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **options: Any
+) -> None:
     """Hold the weights of a checkpoint against the model that its config.json describes.
 
     Args:
@@ -187,7 +189,7 @@ def _some(names: list[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _check_depth(config: Any, header: Header) -> None:
+def _check_depth(config: PreTrainedConfig, header: Header) -> None:
     """Refuse a number of layers that the file cannot hold, before modules are made for each of them."""
     configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
     for one in configs:

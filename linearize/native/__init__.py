@@ -9,21 +9,24 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.ops.tracing import is_tracing
+
+if TYPE_CHECKING:
+    from linearize.native.calls import Engine
 
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: 0 leaves the native op alone though it is built."""
 
 
-def engine() -> Any:
+def engine() -> Engine | None:
     """Return the `linearize.native.calls.Engine` that was built for this machine, or None; None while compiling too."""
     return None if is_tracing() or os.environ.get(SWITCH) == "0" else loaded()
 
 
 @functools.lru_cache(maxsize=1)
-def loaded() -> Any:
+def loaded() -> Engine | None:
     """Return the same whatever the environment variable says: for who has just asked `engine`."""
     # By name, and only if it is there: code that travels with a checkpoint comes without the package.
     try:

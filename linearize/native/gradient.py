@@ -61,7 +61,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
         size = len(MAP_WEIGHTS)
         maps = [
@@ -99,7 +99,7 @@ class _Mapped(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> Any:
+    def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
         found, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)

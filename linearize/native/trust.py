@@ -70,7 +70,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return found
 
 
-def verified(folder: Path, entry: Mapping[str, Any]) -> Path:
+def verified(folder: Path, entry: Mapping[str, object]) -> Path:
     """Return the library that an entry of a record names, once its size and hash are those that were written down.
 
     Raises:

@@ -219,7 +219,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_kv: Tensor) -> Any:
+    def backward(ctx: Any, grad_out: Tensor, grad_kv: Tensor) -> tuple[Tensor | None, ...]:
         phi_q, phi_k, v, weight, start, out, sums = ctx.saved_tensors
         chunks = _Chunks(phi_q, phi_k, v, weight, ctx.plan)
         rows = _row_gradients(chunks, grad_out, out, sums)

@@ -8,7 +8,7 @@ earlier output. Where the running maximum climbs by more than `CLIMB` inside a c
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     decay: Tensor | None = None
     steep: list[bool] | None = None
 
-    def least(self, part: slice) -> Any:
+    def least(self, part: slice) -> Tensor | float:
         """Return the smallest magnitude of a row's sum, in the row's unit: a number or [B, K, 1, C]."""
         if self.top is None or self.unit is None:
             return self.eps

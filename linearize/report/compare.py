@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError
 from linearize.events import Callback, Started, ignore
 from linearize.report.noise import verdict, verdict_of_times
 from linearize.report.options import CompareOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -59,7 +63,7 @@ class Conversion:
     seconds: float | None
     speedup: float | None
     tokens: int | None
-    layers: list[dict[str, Any]]
+    layers: list[dict[str, object]]
     per_input: dict[str, list[float]] = field(default_factory=dict)
     seconds_spread: float | None = None
 
@@ -73,7 +77,7 @@ class Compared:
     notes: list[str]
     verdicts: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 
@@ -121,7 +125,9 @@ def verdicts(conversions: Sequence[Conversion]) -> list[str]:
     return [*found, verdict_of_times(known)] if len(known) == len(conversions) and same else found
 
 
-def figures_per_input(model: Any, original: Any, batches: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+def figures_per_input(
+    model: PreTrainedModel, original: PreTrainedModel | None, batches: Sequence[dict[str, Tensor]]
+) -> dict[str, list[float]]:
     """Measure each input alone; a figure that one of them has not is left out."""
     from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.whole import output_difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -61,11 +61,11 @@ class Gathered:
     picture: Tensor | None
     outputs: OutputDifference | None
     speeds: list[Row]
-    log: list[dict[str, Any]]
+    log: list[dict[str, object]]
     notes: list[str]
     left_out: list[str]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the numbers as plain data."""
         from linearize.bench.side_by_side import Comparison
 
@@ -180,7 +180,7 @@ def _speeds(
     return measure_speed(loaded.model, folder, lengths)
 
 
-def _log(checkpoint: str, left_out: list[str]) -> list[dict[str, Any]]:
+def _log(checkpoint: str, left_out: list[str]) -> list[dict[str, object]]:
     from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
 
     lines = read_log(checkpoint)

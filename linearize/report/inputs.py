@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from linearize.errors import ConfigError
 from linearize.loading import Loaded
 from linearize.report.options import InputOptions
+
+if TYPE_CHECKING:
+    pass
 
 HOLDOUT = 64
 """What conversion holds out unless asked otherwise: the same examples are looked at here."""
@@ -60,12 +63,12 @@ def load_inputs(loaded: Loaded, options: InputOptions, *, seed: int = 0) -> Inpu
     from linearize.data.load import load_source, open_records
     from linearize.surgery.positions import current_length
 
-    if loaded.modality not in ("text", "image") or loaded.processor is None:
+    modality, processor = loaded.modality, loaded.processor
+    if modality == "other" or processor is None:
         raise ConfigError(
             f"{loaded.name!r} has no tokenizer or image processor, which a report needs to make inputs; save one in "
             "the folder"
         )
-    modality: Any = loaded.modality
     notes: list[str] = []
     limit = current_length(loaded.model) if modality == "text" else None
     length = options.max_length
@@ -85,7 +88,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, *, seed: int = 0) -> Inpu
         part = open_records(config.sources[0][0], config, modality)
         if not isinstance(part.data, StreamPart) and len(part.data.sizes) < 2 * config.holdout:
             return _all_of(part, config, loaded, options.inputs, notes)
-    source = load_source(config, loaded.processor, modality)
+    source = load_source(config, processor, modality)
     batches, left = [], options.inputs
     for batch in source.holdout_batches():
         if left > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.bench.plot import time_and_memory
 from linearize.bench.rows import mebibytes
@@ -17,6 +17,8 @@ from linearize.fidelity.plots_style import layer_names, to_png
 from linearize.report.gather import Gathered
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from linearize.fidelity.maps import LayerMaps
 
 LARGE = 2
@@ -55,7 +57,7 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def draw(name: str, figure: Any, alt: str, caption: str = "") -> Picture:
+def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
     """Draw a figure."""
     png, width, height = to_png(figure)
     return Picture(name, alt, caption or alt, png, width, height)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def convert(
     model: PreTrainedModel,
     kernel: str | None = "hedgehog",
-    kernel_args: Mapping[str, Any] | None = None,
+    kernel_args: Mapping[str, object] | None = None,
     *,
-    layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None = None,
+    layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None,
     keep_softmax: Iterable[int] = (),
     window: int | None = None,
     max_length: int | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.errors import UnsupportedModelError
-from linearize.surgery.inputs import text_config
+from linearize.surgery.inputs import Inputs, text_config
 from linearize.surgery.probe import Run, trial_runs
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
@@ -38,7 +38,7 @@ class Recorded(NamedTuple):
     """
 
     module: PreTrainedModel
-    batch: dict[str, Any]
+    batch: Inputs
     outputs: list[Tensor]
 
 
@@ -71,7 +71,7 @@ def record(
     return found
 
 
-def _try_outputs(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Tensor]:
+def _try_outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     with contextlib.suppress(Exception):
         return _outputs(model, batch)
     return []
@@ -110,7 +110,8 @@ def _check(recorded: Recorded) -> None:
             f"{name} does not run any more once its attention goes through linear attention's masks "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}), {advice}"
         ) from error
-    mask = batch.get("attention_mask")
+    given = batch.get("attention_mask")
+    mask = given if isinstance(given, Tensor) else None
     for old, new in zip(before, after, strict=False):
         difference, allowed = _difference(old, new, mask), TOLERANCE.get(old.dtype, 5e-2)
         if not difference <= allowed:
@@ -121,16 +122,16 @@ def _check(recorded: Recorded) -> None:
             )
 
 
-def _cut(inputs: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+def _cut(inputs: Inputs, longest: int | None) -> Inputs:
     """Cut the tokens of a batch to `longest`."""
     texts = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()}
     return dict(inputs) | {key: x[:, :longest] for key, x in texts.items()}
 
 
-def _with_padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any] | None:
+def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     """Return a batch of two rows, the second with padding; None for models of anything but text."""
     ids = inputs.get("input_ids")
-    if ids is None or any(torch.is_tensor(x) and key != "input_ids" for key, x in inputs.items()):
+    if not isinstance(ids, Tensor) or any(torch.is_tensor(x) and key != "input_ids" for key, x in inputs.items()):
         return None
     mask = torch.ones(2, ids.shape[1], dtype=torch.long, device=ids.device)
     mask[1, -PADDED:] = 0
@@ -141,7 +142,7 @@ def _with_padding(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, A
     return inputs | {"input_ids": rows, "attention_mask": mask}
 
 
-def _outputs(model: PreTrainedModel, batch: Mapping[str, Any]) -> list[Tensor]:
+def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     """Return the floating point outputs of a forward in evaluation mode."""
     training = model.training
     model.eval()

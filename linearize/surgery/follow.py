@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +21,18 @@ from linearize.errors import UnsupportedModelError
 Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
 
 
-def refusal(model: Any, why: str, do: str = "leave the option out") -> UnsupportedModelError:
+def refusal(model: nn.Module, why: str, do: str = "leave the option out") -> UnsupportedModelError:
     """Build the error of a model that is left as it is."""
     return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
 
 
-def stray(model: Any, name: str, field: str) -> UnsupportedModelError:
+def stray(model: nn.Module, name: str, field: str) -> UnsupportedModelError:
     """Build the error for a tensor that depends on the field in an unknown way, or not at all."""
     return refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")
 
 
 def follow(
-    model: PreTrainedModel, field: str, value: Any, resize: Resize, expected: Collection[str] = ()
+    model: PreTrainedModel, field: str, value: object, resize: Resize, expected: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Set a config field and all that follows from it; everything is worked out before anything is written.
 
@@ -71,7 +70,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
-def _twin(model: PreTrainedModel, field: str, value: Any) -> PreTrainedModel:
+def _twin(model: PreTrainedModel, field: str, value: object) -> PreTrainedModel:
     """Build the model's class from its config with one field set, on the meta device."""
     config = copy.deepcopy(model.config)
     try:
@@ -99,7 +98,7 @@ def _refill(twin: PreTrainedModel, live: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: twin.get_parameter_or_buffer(name).detach() for name in live}
 
 
-def _numbers(model: Any, field: str, old: nn.Module, new: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def _numbers(model: nn.Module, field: str, old: nn.Module, new: nn.Module) -> Iterator[tuple[nn.Module, str, object]]:
     """Yield (module, attribute, new value) for the whole numbers that differ between the twins."""
     twins, mine = dict(new.named_modules()), dict(model.named_modules())
     for path, module in old.named_modules():
@@ -116,9 +115,9 @@ def _numbers(model: Any, field: str, old: nn.Module, new: nn.Module) -> Iterator
 def _write(
     model: PreTrainedModel,
     tensors: dict[str, Tensor],
-    numbers: list[tuple[nn.Module, str, Any]],
+    numbers: list[tuple[nn.Module, str, object]],
     field: str,
-    value: Any,
+    value: object,
 ) -> None:
     shared: dict[int, nn.Parameter] = {}
     for name, tensor in tensors.items():

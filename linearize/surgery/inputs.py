@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.errors import ConfigError, UnsupportedModelError, first_line
 
@@ -26,7 +25,8 @@ TOKENS, DECODER_TOKENS = 7, 5
 _MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features")
 _SAMPLES, _FRAMES = 4000, 64
 
-Inputs = dict[str, Any]
+Inputs = dict[str, Tensor | bool]
+"""Arguments of a forward by name: tensors, and whether it shall use a cache."""
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
@@ -48,17 +48,18 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     decoder = {key: x for key, x in text.items() if key == "decoder_input_ids"}
     alone = [other | decoder for other in (*images, *sounds)]
     wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone]
-    more = {"use_cache": False} if "use_cache" in names else {}
+    more: Inputs = {"use_cache": False} if "use_cache" in names else {}
     for made in wanted:
         yield made | more
     with contextlib.suppress(Exception):
         dummy = {key: x for key, x in model.dummy_inputs.items() if torch.is_tensor(x) and key in names}
         vocabulary = getattr(text_config(model.config), "vocab_size", None) or 1
         if dummy:
-            yield {key: x if x.is_floating_point() else x % vocabulary for key, x in dummy.items()} | more
+            made = {key: x if x.is_floating_point() else x % vocabulary for key, x in dummy.items()}
+            yield {**made, **more}
 
 
-def read_inputs(path: str, model: PreTrainedModel) -> Inputs:
+def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """Read keyword arguments for a model's forward from a file of tensors.
 
     Args:
@@ -92,7 +93,7 @@ def read_inputs(path: str, model: PreTrainedModel) -> Inputs:
     return {key: x.to(device, dtype if x.is_floating_point() else x.dtype) for key, x in found.items()}
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the part of a config that tells of the text that is read or written; the config itself where it is one."""
     try:
         return config.get_text_config()
@@ -111,7 +112,7 @@ def _forward_names(model: PreTrainedModel) -> set[str]:
 
 def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
     config, device = model.config, next(model.parameters()).device
-    made: Inputs = {}
+    made: dict[str, Tensor | None] = {}
     if "input_ids" in names:
         made["input_ids"] = _tokens(config, TOKENS, device)
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
@@ -166,7 +167,7 @@ def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
     return drawn if parameter is None else drawn.to(parameter.device, parameter.dtype)
 
 
-def _tokens(config: Any, count: int, device: torch.device) -> Tensor | None:
+def _tokens(config: PreTrainedConfig, count: int, device: torch.device) -> Tensor | None:
     """Make up tokens [1, count] that mean nothing special; None where the config knows no vocabulary."""
     text = text_config(config)
     named = {name for one in (config, text) for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
@@ -183,13 +184,13 @@ def _tokens(config: Any, count: int, device: torch.device) -> Tensor | None:
     return torch.tensor([ids], device=device)
 
 
-def _ids(config: Any, name: str) -> list[int]:
+def _ids(config: PreTrainedConfig, name: str) -> list[int]:
     """Return the special tokens that a config has under a name: none, one, or several (Llama 3's ends of a text)."""
     found = getattr(config, name, None)
     return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
 
 
-def _image_shape(config: Any) -> tuple[int, int, int]:
+def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "image_size", None)
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3

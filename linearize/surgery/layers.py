@@ -61,10 +61,10 @@ def parse_layers(text: str) -> dict[int, str]:
 def assign(
     count: int,
     kernel: str | None,
-    arguments: Mapping[str, Any],
-    layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None,
+    arguments: Mapping[str, object],
+    layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None,
     keep_softmax: Iterable[int],
-) -> list[tuple[str, dict[str, Any]]]:
+) -> list[tuple[str, dict[str, object]]]:
     """Return kernel and arguments for each of `count` layers.
 
     Args:
@@ -88,7 +88,7 @@ def assign(
     if both:
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
     rest = [] if kernel is None else expand(count, kernel, arguments)
-    chosen: list[tuple[str, dict[str, Any]]] = []
+    chosen: list[tuple[str, dict[str, object]]] = []
     for index in range(count):
         if index in kept:
             chosen.append((SOFTMAX, {}))
@@ -103,7 +103,7 @@ def assign(
     return chosen
 
 
-def expand(count: int, kernel: str, arguments: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:
     """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
 
     Raises:
@@ -115,7 +115,7 @@ def expand(count: int, kernel: str, arguments: Mapping[str, Any]) -> list[tuple[
     return [(kernel, dict(arguments)) for _ in range(count)]
 
 
-def _entry(index: int, entry: Any) -> tuple[str, dict[str, Any]]:
+def _entry(index: int, entry: Any) -> tuple[str, dict[str, object]]:
     """Read what was given for one layer: a name, or a name and arguments."""
     if isinstance(entry, str):
         name, arguments = entry, {}

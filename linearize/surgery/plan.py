@@ -25,9 +25,9 @@ from linearize.surgery.probe import probe
 def plan(
     model: PreTrainedModel,
     kernel: str | None = "hedgehog",
-    kernel_args: Mapping[str, Any] | None = None,
+    kernel_args: Mapping[str, object] | None = None,
     *,
-    layers: Mapping[int, str | tuple[str, Mapping[str, Any]]] | str | None = None,
+    layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None,
     keep_softmax: Iterable[int] = (),
     window: int | None = None,
     max_length: int | None = None,
@@ -158,8 +158,8 @@ def _attends_across(call: Call, name: str) -> bool:
 
 
 def _complete(
-    model: PreTrainedModel, kernel: str, arguments: dict[str, Any], window: int | None, max_length: int | None
-) -> tuple[str, dict[str, Any]]:
+    model: PreTrainedModel, kernel: str, arguments: dict[str, object], window: int | None, max_length: int | None
+) -> tuple[str, dict[str, object]]:
     """Add to a layer's arguments what is the same for all layers: the window, and the longest input."""
     if kernel == SOFTMAX:
         return kernel, arguments
@@ -171,7 +171,7 @@ def _complete(
     return kernel, arguments
 
 
-def _check_used(window: int | None, chosen: list[tuple[str, dict[str, Any]]]) -> None:
+def _check_used(window: int | None, chosen: list[tuple[str, dict[str, object]]]) -> None:
     """Refuse a window that no layer can have."""
     names = [name for name, _ in chosen if name != SOFTMAX]
     if window is not None and not any(kernel_info(name).windowed for name in names):

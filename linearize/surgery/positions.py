@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from linearize.errors import ConfigError, UnsupportedModelError, unknown_name
 from linearize.surgery.follow import follow, refusal, stray
+
+if TYPE_CHECKING:
+    from linearize.types import Processor
 
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.
@@ -151,7 +154,7 @@ def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> Po
     return PositionReport(length, tokens, "bicubic", changed, note, new.size)
 
 
-def extend_processor(processor: Any, length: PositionReport | int, model: nn.Module) -> Any:
+def extend_processor(processor: Processor, length: PositionReport | int, model: nn.Module) -> Processor:
     """Let the tokenizer or image processor of an extended model give it the longer inputs.
 
     Args:
@@ -262,7 +265,7 @@ def _is_rotary(module: nn.Module) -> bool:
     return names or "rotary" in type(module).__name__.lower()
 
 
-def runs_beyond_limit(model: Any) -> bool:
+def runs_beyond_limit(model: nn.Module) -> bool:
     """Tell whether a text model reads more tokens than its config says: positions are rotary, and there is no table."""
     if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
         return False
@@ -270,14 +273,14 @@ def runs_beyond_limit(model: Any) -> bool:
     return not named and any(_is_rotary(module) for module in model.modules())
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: object) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
         raise ConfigError(f"got size {size!r}, expected pixels: a whole number or (height, width)")
     return pair
 
 
-def _image(model: Any) -> _Image | None:
+def _image(model: nn.Module) -> _Image | None:
     """Return the image and patch size, in pixels, of an image model; None for other models."""
     timm = _timm(model)
     if timm is not None:
@@ -319,7 +322,7 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
     return follow(model, _IMAGE, value, resize, expected)
 
 
-def _timm(model: Any) -> Any:
+def _timm(model: nn.Module) -> Any:
     """Return the timm model in `model` (bare, or in a TimmWrapper), None if there is none."""
     inner = getattr(model, "timm_model", model)
     return inner if not isinstance(inner, PreTrainedModel) and hasattr(inner, "pretrained_cfg") else None

@@ -28,7 +28,7 @@ from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError, first_line
 from linearize.surgery import timm
 from linearize.surgery.call import Call
-from linearize.surgery.inputs import candidates
+from linearize.surgery.inputs import Inputs, candidates
 
 _NAME = "linearize_probe"
 
@@ -95,7 +95,7 @@ class Run(NamedTuple):
     """
 
     module: PreTrainedModel
-    inputs: Mapping[str, Any]
+    inputs: Inputs
 
 
 def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> list[Call]:
@@ -208,7 +208,9 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
     AttentionInterface.register(_NAME, recorder.attention)
     AttentionMaskInterface.register(_NAME, recorder.mask_function)
     held = (getattr(module, "config", None) for module in model.modules())
-    configs: dict[int, Any] = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
+    configs: dict[int, PreTrainedConfig] = {
+        id(config): config for config in held if isinstance(config, PreTrainedConfig)
+    }
     before = {key: getattr(config, "_attn_implementation_internal", None) for key, config in configs.items()}
     try:
         for config in configs.values():

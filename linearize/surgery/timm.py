@@ -8,7 +8,7 @@ timm's attentions have no interface to register with. What they have in common i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def is_timm(model: nn.Module) -> bool:
     return not isinstance(model, PreTrainedModel) and hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes")
 
 
-def wrap(model: nn.Module, model_args: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> PreTrainedModel:
     """Make a transformers model of a bare timm model; both hold the same weights.
 
     Args:
@@ -68,11 +68,11 @@ def wrap(model: nn.Module, model_args: Mapping[str, Any] | None = None) -> PreTr
     return wrapped
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, (str, int, float, bool, list, tuple, type(None)))
 
 
-def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, Any]) -> None:
+def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, object]) -> None:
     """Hold the model against what a checkpoint of it would be loaded into."""
     mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     other = {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
@@ -86,7 +86,7 @@ def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, An
     )
 
 
-def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
+def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[Call]:
     """Run a wrapped timm model once and return its attention calls in order.
 
     Raises:
@@ -111,14 +111,27 @@ class _Watcher(TorchFunctionMode):
         self.calls: list[Call] = []
         self.running: list[nn.Module] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.running:
             self._note(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _note(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: Any = 0, is_causal: Any = 0, **_: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: object = None,
+        dropout_p: object = 0,
+        is_causal: object = 0,
+        **_: object,
     ) -> None:
         q_shape, k_shape, v_shape = ((1,) * (4 - t.ndim) + tuple(t.shape) for t in (q, k, v))
         kind = "none" if attn_mask is None else "bias"
@@ -131,10 +144,10 @@ class _Watcher(TorchFunctionMode):
 def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
     """Keep the watcher informed of which module runs."""
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: object) -> None:
         watcher.running.append(module)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         watcher.running.pop()
 
     handles = []

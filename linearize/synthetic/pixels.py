@@ -60,7 +60,7 @@ def pixel_text(image: Any, side: int) -> str:
     return " ".join(map(str, np.asarray(grey).reshape(-1).tolist()))
 
 
-def read_pathfinder(folder: str, config: Pathfinder) -> dict[str, list[dict[str, Any]]]:
+def read_pathfinder(folder: str, config: Pathfinder) -> dict[str, list[dict[str, object]]]:
     """Read Pathfinder's images -> rows with `text` and `label` (1: the two dots are joined), in two splits.
 
     Raises:
@@ -91,7 +91,7 @@ def _entry(line: str, file: Path) -> tuple[str, int]:
     return f"{fields[0]}/{fields[1]}", int(fields[3])
 
 
-def _read(root: Path, name: str, label: int, side: int) -> dict[str, Any]:
+def _read(root: Path, name: str, label: int, side: int) -> dict[str, object]:
     from linearize.data.images import decode
 
     try:

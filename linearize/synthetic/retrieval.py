@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ class Released:
     """Released files have nothing to choose."""
 
 
-def halves(config: Halves, texts: list[str]) -> list[dict[str, Any]]:
+def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     """Cut texts in two -> rows with `text1`, `text2` and `label`; every other row gets another one's second half.
 
     Raises:
@@ -57,7 +56,7 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, Any]]:
     return made
 
 
-def read_released(folder: str) -> dict[str, list[dict[str, Any]]]:
+def read_released(folder: str) -> dict[str, list[dict[str, object]]]:
     """Read Long Range Arena's pairs.
 
     Raises:
@@ -73,7 +72,7 @@ def read_released(folder: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _pair(row: list[str], name: str) -> dict[str, Any]:
+def _pair(row: list[str], name: str) -> dict[str, object]:
     if len(row) != FIELDS or row[0] not in ("0", "1", "0.0", "1.0"):
         raise DataError(f"retrieval: got {len(row)} columns in a row of {name}, expected label, id, id, text, text")
     return {"text1": row[3], "text2": row[4], "label": int(float(row[0]))}

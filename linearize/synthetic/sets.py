@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ class Made:
         description: one line.
     """
 
-    tables: dict[str, Any]
+    tables: dict[str, object]
     tokenizer: PreTrainedTokenizerBase | None
     description: str
 
@@ -47,7 +47,7 @@ class Maker:
     reads: str = ""
 
 
-def make(name: str, options: Mapping[str, Any] | None = None, source: str | None = None) -> Made:
+def make(name: str, options: Mapping[str, object] | None = None, source: str | None = None) -> Made:
     """Make a data set.
 
     Args:
@@ -67,7 +67,7 @@ def make(name: str, options: Mapping[str, Any] | None = None, source: str | None
     return maker.make(config, source)
 
 
-def make_options(name: str, options: Mapping[str, Any]) -> Any:
+def make_options(name: str, options: Mapping[str, object]) -> Any:
     """Check a set's options and return them as its dataclass.
 
     Raises:
@@ -88,13 +88,13 @@ def make_options(name: str, options: Mapping[str, Any]) -> Any:
     return config(**options)
 
 
-def _tables(rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _tables(rows: Mapping[str, list[dict[str, object]]]) -> dict[str, object]:
     from datasets import Dataset
 
     return {split: Dataset.from_list(list(found)) for split, found in rows.items()}
 
 
-def _said(rows: Mapping[str, Any]) -> str:
+def _said(rows: Mapping[str, Sized]) -> str:
     return ", ".join(f"{len(found):,} {split} rows" for split, found in rows.items())
 
 
@@ -130,7 +130,7 @@ def _pixels(config: pixels.Pixels, source: str | None) -> Made:
     splits = open_splits(asked, str(source), limit=config.limit, seed=0)
     names = splits.train.names
 
-    def rows(view: Any) -> list[dict[str, Any]]:
+    def rows(view: Any) -> list[dict[str, object]]:
         made = []
         for place in range(len(view) if config.limit is None else min(config.limit, len(view))):
             example = view.fetch([place])[0]

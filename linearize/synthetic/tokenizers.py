@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 PAD, UNKNOWN, START, BETWEEN, MASK, END = "<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "</s>"
 SPECIAL = (PAD, UNKNOWN, START, BETWEEN, MASK, END)
@@ -13,7 +17,9 @@ LEARNED = ("words", "pieces")
 KINDS = ("bytes", *LEARNED)
 
 
-def make_tokenizer(kind: str, texts: Iterable[str] = (), size: int | None = None, *, framed: bool = True) -> Any:
+def make_tokenizer(
+    kind: str, texts: Iterable[str] = (), size: int | None = None, *, framed: bool = True
+) -> PreTrainedTokenizerBase:
     """Make a tokenizer of a kind.
 
     Args:
@@ -34,7 +40,9 @@ def make_tokenizer(kind: str, texts: Iterable[str] = (), size: int | None = None
     if kind == "words":
         made = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        learner: Any = trainers.WordLevelTrainer(vocab_size=size or 10_000_000, special_tokens=list(SPECIAL))
+        learner: trainers.WordLevelTrainer | trainers.BpeTrainer = trainers.WordLevelTrainer(
+            vocab_size=size or 10_000_000, special_tokens=list(SPECIAL)
+        )
         made.train_from_iterator(texts, learner)
         return wrap(made, framed)
     made = Tokenizer(models.BPE())
@@ -49,7 +57,7 @@ def make_tokenizer(kind: str, texts: Iterable[str] = (), size: int | None = None
     return wrap(made, framed)
 
 
-def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> Any:
+def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrainedTokenizerBase:
     """Make a tokenizer of a known vocabulary, tokens between blanks."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -59,7 +67,7 @@ def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> Any:
     return wrap(made, framed)
 
 
-def wrap(made: Any, framed: bool) -> Any:
+def wrap(made: Tokenizer, framed: bool) -> PreTrainedTokenizerBase:
     """Give a tokenizer transformers' interface; framed, it writes `<cls> a` and `<cls> a <sep> b`."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast

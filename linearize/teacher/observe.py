@@ -31,7 +31,7 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
 
 def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
     """Run a model, or its body, on a batch, without a cache and labels; columns that it does not take are left out."""
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
+    inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
         inputs = {name: value for name, value in inputs.items() if name in names}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Unpack
+from collections.abc import Iterator
+from typing import Protocol, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.shape import HeadShape
@@ -43,7 +44,7 @@ class MappingMixer(Protocol):
     eps: float
     feature_dim: int
     symmetric: bool
-    memory: dict[str, Any]
+    memory: dict[str, object]
 
     def input_scale(self, scaling: float) -> float:
         """Return what the map wants queries and keys multiplied with."""
@@ -60,7 +61,7 @@ class MappingMixer(Protocol):
     def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Do what follows the sums [B, H, T, V] in fp32, and cast the output to the host's dtype."""
 
-    def parameters(self) -> Any:
+    def parameters(self) -> Iterator[nn.Parameter]:
         """Yield what is learned."""
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -26,13 +27,13 @@ FADED = -60.0
 """Log of the least that a state fades to in one step: e^-60 of it is nothing in fp32, and gates are summed in fp32."""
 
 
-def chunk_kernel(device: torch.device) -> Any:
+def chunk_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return flash-linear-attention's `chunk_simple_gla` for tensors on `device`, or None."""
     return None if device.type != "cuda" or os.environ.get(SWITCH) == "0" else _kernel()
 
 
 @functools.lru_cache(maxsize=1)
-def _kernel() -> Any:
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
     try:
         return importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     except ImportError:
@@ -99,6 +100,7 @@ def fla_attention(
         # A state that holds nothing has nothing to lose.
         gate = laid_out(torch.where(before > FLOOR / 2, before - top, 0.0).clamp(min=FADED))
         values = values * torch.exp(scale - top)[..., None]
+    assert kernel is not None
     mixed, kv = kernel(
         laid_out(phi_q, 1),
         laid_out(without_padding(phi_k, key_padding_mask)),

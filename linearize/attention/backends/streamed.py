@@ -155,7 +155,7 @@ class _Streamed(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *states = ctx.saved_tensors
         call = ctx.call.with_inputs(q, k, v)
         # Fetched now: a sharded model's parameters are other tensors than at the forward.

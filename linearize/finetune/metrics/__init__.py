@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linearize.errors import unknown_name
+
+if TYPE_CHECKING:
+    from linearize.finetune.metrics.base import PackageMetric
 
 METRICS = {
     "accuracy": "linearize.finetune.metrics.classification:Accuracy",
@@ -23,7 +26,7 @@ METRICS = {
 """Metric name -> module and class."""
 
 
-def metric(name: str) -> Any:
+def metric(name: str) -> PackageMetric:
     """Build a metric; its `compute(predictions=..., references=...)` returns a dictionary of numbers.
 
     Raises:

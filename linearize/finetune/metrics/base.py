@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sized
+from typing import ClassVar
 
 import datasets
 import evaluate
@@ -17,13 +17,15 @@ NUMBERS = {"predictions": datasets.Value("float64"), "references": datasets.Valu
 class PackageMetric(evaluate.Metric):
     """An `evaluate.Metric` whose inputs stay in memory; the class docstring is its description."""
 
-    fields: ClassVar[dict[str, Any]] = CLASSES
+    fields: ClassVar[dict[str, object]] = CLASSES
     source = ""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         super().__init__(keep_in_memory=True, **kwargs)
 
-    def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> Any:
+    def compute(
+        self, *, predictions: Sized | None = None, references: Sized | None = None, **kwargs: object
+    ) -> dict[str, float]:
         """See `evaluate.Metric.compute`; whole arrays are read as they stand, without a copy into a table.
 
         Raises:
@@ -48,7 +50,7 @@ def without_warnings(compute: Callable[..., dict[str, float]]) -> Callable[..., 
     """Keep warnings of edge cases (one class, constant numbers) off the screen: what they give is documented."""
 
     @functools.wraps(compute)
-    def quiet(*args: Any, **kwargs: Any) -> dict[str, float]:
+    def quiet(*args: object, **kwargs: object) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return compute(*args, **kwargs)

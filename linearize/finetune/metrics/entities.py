@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import datasets
 
 from linearize.finetune.metrics.base import PackageMetric
 
 
-def entities(tags: list[str]) -> set[tuple[str, int, int]]:
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Return (type, first, last + 1) of the entities in a row of tags such as B-PER, I-PER, O.
 
     An I- that does not go on with what was before begins an entity of its own, as in CoNLL's script. Where no tag has
@@ -34,12 +35,12 @@ class Entities(PackageMetric):
     """Precision, recall and F1 over entities, and accuracy over tokens."""
 
     source = "https://aclanthology.org/W03-0419"
-    fields: ClassVar[dict[str, Any]] = {
+    fields: ClassVar[dict[str, object]] = {
         "predictions": datasets.Sequence(datasets.Value("string")),
         "references": datasets.Sequence(datasets.Value("string")),
     }
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(self, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
         hits = predicted = true = right = tokens = 0
         for guess, answer in zip(predictions, references, strict=True):
             ours, theirs = entities(guess), entities(answer)

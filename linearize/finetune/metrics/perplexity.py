@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linearize.finetune.metrics.base import NUMBERS, PackageMetric
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 class Perplexity(PackageMetric):
@@ -18,7 +21,7 @@ class Perplexity(PackageMetric):
 
     fields = NUMBERS
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(self, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
         total, tokens = float(np.sum(predictions)), float(np.sum(references))
         mean = total / tokens if tokens else math.nan
         return {"perplexity": math.exp(mean) if mean < 700 else math.inf, "nll": mean, "tokens": tokens}

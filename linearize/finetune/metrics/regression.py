@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from linearize.finetune.metrics.base import NUMBERS, PackageMetric, without_warnings
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def _correlation(correlate: Callable[..., Any], predictions: Any, references: Any) -> float:
+
+def _correlation(
+    correlate: Callable[..., Any], predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
+) -> float:
     """Return a correlation of numbers [N]; 0 where either side is constant, which scipy leaves undefined."""
     sides = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
     if any((side == side[:1]).all() for side in sides):
@@ -25,7 +30,9 @@ class Pearson(PackageMetric):
     fields = NUMBERS
 
     @without_warnings
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(
+        self, predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
+    ) -> dict[str, float]:
         from scipy.stats import pearsonr
 
         return {"pearson": _correlation(pearsonr, predictions, references)}
@@ -37,7 +44,9 @@ class Spearman(PackageMetric):
     fields = NUMBERS
 
     @without_warnings
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(
+        self, predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
+    ) -> dict[str, float]:
         from scipy.stats import spearmanr
 
         return {"spearman": _correlation(spearmanr, predictions, references)}
@@ -48,7 +57,9 @@ class MeanSquaredError(PackageMetric):
 
     fields = NUMBERS
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(
+        self, predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
+    ) -> dict[str, float]:
         from sklearn.metrics import mean_squared_error
 
         if not len(references) or not np.isfinite(predictions).all():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import datasets
 
@@ -40,11 +40,11 @@ class Spans(PackageMetric):
     """Best agreement of each predicted text with any of its reference texts; no reference means "no answer"."""
 
     source = "https://arxiv.org/abs/1606.05250"
-    fields: ClassVar[dict[str, Any]] = {
+    fields: ClassVar[dict[str, object]] = {
         "predictions": datasets.Value("string"),
         "references": datasets.Sequence(datasets.Value("string")),
     }
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+    def _compute(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         found = [agreement(guess, answers) for guess, answers in zip(predictions, references, strict=True)]
         return {name: sum(one[name] for one in found) / max(1, len(found)) for name in ("exact_match", "span_f1")}

@@ -25,6 +25,7 @@ from linearize.finetune.task import Task
 from linearize.finetune.task_types.language import causal_sums, perplexity_of_sums
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
@@ -66,7 +67,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
 
 
 def _rows(
-    table: Any, column: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions
+    table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions
 ) -> tuple[Rows, list[int], int]:
     """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""
     need_columns(table, [column], "chat")
@@ -89,18 +90,18 @@ def _rows(
     return Rows(rows), lengths, silent
 
 
-def _checked(messages: Any, column: str) -> list[Message]:
-    good = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and one.get("content") is not None
-        for one in messages
+def _checked(messages: object, column: str) -> list[Message]:
+    found = messages if isinstance(messages, list) else []
+    good = all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and one.get("content") is not None for one in found
     )
-    if not good or not messages:
+    if not good or not found:
         raise DataError(
             f"chat: got {str(messages)[:60]!r} in column {column!r}, expected a list of messages with 'role' and "
             "'content'; repair the row, or name another column (--columns)"
         )
     # Tables give every message all the fields that any has.
-    return [{name: value for name, value in one.items() if value is not None} for one in messages]
+    return [{name: value for name, value in one.items() if value is not None} for one in found]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
@@ -134,11 +135,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     return list(coded["input_ids"]), spoken
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+def _written(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
+) -> str:
     from jinja2 import TemplateError
 
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return str(
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
     except TemplateError as error:
         raise DataError(
             f"chat: the chat template refuses a conversation ({error}), expected roles as it knows them; repair the row"

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.data.encode import ImageEncoder
-from linearize.finetune.prepared import DataOptions, Row, TaskData, stable_seed
+from linearize.finetune.prepared import DataOptions, Row, RowSet, TaskData, stable_seed
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
 from linearize.finetune.task_types.text import label_names, metrics_of, numbered
+
+if TYPE_CHECKING:
+    from linearize.types import Processor
 
 DIGESTS = 512
 SHIFT = 1 / 8
 """Furthest shift of an augmented image, of its size: 4 pixels of 32."""
 
 
-class ImageRows(Dataset):
+class ImageRows(RowSet):
     """Images read when they are wanted.
 
     Args:
@@ -45,7 +47,7 @@ class ImageRows(Dataset):
         return {"example": self.view.fetch([place])[0], "place": place, "augment": self.augment}
 
 
-def prepare(task: Task, given: Given, processor: Any, options: DataOptions) -> TaskData:
+def prepare(task: Task, given: Given, processor: Processor, options: DataOptions) -> TaskData:
     """Read images and classes.
 
     Raises:

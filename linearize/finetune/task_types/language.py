@@ -7,28 +7,38 @@ one token, so that every token but the very first is predicted once.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from linearize.data.columns import column_kinds, find_column
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
-from linearize.finetune.prepared import IGNORED, DataOptions, Row, TaskData, copy_tokenizer, stable_seed
+from linearize.finetune.prepared import (
+    IGNORED,
+    DataOptions,
+    Logits,
+    Predictions,
+    Row,
+    RowSet,
+    TaskData,
+    copy_tokenizer,
+    stable_seed,
+)
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 TEXTS = 1_000
 
 
-class Windows(Dataset):
+class Windows(RowSet):
     """Windows over one long row of tokens.
 
     Args:
@@ -81,7 +91,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     return _causal(task, train, valid, words, options, splits.description)
 
 
-def tokens_of(table: Any, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
+def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
     """Tokenise a column -> tokens [N], and its words as WikiText counts them (line ends count)."""
     parts, words = [], 0
     for begin in range(0, len(table), TEXTS):
@@ -124,7 +134,7 @@ def _causal(
         raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
     starts, fresh = strided(len(valid), length, stride)
 
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         nats = float(np.asarray(predictions, dtype=np.float64)[:, 0].sum())
         by_word = metric("perplexity").compute(predictions=[nats], references=[float(words)])
         return perplexity_of_sums(predictions, labels) | {"word_perplexity": by_word["perplexity"]}
@@ -153,13 +163,13 @@ def collate_windows(rows: list[Row]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def causal_sums(logits: Any, labels: Tensor) -> Tensor:
+def causal_sums(logits: Logits, labels: Tensor) -> Tensor:
     """Reduce logits [B, T, V] to the sums and counts [B, 2] of the negative log-likelihoods of labels [B, T]."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     return token_sums(logits[:, :-1], labels[:, 1:])
 
 
-def perplexity_of_sums(predictions: Any, labels: Any) -> dict[str, float]:
+def perplexity_of_sums(predictions: Predictions, labels: Predictions) -> dict[str, float]:
     """Return the perplexity of rows, of each the sum and the count of its tokens' negative log-likelihoods [N, 2]."""
     sums = np.asarray(predictions, dtype=np.float64)
     return metric("perplexity").compute(predictions=sums[:, 0], references=sums[:, 1])

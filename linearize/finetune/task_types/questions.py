@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,22 @@ from torch import Tensor
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.metrics.spans import agreement
-from linearize.finetune.prepared import DataOptions, Row, Rows, TaskData, copy_tokenizer, row_facts, tokenise
+from linearize.finetune.prepared import (
+    DataOptions,
+    Predictions,
+    Row,
+    Rows,
+    TaskData,
+    copy_tokenizer,
+    row_facts,
+    tokenise,
+)
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 BEST, LONGEST = 20, 30
 """Starts and ends that are tried per row, and the longest answer in tokens, as in the usual SQuAD scripts."""
@@ -47,14 +57,14 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     texts, answers = held[task.columns[1]], [entry["text"] for entry in held[str(task.label)]]
     spans = metric("spans")
 
-    def guessed(predictions: Any) -> list[str]:
+    def guessed(predictions: Predictions) -> list[str]:
         start, end = (np.asarray(part) for part in predictions[:2])
         return best_answers(start, end, validation.rows, texts, any(not known for known in answers))
 
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         return spans.compute(predictions=guessed(predictions), references=[list(known) for known in answers])
 
-    def by_question(predictions: Any, labels: Any) -> dict[str, np.ndarray]:
+    def by_question(predictions: Predictions, labels: Predictions) -> dict[str, np.ndarray]:
         found = [agreement(guess, known) for guess, known in zip(guessed(predictions), answers, strict=True)]
         return {name: np.array([one[name] for one in found]) for name in found[0]}
 
@@ -74,13 +84,13 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     )
 
 
-def _whole_lengths(task: Task, table: Any, tokenizer: Any) -> list[int]:
+def _whole_lengths(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of every question with its whole text."""
     rows = tokenise(tokenizer, table[task.columns[0]], table[task.columns[1]], None)
     return [len(row["input_ids"]) for row in rows]
 
 
-def _check_texts(task: Task, table: Any) -> None:
+def _check_texts(task: Task, table: Dataset) -> None:
     """Refuse a table without the columns, or with a row that lacks one of the texts.
 
     Raises:
@@ -120,7 +130,7 @@ def _rows(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase, option
     return Rows(rows)
 
 
-def _row(coded: Any, piece: int, owner: int, answer: dict[str, Any]) -> Row:
+def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
     """Make one row; an answer that is not wholly inside is answered by the first token."""
     inside = [part == 1 for part in coded.sequence_ids(piece)]
     offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
@@ -137,7 +147,9 @@ def _row(coded: Any, piece: int, owner: int, answer: dict[str, Any]) -> Row:
     return {**fields, "start_positions": start, "end_positions": end, "owner": owner, "offsets": offsets}
 
 
-def best_answers(start: np.ndarray, end: np.ndarray, rows: Any, texts: Any, empty: bool) -> list[str]:
+def best_answers(
+    start: np.ndarray, end: np.ndarray, rows: Sequence[Row], texts: Sequence[str], empty: bool
+) -> list[str]:
     """Choose the best span of each text over its rows: start and end logits [R, T] -> one text per question.
 
     `empty` says whether "no answer" is one of the choices, as in SQuAD 2.

@@ -6,7 +6,7 @@ A raw table with the columns `text` (tokens between blanks) and `positions` (whi
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
+    Logits,
+    Predictions,
     Rows,
     TaskData,
     copy_tokenizer,
@@ -41,7 +43,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     accuracy = metric("accuracy")
 
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         guesses, answers = np.asarray(predictions)[:, :-1], np.asarray(labels)[:, 1:]
         asked = answers != IGNORED
         return accuracy.compute(predictions=guesses[asked], references=answers[asked])
@@ -59,7 +61,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     )
 
 
-def _first(logits: Any) -> Tensor:
+def _first(logits: Logits) -> Tensor:
     return logits[0] if isinstance(logits, tuple) else logits
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
+    Facts,
+    Predictions,
     Row,
     Rows,
     TaskData,
@@ -78,7 +80,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
 
 def _measured(
     task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> tuple[Rows, dict[str, Any]]:
+) -> tuple[Rows, Facts]:
     """Make the rows to measure on, and what is to be said of them."""
     rows = _rows(task, examples, tokenizer, options)
     texts, pairs = [e.value for e in examples], [e.pair for e in examples]
@@ -87,7 +89,7 @@ def _measured(
 
 def _in_chunks(
     task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> tuple[Rows, dict[str, Any]]:
+) -> tuple[Rows, Facts]:
     """Make the rows to measure on of texts that are read as chunks.
 
     Raises:
@@ -169,14 +171,14 @@ def whole(number: float) -> bool:
     return math.isfinite(number) and number == int(number)
 
 
-def _one_class(task: Task, only: Any) -> DataError:
+def _one_class(task: Task, only: object) -> DataError:
     return DataError(
         f"task {task.name}: got the one class {only!r} in column {task.label!r}, expected at least two; add rows of "
         "others, or name all classes (--labels A,B)"
     )
 
 
-def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
+def numbered(task: Task, examples: Sequence[Example]) -> list[float] | list[int]:
     """Turn labels into class numbers, or numbers of a regression.
 
     Raises:
@@ -214,11 +216,11 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[Any]:
     return found
 
 
-def metrics_of(task: Task) -> Any:
+def metrics_of(task: Task) -> Callable[[Predictions, Predictions], dict[str, float]]:
     """Return the function from logits [N, C] (or numbers [N, 1]) and labels [N] to metrics by name."""
     metrics = [metric(name) for name in task.metrics]
 
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
         guesses = logits.reshape(-1).astype(np.float64) if task.type.labels == "number" else logits.argmax(axis=-1)
         result: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
+    Predictions,
     Row,
     Rows,
     TaskData,
@@ -26,6 +27,7 @@ from linearize.finetune.task import Task
 from linearize.finetune.task_types.text import MOST_CLASSES
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 
@@ -46,7 +48,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     entities = metric("entities")
     names = task.labels or ()
 
-    def compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+    def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         guesses, answers = np.asarray(predictions), np.asarray(labels)
         pairs = [(g[a != IGNORED], a[a != IGNORED]) for g, a in zip(guesses, answers, strict=True)]
         return entities.compute(
@@ -79,7 +81,7 @@ def _whole_lengths(
     return lengths
 
 
-def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
+def tag_names(task: Task, table: Dataset, label: str) -> tuple[str, ...]:
     """Return the tags in the order of their numbers: the task's, the column's, or those that occur."""
     from datasets import ClassLabel
 
@@ -100,10 +102,12 @@ def tag_names(task: Task, table: Any, label: str) -> tuple[str, ...]:
     return tuple(str(number) for number in range(int(max(found)) + 1))
 
 
-def _rows(task: Task, table: Any, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
+def _rows(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
     words, label = task.columns[0], str(task.label)
     names = task.labels or ()
-    places: dict[Any, int] = {name: number for number, name in enumerate(names)} | {n: n for n in range(len(names))}
+    places: dict[str | int, int] = {name: number for number, name in enumerate(names)} | {
+        n: n for n in range(len(names))
+    }
     rows = []
     for texts, tags in zip(table[words], table[label], strict=True):
         if not isinstance(tags, list) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
