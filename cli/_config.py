@@ -99,7 +99,7 @@ def _one(action: argparse.Action, value: object, where: str) -> object:
     if action.type in (int, float):
         return convert(action.type, value, where)
     if isinstance(value, list | Mapping):
-        return ",".join(_one(action, part, where) for part in _parts(value))
+        return ",".join(str(_one(action, part, where)) for part in _parts(value))
     if isinstance(value, bool):
         # YAML reads no and yes so.
         return "yes" if value else "no"

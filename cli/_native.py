@@ -20,13 +20,13 @@ def add_native(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def prepare_native(args: argparse.Namespace, device: str, out: Console) -> None:
+def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -> None:
     """Compile the native op if it is wanted and not there, in some seconds and with one line; never an error.
 
     Args:
         args: with `no_native`.
         device: where the verb runs.
-        out: console for the line.
+        out: console for the line; None where nothing is compiled.
     """
     from linearize.native import SWITCH
 
@@ -39,6 +39,7 @@ def prepare_native(args: argparse.Namespace, device: str, out: Console) -> None:
     from linearize.native.build import worth_building
 
     if worth_building():
+        assert out is not None
         _build(out)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from linearize.options import Option, make, options_of
 
 Config = TypeVar("Config")
-METAVARS = {int: "N", float: "X"}
+METAVARS: dict[object, str] = {int: "N", float: "X"}
 LAST = "output"
 """The title of the group that help shows last."""
 
 
-def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, object]:
+def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argparse._ActionsContainer]:
     """Declare the options of a config, and return the groups that they stand in by title.
 
     What is not given stays out of the parsed values, so that the config's default holds.
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, obje
 
 def _add(parser: argparse._ActionsContainer, one: Option) -> None:
     metadata = one.metadata
-    how: dict[str, object] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
+    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
     if metadata.get("positional"):
         optional = {} if one.required else {"nargs": "?"}
         how |= optional | {key: metadata[key] for key in ("nargs", "metavar") if key in metadata}

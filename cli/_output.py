@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 class Screen(Console):
     """A console on which names and metadata cannot steer the terminal; knows when it last said something."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.spoke = time.monotonic()
 
@@ -48,7 +49,7 @@ class Screen(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    def print(self, *objects: object, **options: object) -> None:
+    def print(self, *objects: object, **options: Any) -> None:
         """Print as rich does."""
         super().print(*objects, **options)
         self.spoke = time.monotonic()
@@ -202,7 +203,7 @@ def fidelity_table(before: Fidelity, after: Fidelity) -> Group:
             [
                 old.module,
                 old.kernel,
-                *(pair(f, lambda n, o=old: getattr(o, n), lambda n, w=new: getattr(w, n)) for f in figures),
+                *(pair(f, functools.partial(getattr, old), functools.partial(getattr, new)) for f in figures),
             ]
         )
     rows.append(["mean", "", *(pair(f, before.mean, after.mean) for f in figures)])
@@ -251,6 +252,7 @@ class StepProgress:
             self.bar = Progress(*columns, console=self.out)
             self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
             self.bar.start()
+        assert self.task is not None
         losses = list(report.losses.values())
         layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
         text = f"loss {report.loss:.3f}{layers}"

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from linearize.bench.goals import run_goals
+    from linearize.bench.goals import GoalsResult, run_goals
     from linearize.bench.job import run_bench
     from linearize.bench.plot import check_picture, write_plot
     from linearize.cli._output import console, print_json
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         write_plot(result.rows, args.plot)
         out.print(f"Picture: {args.plot}", markup=False)
-    if args.goals:
+    if isinstance(result, GoalsResult):
         show_goals(out, result)
     if args.json:
         print_json(result.to_dict())

@@ -11,8 +11,7 @@ from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.task_config import EvaluateJob
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
 
     from linearize.finetune.task import Task
     from linearize.jobs.evaluate import Evaluation
@@ -88,7 +87,7 @@ def print_compared(out: Console, title: str, found: Evaluation, task: Task) -> N
         out.print("The original is not above chance, so no share of it is recovered.", markup=False)
 
 
-def sides_table(title: str, sides: Sequence[SideResult], task: Task, *, chance: float | None = None) -> Table:
+def sides_table(title: str, sides: Sequence[SideResult], task: Task, *, chance: float | None = None) -> RenderableType:
     """Build the table of a comparison, one row per side."""
     from linearize.cli._output import number, table
 

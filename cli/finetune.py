@@ -12,10 +12,8 @@ from linearize.jobs.config import ConvertJob
 from linearize.jobs.task_config import TuneJob
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from linearize.cli._output import Report, Screen
     from linearize.finetune.trainer import TuneResult
-    from linearize.finetune.watch import TuneStep
     from linearize.jobs.events import Event
     from linearize.jobs.findings import Findings
 
@@ -101,7 +99,7 @@ def kept_checkpoint(job: TuneJob) -> str:
     return f"{kept}; go on with the same line and --resume"
 
 
-def tune(job: TuneJob, out: Console) -> tuple[TuneResult, Findings]:
+def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
     """Tune, print what happens, and return the result and the findings."""
     from linearize.cli._output import Heartbeat, StepProgress, on_interrupt
     from linearize.cli._progress import show_findings
@@ -111,7 +109,7 @@ def tune(job: TuneJob, out: Console) -> tuple[TuneResult, Findings]:
     found: list[Findings] = []
     progress = StepProgress(out)
     beat = Heartbeat(out, "loading the model and its data")
-    last: list[TuneStep] = []
+    last: list[Report] = []
 
     def on_event(event: Event) -> None:
         match event:

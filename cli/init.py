@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         job = replace(job, kernel="hedgehog")
     plan = init_checkpoint(job)
     out = console(to_stderr=args.json)
+    assert plan is not None
     out.print(plan_table(plan))
     out.print(f"Saved {job.output}, untrained.", markup=False)
     if args.json:

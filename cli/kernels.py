@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def describe(info: KernelInfo) -> dict[str, object]:
+def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
     from linearize.attention.factory import count_parameters, state_bytes
     from linearize.attention.shape import HeadShape
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 COLUMNS = ["kernel", "features", "parameters", "state, MiB", "KL", "faster", "choose it"]
 
 
-def _list(facts: list[dict[str, object]]) -> None:
+def _list(facts: list[dict[str, Any]]) -> None:
     """Print all kernels and where their figures are from."""
     from linearize.bench.measured import default_quality, speed_of
     from linearize.cli._output import console, table
@@ -182,7 +182,7 @@ def _advise(args: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(facts: dict[str, object]) -> None:
+def _explain(facts: dict[str, Any]) -> None:
     from linearize.cli._output import console, table
 
     out = console()
@@ -218,7 +218,7 @@ def _explain(facts: dict[str, object]) -> None:
     out.print(table("stage one, unless asked otherwise", ["option", "value"], rows))
 
 
-def _range(argument: dict[str, object]) -> str:
+def _range(argument: dict[str, Any]) -> str:
     if "choices" in argument:
         return " | ".join(map(str, argument["choices"]))
     if "low" in argument or "high" in argument:

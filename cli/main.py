@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from linearize.errors import ConfigError, LinearizeError, NotSavedError, missing_package, printable, unknown_name
 
@@ -49,9 +50,9 @@ INTERRUPTED = 130
 class Parser(argparse.ArgumentParser):
     """Says what was meant instead of printing the whole usage; long options are never abbreviated."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Sequence[str], namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
         """Refuse an unknown option first: argparse would rather miss what the mistyped one should have given."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linearize.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 LEVELS = 256
 FEWEST_FIELDS = 4
@@ -52,7 +55,7 @@ def tokens() -> tuple[str, ...]:
     return tuple(str(value) for value in range(LEVELS))
 
 
-def pixel_text(image: Any, side: int) -> str:
+def pixel_text(image: Image, side: int) -> str:
     """Write a PIL image as `side * side` grey values, line by line."""
     grey = image.convert("L")
     if grey.size != (side, side):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from linearize.synthetic.tokenizers import fixed_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from linearize.finetune.tables import Splits
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def make_options(name: str, options: Mapping[str, object]) -> Any:
     return config(**options)
 
 
-def _tables(rows: Mapping[str, list[dict[str, object]]]) -> dict[str, object]:
+def _tables(rows: Mapping[str, Iterable[Mapping[str, object]]]) -> dict[str, object]:
     from datasets import Dataset
 
     return {split: Dataset.from_list(list(found)) for split, found in rows.items()}
@@ -161,7 +163,7 @@ def _articles(config: articles.Articles, source: str | None) -> Made:
     return Made(_tables(found), None, f"articles of {config.shortest} words or more: {_said(found)}")
 
 
-def _lines(source: str | None, column: str, seed: int) -> Any:
+def _lines(source: str | None, column: str, seed: int) -> Splits:
     """Open the splits of a corpus as they are."""
     from linearize.finetune.tables import open_splits
     from linearize.finetune.tasks import task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from linearize.alignment.losses import pooled
 from linearize.finetune.chunks import chunk_facts, chunked, mean_over_chunks, pad_chunks, whole_lengths
 from linearize.finetune.prepared import (
     DataOptions,
+    Facts,
     Row,
     Rows,
     check_tokens,
@@ -58,7 +59,7 @@ def rows_to_measure(
     texts: tuple[Sequence[str], Sequence[str]],
     labels: Sequence[float],
     options: DataOptions,
-) -> tuple[Rows, dict[str, Any]]:
+) -> tuple[Rows, Facts]:
     """Make rows of the first and the second texts [N], in chunks where the options say so, and their facts.
 
     Raises:
@@ -96,7 +97,7 @@ class Embedder(nn.Module):
         model: a model without a head.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 

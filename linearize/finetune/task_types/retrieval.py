@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from linearize.errors import DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.metrics.retrieval import by_chance, by_rank, ranks
-from linearize.finetune.prepared import DataOptions, Row, TaskData, copy_tokenizer
+from linearize.finetune.prepared import DataOptions, Predictions, Row, TaskData, copy_tokenizer
 from linearize.finetune.tables import Given, View, open_splits
 from linearize.finetune.task import Task
 from linearize.finetune.task_types.embedded import Embedder, collate_two, rows_of_two, rows_to_measure
@@ -74,16 +74,16 @@ def _halves(task: Task, view: View) -> tuple[Sequence[str], Sequence[str]]:
     return first, [" ".join(words[middle:]) for words, middle in zip(texts, middles, strict=True)]
 
 
-def _ranks(predictions: Any) -> np.ndarray:
+def _ranks(predictions: Predictions) -> np.ndarray:
     """Return the rank [N] of each text's second half, of the embeddings [N, 2, D] of both."""
     found = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
     return ranks(found[:, 0], found[:, 1])
 
 
-def _compute_metrics(predictions: Any, labels: Any) -> dict[str, float]:
+def _compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
     found = _ranks(predictions)
     return metric("retrieval").compute(predictions=found, references=np.ones_like(found))
 
 
-def _by_text(predictions: Any, labels: Any) -> dict[str, np.ndarray]:
+def _by_text(predictions: Predictions, labels: Predictions) -> dict[str, np.ndarray]:
     return by_rank(_ranks(predictions))
