@@ -55,7 +55,7 @@ class Kernel:
     align: bool = True
     window: int | None = None
     keep_softmax: tuple[int, ...] = ()
-    rows: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, object] = field(default_factory=dict)
     note: str = ""
 
     @property
