@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from torch import nn
 
 from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 ROWS = 65_536
 """Of more rows than these as many are read, evenly spread; their number counts in any case."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
-from linearize.finetune.prepared import RowSet, TaskData
+from linearize.finetune.prepared import Row, RowSet, TaskData
 from linearize.finetune.selection import hold_out
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
@@ -33,7 +32,9 @@ class TaskBatches:
         self.data, self.batch_size, self.holdout, self.seed = data, batch_size, holdout, seed
         split = hold_out(data, seed=seed)
         self.held: RowSet | None = split.selection
-        self.train: Any = ConcatDataset([split.train, split.extra]) if split.extra else split.train
+        self.train: RowSet | ConcatDataset[Row] = (
+            ConcatDataset([split.train, split.extra]) if split.extra else split.train
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -68,6 +69,6 @@ class TaskBatches:
             self._turn, self._order = turn, np.random.default_rng([self.seed, turn]).permutation(rows)
         return int(self._order[place % rows])
 
-    def _batch(self, rows: RowSet, places: list[int]) -> dict[str, Tensor]:
+    def _batch(self, rows: RowSet | ConcatDataset[Row], places: list[int]) -> dict[str, Tensor]:
         batch = self.data.collate([rows[place] for place in places])
         return {name: value for name, value in batch.items() if name in INPUTS}

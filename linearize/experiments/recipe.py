@@ -274,7 +274,7 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
         raise ConfigError(f"{where}.window: kernel {kernel.name} cannot be joined to a softmax window; leave it out")
 
 
-def _check_rows(kernel: Kernel, rows: Mapping[str, Any], where: str) -> None:
+def _check_rows(kernel: Kernel, rows: Mapping[str, object], where: str) -> None:
     """Refuse what a row of the table cannot read in its own way.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from linearize.alignment.config import AlignConfig
 from linearize.distillation.config import DistillConfig
@@ -55,7 +56,7 @@ class Kernel:
     align: bool = True
     window: int | None = None
     keep_softmax: tuple[int, ...] = ()
-    rows: dict[str, object] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
     @property

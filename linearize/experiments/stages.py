@@ -248,7 +248,7 @@ def at_length(job: Job, length: int | None) -> Job:
     return job if length is None else dataclasses.replace(job, rows=dataclasses.replace(job.rows, max_length=length))
 
 
-def lengthen(model: PreTrainedModel, processor: Any, cell: Cell) -> Any:
+def lengthen(model: PreTrainedModel, processor: Processor, cell: Cell) -> Processor:
     """Give a model the positions that its row of the table reads, and return a processor that knows of them.
 
     Raises:

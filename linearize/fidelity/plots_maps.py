@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 GAP = 0.12
 """Empty space between two maps of a mosaic, as a share of a map."""
@@ -89,7 +90,7 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
     figure = new_figure(2 * side + 0.6, side + 0.5)
     largest = max(float(layer.softmax[head].max()), float(layer.linear[head].max()), 1e-30)
     panels = figure.subplots(1, 2)
-    image: Any = None
+    image: AxesImage | None = None
     for axes, weights, name in zip(
         panels, (layer.softmax[head], layer.linear[head]), ("softmax", layer.kernel), strict=True
     ):
@@ -101,6 +102,7 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         labels = [safe_label(token) for token in tokens]
         axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)
+    assert image is not None
     bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.01)
     bar.set_ticks([0, 0.5, 1], labels=["0", f"{largest / 4:.2g}", f"{largest:.2g}"])
     bar.ax.tick_params(labelsize=7)

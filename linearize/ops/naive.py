@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -65,9 +63,15 @@ def kernel_weights(
     if not normalize:
         return scores
     if floor:
-        options: Any = {"key_padding_mask": key_padding_mask, "log_scale": log_scale, "causal": causal}
         with torch.no_grad():
-            sizes = kernel_weights(phi_q.abs(), phi_k.abs(), normalize=False, **options)
+            sizes = kernel_weights(
+                phi_q.abs(),
+                phi_k.abs(),
+                key_padding_mask=key_padding_mask,
+                log_scale=log_scale,
+                causal=causal,
+                normalize=False,
+            )
         least = (floor * sizes.sum(dim=-1, keepdim=True)).clamp(min=eps)
         return scores / held(scores.sum(dim=-1, keepdim=True), least)
     return divide(torch.cat([scores, scores.sum(dim=-1, keepdim=True)], dim=-1), eps)

@@ -13,7 +13,10 @@ from linearize.loading import Loaded
 from linearize.report.options import InputOptions
 
 if TYPE_CHECKING:
-    pass
+    from linearize.data.config import DataConfig
+    from linearize.data.encode import ImageEncoder, TextEncoder
+    from linearize.data.load import Part
+    from linearize.data.records import Records
 
 HOLDOUT = 64
 """What conversion holds out unless asked otherwise: the same examples are looked at here."""
@@ -59,6 +62,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, *, seed: int = 0) -> Inpu
         DataError: if the data cannot be found, read or used.
     """
     from linearize.data.config import DataConfig
+    from linearize.data.encode import make_encoder
     from linearize.data.feeds import StreamPart
     from linearize.data.load import load_source, open_records
     from linearize.surgery.positions import current_length
@@ -87,7 +91,8 @@ def load_inputs(loaded: Loaded, options: InputOptions, *, seed: int = 0) -> Inpu
     if config.sources and len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
         if not isinstance(part.data, StreamPart) and len(part.data.sizes) < 2 * config.holdout:
-            return _all_of(part, config, loaded, options.inputs, notes)
+            encoder = make_encoder(processor, modality, config.max_length, part.data.names, False)
+            return _all_of(part, part.data, config, encoder, options.inputs, notes)
     source = load_source(config, processor, modality)
     batches, left = [], options.inputs
     for batch in source.holdout_batches():
@@ -103,17 +108,15 @@ def _without_folder(description: str, dataset: str | None) -> str:
     return description if not dataset else description.replace(dataset, Path(dataset).name or dataset)
 
 
-def _all_of(part: Any, config: Any, loaded: Loaded, most: int, notes: list[str]) -> Inputs:
+def _all_of(
+    part: Part, records: Records, config: DataConfig, encoder: TextEncoder | ImageEncoder, most: int, notes: list[str]
+) -> Inputs:
     """Take the first examples of a data set that is too small to have a held-out part."""
-    from linearize.data.encode import make_encoder
-
-    modality: Any = loaded.modality
-    encoder = make_encoder(loaded.processor, modality, config.max_length, part.data.names, False)
-    count = min(most, len(part.data.sizes))
+    count = min(most, len(records.sizes))
     places = list(range(count))
     batches = []
     for begin in range(0, count, config.batch_size):
-        examples = [example._replace(label=None) for example in part.data.fetch(places[begin : begin + BATCH])]
+        examples = [example._replace(label=None) for example in records.fetch(places[begin : begin + BATCH])]
         batches.append(encoder(examples, slice(None)))
     return Inputs(f"the first {count} examples of {_without_folder(part.origin, config.sources[0][0])}", batches, notes)
 

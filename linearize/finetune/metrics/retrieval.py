@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -55,6 +54,6 @@ class Retrieval(PackageMetric):
     source = "https://nlp.stanford.edu/IR-book/html/htmledition/evaluation-of-ranked-retrieval-results-1.html"
     fields = NUMBERS
 
-    def _compute(self, predictions: Any, references: Sequence[float]) -> dict[str, float]:
+    def _compute(self, predictions: Sequence[float] | np.ndarray, references: Sequence[float]) -> dict[str, float]:
         """Take ranks from 1 as predictions; the reference, the best rank, is 1 for every query."""
         return {name: float(values.mean()) for name, values in by_rank(np.asarray(predictions)).items()}
