@@ -293,3 +293,11 @@ def test_no_function_has_many_parameters(part):
     ]
     assert functions
     assert [f"{path.name}: {node.name}" for path, node in functions if parameters(node) > 8] == []
+
+
+def test_what_calls_the_compiled_op_does_not_travel_with_checkpoints():
+    """Not even for a type: the folder of a checkpoint has no library beside its code."""
+    from linearize.modeling.portable import ROOTS, _closure
+
+    found = _closure(ROOTS)
+    assert "linearize.native" in found and "linearize.native.calls" not in found

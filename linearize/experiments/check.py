@@ -51,7 +51,7 @@ def convert(hint: Any, value: object, where: str) -> Any:
     Raises:
         ConfigError: if it is of another type.
     """
-    if hint is object:
+    if hint is object or hint is Any:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):

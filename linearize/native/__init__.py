@@ -9,24 +9,21 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import TYPE_CHECKING
+from typing import Any
 
 from linearize.ops.tracing import is_tracing
-
-if TYPE_CHECKING:
-    from linearize.native.calls import Engine
 
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: 0 leaves the native op alone though it is built."""
 
 
-def engine() -> Engine | None:
+def engine() -> Any:
     """Return the `linearize.native.calls.Engine` that was built for this machine, or None; None while compiling too."""
     return None if is_tracing() or os.environ.get(SWITCH) == "0" else loaded()
 
 
 @functools.lru_cache(maxsize=1)
-def loaded() -> Engine | None:
+def loaded() -> Any:
     """Return the same whatever the environment variable says: for who has just asked `engine`."""
     # By name, and only if it is there: code that travels with a checkpoint comes without the package.
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from linearize.native.gradient import attend_with_gradient, map_with_gradient
 from linearize.native.options import AttendOptions
 from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.state import EPS
-
-if TYPE_CHECKING:
-    from linearize.native.calls import Engine
-    from linearize.native.structures import Maps
 
 
 class NativeStep:
@@ -39,7 +35,7 @@ class NativeStep:
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
         native, state = loaded(), call.state
-        assert native is not None and state is not None
+        assert state is not None
         maps, before = _packed_maps(mixer, native, call.scaling), (state["kv"], state["log_scale"])
         return native.step(maps, call.q, call.k, call.v, before, eps=mixer.eps, mask=call.key_padding_mask), state
 
@@ -66,9 +62,7 @@ class Native:
             mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask=call.key_padding_mask
         )
         if not torch.is_grad_enabled():
-            native = loaded()
-            assert native is not None
-            out, kv, log_scale = native.attend(_maps(mixer), q, k, v, options, linear_state(call))
+            out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, options, linear_state(call))
             return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
 
         def fallback(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
@@ -109,10 +103,10 @@ class _Packed(NamedTuple):
     """Maps as the op reads them, and which weights they were."""
 
     key: list[object]
-    maps: Maps
+    maps: Any
 
 
-def _packed_maps(mixer: MappingMixer, native: Engine, scaling: float) -> Maps:
+def _packed_maps(mixer: MappingMixer, native: Any, scaling: float) -> Any:
     """Return the maps as the op reads them.
 
     Describing them takes as long as a step: it is done once as long as the weights stay where they are, and where the
@@ -145,9 +139,7 @@ class NativeOp:
         """See `contract.CausalOp`; with a gradient, the op in PyTorch attends."""
         if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or not _readable(phi_q, phi_k, v):
             return causal_attention(phi_q, phi_k, v, **options)
-        native = engine()
-        assert native is not None
-        out, kv, top = native.attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
+        out, kv, top = engine().attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
         return out, State(kv, top)
 
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
