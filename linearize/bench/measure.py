@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -85,6 +85,16 @@ def _memory(suite: Suite, variant: str, tokens: int) -> Variant:
     return Variant()
 
 
+class Measuring(TypedDict):
+    """What the fresh process is asked for."""
+
+    suite: str
+    fields: dict[str, Any]
+    variant: str
+    lengths: list[int]
+    threads: int
+
+
 def peak_memory(suite: Suite, variant: str, lengths: Sequence[int]) -> dict[int, int]:
     """Return the bytes that a call of one variant adds to a fresh process's peak, by length.
 
@@ -92,8 +102,14 @@ def peak_memory(suite: Suite, variant: str, lengths: Sequence[int]) -> dict[int,
         OutOfMemoryError: if memory runs out there.
         LinearizeError: if the process fails in another way.
     """
-    request = {"suite": suite.name, "fields": asdict(suite), "variant": variant, "lengths": list(lengths)}
-    found = in_fresh_process(measure_memory, request | {"threads": torch.get_num_threads()})
+    request = Measuring(
+        suite=suite.name,
+        fields=asdict(suite),
+        variant=variant,
+        lengths=list(lengths),
+        threads=torch.get_num_threads(),
+    )
+    found = in_fresh_process(measure_memory, request)
     return {int(tokens): taken for tokens, taken in found.items()}
 
 
@@ -110,7 +126,7 @@ def suite_kinds() -> dict[str, type[Suite]]:
     return {kind.name: kind for kind in kinds}
 
 
-def measure_memory(request: dict[str, Any]) -> dict[int, int]:
+def measure_memory(request: Measuring) -> dict[int, int]:
     """Body of the fresh process: a short call, then one per length; the bytes that each added to the peak."""
     torch.set_num_threads(request["threads"])
     suite = suite_kinds()[request["suite"]](**request["fields"])

@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from linearize.errors import LinearizeError
 
@@ -30,7 +30,10 @@ class OutOfMemoryError(LinearizeError):
     """A measured call needs more memory than there is: a result, not a fault."""
 
 
-def in_fresh_process(function: Callable[[dict[str, object]], Any], request: Mapping[str, object]) -> Any:
+Request = TypeVar("Request")
+
+
+def in_fresh_process(function: Callable[[Request], object], request: Request) -> Any:
     """Call a module's function in a new interpreter, offline; request and result travel as JSON.
 
     Raises:
@@ -59,7 +62,7 @@ def in_fresh_process(function: Callable[[dict[str, object]], Any], request: Mapp
     return answer
 
 
-def serve(function: Callable[[dict[str, object]], Any]) -> None:
+def serve(function: Callable[[Any], object]) -> None:
     """Body of the fresh process: read the request, write the answer."""
     request = json.loads(sys.stdin.read())
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -17,6 +17,17 @@ WARM_UP = 8
 """Tokens of the pass before the one that is measured."""
 
 
+class Reading(TypedDict):
+    """What the fresh process is asked for."""
+
+    model: str
+    auto_class: str
+    rows: int
+    tokens: int
+    device: str
+    threads: int
+
+
 def peak_of_reading(model: str, auto_class: str, rows: int, tokens: int, device: str = "cpu") -> int | None:
     """Return the bytes that one forward pass adds to a loaded checkpoint's peak; None where it could not be measured.
 
@@ -27,15 +38,22 @@ def peak_of_reading(model: str, auto_class: str, rows: int, tokens: int, device:
         tokens: tokens of each.
         device: where it runs.
     """
-    request = {"model": model, "auto_class": auto_class, "rows": rows, "tokens": tokens, "device": device}
+    request = Reading(
+        model=model,
+        auto_class=auto_class,
+        rows=rows,
+        tokens=tokens,
+        device=device,
+        threads=torch.get_num_threads(),
+    )
     try:
-        return int(in_fresh_process(measure_reading, request | {"threads": torch.get_num_threads()}))
+        return int(in_fresh_process(measure_reading, request))
     except LinearizeError:
         # A comparison of scores is no place to fail over that.
         return None
 
 
-def measure_reading(request: dict[str, Any]) -> int:
+def measure_reading(request: Reading) -> int:
     """Body of the fresh process: load, a short pass, then the one that is measured."""
     import transformers
 

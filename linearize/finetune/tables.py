@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -28,7 +28,7 @@ HELD_OUT = 0.1
 MOST_HELD_OUT = 1_000
 _NO_SPLIT = "no-such-split"
 
-Given = str | Mapping[str, object]
+Given: TypeAlias = "str | Mapping[str, Dataset]"
 """A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
 
 
@@ -51,24 +51,39 @@ class View:
         """Read the examples at these places."""
         return self.records.fetch([int(self.rows[place]) for place in places])
 
+    def select(self, places: np.ndarray) -> View:
+        """Return the view of the rows at these places."""
+        return View(self.records, self.rows[places])
+
     @property
     def names(self) -> tuple[str, ...] | None:
         """Class names behind the labels, if the data has any."""
         return self.records.names
 
 
+Opened = TypeVar("Opened", View, "Dataset")
+
+
 @dataclass(frozen=True)
-class Splits:
+class Splits(Generic[Opened]):
     """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s where raw."""
 
-    train: Any
-    validation: Any
+    train: Opened
+    validation: Opened
     description: str
 
 
+@overload
+def open_splits(
+    task: Task, given: Given, *, limit: int | None, seed: int, raw: Literal[True], most: int | None = None
+) -> Splits[Dataset]: ...
+@overload
+def open_splits(
+    task: Task, given: Given, *, limit: int | None, seed: int, raw: Literal[False] = False, most: int | None = None
+) -> Splits[View]: ...
 def open_splits(
     task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
-) -> Splits:
+) -> Splits[View] | Splits[Dataset]:
     """Open the training and the validation split of a data set.
 
     Args:
@@ -85,8 +100,22 @@ def open_splits(
     Raises:
         DataError: if the data or a column is missing, cannot be read, or is empty.
     """
+    if raw:
+        return _split(task, given, _table, limit, seed, most)
+    return _split(task, given, _view, limit, seed, most)
+
+
+def _split(
+    task: Task,
+    given: Given,
+    open: Callable[[Task, Given, str], Opened],
+    limit: int | None,
+    seed: int,
+    most: int | None,
+) -> Splits[Opened]:
+    """Do what `open_splits` does, with the function that opens a split."""
     called = "tables" if not isinstance(given, str) else given
-    train = _open(task, given, task.train, raw)
+    train = open(task, given, task.train)
     name = _validation_split(task, given)
     if name is None:
         order = np.random.default_rng(seed).permutation(len(train))
@@ -94,16 +123,16 @@ def open_splits(
         if len(train) < 2:
             raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
         kept, held = np.sort(order[count:]), np.sort(order[:count])
-        train, validation = _select(train, kept), _select(train, held)
+        train, validation = train.select(kept), train.select(held)
         where = f"{count:,} held-out rows, as it has no validation split"
     else:
-        validation = _open(task, given, name, raw)
+        validation = open(task, given, name)
         where = f"{len(validation):,} rows of split {name}"
     if most is not None and most < len(validation):
-        validation = _select(validation, _some(task, len(validation), most))
+        validation = validation.select(_some(task, len(validation), most))
         where = f"{most:,} of {where}"
     if limit is not None and limit < len(train):
-        train = _select(train, _some(task, len(train), limit))
+        train = train.select(_some(task, len(train), limit))
     parts = {id(part.records): part.records.skipped for part in (train, validation) if isinstance(part, View)}
     skipped = sum(parts.values())
     left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
@@ -148,18 +177,25 @@ def _holds_data(root: Path) -> bool:
         ) from error
 
 
-def _open(task: Task, given: Given, split: str, raw: bool) -> View | Dataset:
+def _table(task: Task, given: Given, split: str) -> Dataset:
+    """Open a split as it is, with all its columns."""
+    return raw_table(given, split) if isinstance(given, str) else _given_table(given, split)
+
+
+def _view(task: Task, given: Given, split: str) -> View:
+    """Open a split with the task's columns."""
     if not isinstance(given, str):
-        if split not in given:
-            raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
-        return given[split] if raw else _records(task, given[split])
-    if raw:
-        return raw_table(given, split)
-    config = _config(task, split)
-    data = open_records(given, config, task.modality).data
+        return _records(task, _given_table(given, split))
+    data = open_records(given, _config(task, split), task.modality).data
     # It is not streamed: the config does not ask for that.
     assert not isinstance(data, StreamPart)
     return View(data, np.arange(len(data.sizes)))
+
+
+def _given_table(given: Mapping[str, Dataset], split: str) -> Dataset:
+    if split not in given:
+        raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
+    return given[split]
 
 
 def _records(task: Task, table: Dataset) -> View:
@@ -251,10 +287,6 @@ def _opens(path: Path, split: str, task: Task) -> bool:
             return False
         raise
     return True
-
-
-def _select(data: Any, rows: np.ndarray) -> Any:
-    return View(data.records, data.rows[rows]) if isinstance(data, View) else data.select(rows)
 
 
 def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:

@@ -15,7 +15,6 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.loss_meter import loss_meter
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
@@ -246,13 +245,14 @@ def make_trainer(
     from torch.utils.data import ConcatDataset
     from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
+    from linearize.finetune.loss_meter import LossMeter
     from linearize.finetune.tuner import Tuner
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         metrics = data.compute_metrics(prediction.predictions, prediction.label_ids)
         return metrics | {"score": main_metric(data.task, metrics)}
 
-    callbacks: list[TrainerCallback] = [watch(on_log), loss_meter()]
+    callbacks: list[TrainerCallback] = [watch(on_log), LossMeter()]
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
     extra = data.extra if teacher is not None else None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from linearize.errors import TrainingError
-from linearize.finetune.loss_meter import meter_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -73,6 +72,8 @@ def watch(on_log: Callable[[dict[str, float]], None] | None) -> TrainerCallback:
 def step_reporter(trainer: Trainer, on_step: Callable[[TuneStep], None]) -> TrainerCallback:
     """Make the callback that reports every step of a trainer."""
     from transformers import TrainerCallback
+
+    from linearize.finetune.loss_meter import meter_of
 
     class Reporter(TrainerCallback):
         """Reports steps."""

@@ -14,9 +14,10 @@ from linearize.synthetic import articles, listops, pixels, recall, retrieval
 from linearize.synthetic.tokenizers import fixed_tokenizer
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from linearize.finetune.tables import Splits
+    from linearize.finetune.tables import Splits, View
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Made:
         description: one line.
     """
 
-    tables: dict[str, object]
+    tables: dict[str, Dataset]
     tokenizer: PreTrainedTokenizerBase | None
     description: str
 
@@ -90,7 +91,7 @@ def make_options(name: str, options: Mapping[str, object]) -> Any:
     return config(**options)
 
 
-def _tables(rows: Mapping[str, Iterable[Mapping[str, object]]]) -> dict[str, object]:
+def _tables(rows: Mapping[str, Iterable[Mapping[str, object]]]) -> dict[str, Dataset]:
     from datasets import Dataset
 
     return {split: Dataset.from_list(list(found)) for split, found in rows.items()}
@@ -132,12 +133,15 @@ def _pixels(config: pixels.Pixels, source: str | None) -> Made:
     splits = open_splits(asked, str(source), limit=config.limit, seed=0)
     names = splits.train.names
 
-    def rows(view: Any) -> list[dict[str, object]]:
+    def rows(view: View) -> list[dict[str, object]]:
         made = []
         for place in range(len(view) if config.limit is None else min(config.limit, len(view))):
             example = view.fetch([place])[0]
-            label = names.index(example.label) if isinstance(example.label, str) else int(example.label)
-            made.append({"text": pixels.pixel_text(example.value, config.side), "label": label})
+            label = example.label
+            # Rows without one are left out when they are read.
+            assert label is not None
+            number = (names or ()).index(label) if isinstance(label, str) else int(label)
+            made.append({"text": pixels.pixel_text(example.value, config.side), "label": number})
         return made
 
     found = {"train": rows(splits.train), "validation": rows(splits.validation)}
@@ -163,7 +167,7 @@ def _articles(config: articles.Articles, source: str | None) -> Made:
     return Made(_tables(found), None, f"articles of {config.shortest} words or more: {_said(found)}")
 
 
-def _lines(source: str | None, column: str, seed: int) -> Splits:
+def _lines(source: str | None, column: str, seed: int) -> Splits[Dataset]:
     """Open the splits of a corpus as they are."""
     from linearize.finetune.tables import open_splits
     from linearize.finetune.tasks import task
