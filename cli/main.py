@@ -26,6 +26,7 @@ VERBS = {
     "results": "show the table of a run, beside the paper's figures",
     "kernels": "list the kernels, explain one, or advise for a model",
     "inspect": "show what a model or a converted checkpoint is",
+    "export": "write a converted checkpoint as ONNX, checked in onnxruntime",
     "push": "upload a converted checkpoint to the Hub",
     "report": "show a converted checkpoint: pictures, figures, one page",
     "compare": "show several conversions beside each other",

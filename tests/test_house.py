@@ -43,6 +43,7 @@ ORDER = [
     "finetune",
     "synthetic",
     "bench",
+    "export",
     "report",
     "jobs",
     "demo",

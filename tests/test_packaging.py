@@ -21,7 +21,7 @@ from support.scripts import script
 from linearize.errors import EXTRAS
 
 CHECKOUT = Path(__file__).parents[1]
-DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow"}
+DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow", "onnx_ir": "onnx-ir"}
 PLAIN = """
 import importlib.metadata, importlib.util, sys
 
@@ -84,9 +84,9 @@ def test_the_table_of_extras_is_that_of_the_project():
         name = DISTRIBUTION.get(package, package)
         assert name in names(extras[extra]) and name not in names(found["dependencies"])
     known = {DISTRIBUTION.get(package, package) for package in EXTRAS}
-    optional = set().union(*(names(extras[extra]) for extra in ("train", "report", "vision")))
+    optional = set().union(*(names(extras[extra]) for extra in ("train", "report", "vision", "export")))
     assert {name for name in optional if not name.startswith("linearize[")} == known
-    assert extras["all"] == ["linearize[report,train,vision]"]
+    assert extras["all"] == ["linearize[export,report,train,vision]"]
 
 
 def test_the_plain_install_loads_runs_and_saves(tmp_path):

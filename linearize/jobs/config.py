@@ -13,7 +13,7 @@ from typing import Any, Self
 from linearize.alignment.config import AlignConfig
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
-from linearize.options import check, make, option, parse_pairs, section
+from linearize.options import check, make, option, parse_lengths, parse_pairs, section
 
 ALIGN_SHARE = 0.4
 """Steps of the alignment unless asked otherwise, as a share of stage one's."""
@@ -278,6 +278,27 @@ class InitJob(Job):
     num_labels: int | None = option(None, "outputs of a classifier's head", low=1)
     overwrite: bool = option(False, OVERWRITE)
     seed: int = option(0, "of all weights", metavar="S")
+
+
+@dataclass(frozen=True)
+class ExportJob(Job):
+    """Options of `export`."""
+
+    model: str = option(help="converted checkpoint", positional=True, metavar="DIR")
+    output: str = option(help="folder to make", metavar="X")
+    format: str = option("onnx", "what to write", choices=("onnx",), metavar="F")
+    last_logits: bool = option(False, "of a model that writes: the logits of a prompt's last token alone")
+    time: tuple[int, ...] = option(
+        (),
+        "time onnxruntime beside PyTorch at these lengths, on one row",
+        metavar="N,N",
+        shown="no",
+        parse=parse_lengths,
+    )
+    overwrite: bool = option(False, OVERWRITE)
+
+    def __post_init__(self) -> None:
+        check(self, "options")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,15 @@
-"""The causal chunks as plain tensor operations, for tracing compilers: no loop in place, no choice by numbers."""
+"""The causal chunks as plain tensor operations, for tracing compilers: no loop in place, no choice by numbers.
+
+Batch and key heads are one dimension here, N = B K, and the query heads of a group lie behind each other, G C rows per
+chunk: so a chunk is written down without a size that may be unknown.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal_plan import CHUNK
@@ -20,37 +27,83 @@ def traced_attention(
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, State]:
-    """Attend as `causal_attention` does, arguments and results as there; every row has a stabiliser of its own."""
-    state = initial_state
+    """Attend as `causal_attention` does, arguments and results as there; every row has a stabiliser of its own.
+
+    Where the number of tokens is not known, as when torch.export is given a dynamic length, the chunks are the steps of
+    a `scan` instead of a loop written out.
+    """
+    shape = phi_k.shape[:2]
     scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
-    queries = group_queries(phi_q, phi_k.shape[1])
-    phi_k, values = without_padding(phi_k, key_padding_mask), with_ones(v, normalize, key_padding_mask)
+    queries = group_queries(phi_q, phi_k.shape[1]).float().flatten(0, 1)
+    keys = without_padding(phi_k, key_padding_mask).float().flatten(0, 1)
+    values = with_ones(v, normalize, key_padding_mask).flatten(0, 1)
+    tokens = [queries, keys, values] if scale is None else [queries, keys, values, scale.flatten(0, 1)]
+    walk = _scan if isinstance(v.shape[2], torch.SymInt) else _loop
+    mixed, (kv, last) = walk(tokens, State(initial_state.kv.flatten(0, 1), initial_state.log_scale.flatten(0, 1)))
+    out = divide(mixed, eps) if normalize else mixed
+    after = State(kv.unflatten(0, shape), last.unflatten(0, shape))
+    return out.unflatten(0, shape).flatten(1, 2).to(v.dtype), after
+
+
+def _loop(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
+    """Attend chunk by chunk: q [N, G, T, F], k [N, T, F], values [N, T, W], perhaps scale [N, T] -> [N, G, T, W]."""
+    q, *rest = tokens
     outputs = []
-    for start in range(0, v.shape[2], CHUNK):
+    for start in range(0, q.shape[2], CHUNK):
         part = slice(start, start + CHUNK)
-        piece = None if scale is None else scale[:, :, part]
-        mixed, state = _chunk(
-            queries[:, :, :, part].float(), phi_k[:, :, part].float(), values[:, :, part], piece, state
-        )
-        outputs.append(divide(mixed, eps) if normalize else mixed)
-    return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype), state
+        mixed, state = _chunk([q[:, :, part].flatten(1, 2), *(x[:, part] for x in rest)], state)
+        outputs.append(mixed.unflatten(1, (q.shape[1], -1)))
+    return torch.cat(outputs, dim=2), state
 
 
-def _chunk(q: Tensor, k: Tensor, values: Tensor, scale: Tensor | None, state: State) -> tuple[Tensor, State]:
-    """Advance by one chunk. q [B, K, G, C, F], k [B, K, C, F], values [B, K, C, V + 1], scale [B, K, C] or None."""
-    scores = (q @ k[:, :, None].transpose(-1, -2)).tril()
-    if scale is None:
-        mixed = scores @ values[:, :, None] + q @ state.kv[:, :, None]
-        return mixed, State(state.kv + k.transpose(-1, -2) @ values, state.log_scale)
-    past = state.log_scale[..., None]
-    shift = torch.maximum(scale.detach().cummax(dim=-1).values, past)
+def _scan(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
+    """Do what `_loop` does, for any number of tokens."""
+    # Not above: it brings in parts of PyTorch that nothing else here needs.
+    from torch._higher_order_ops.scan import scan
+
+    groups, length = tokens[0].shape[1:3]
+    # One more than there are, so that there are always several: of one, the length would be taken for a constant.
+    count = (length + CHUNK - 1) // CHUNK + 1
+    rest = count * CHUNK - length
+
+    def cut(x: Tensor) -> Tensor:
+        """Cut x [..., T, X] into chunks [n, ..., C, X], with zeros at the end."""
+        return F.pad(x, (0, 0, 0, rest)).unflatten(-2, (count, CHUNK)).movedim(-3, 0)
+
+    pieces = [cut(tokens[0]).flatten(2, 3), cut(tokens[1]), cut(tokens[2])]
+    if len(tokens) > 3:
+        pieces.append(F.pad(tokens[3], (0, rest), value=FLOOR).unflatten(-1, (count, CHUNK)).movedim(-2, 0))
+
+    def step(before: Sequence[Tensor], piece: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        mixed, after = _chunk(piece, State(*before))
+        # What goes on may not be what came in.
+        return [after.kv, after.log_scale.clone()], mixed
+
+    (kv, log_scale), mixed = scan(step, [state.kv, state.log_scale], pieces)
+    mixed = mixed.unflatten(2, (groups, CHUNK)).movedim(0, 2).flatten(2, 3)
+    return mixed[:, :, :length], State(kv, log_scale)
+
+
+def _chunk(tokens: Sequence[Tensor], state: State) -> tuple[Tensor, State]:
+    """Advance by one chunk: q [N, G C, F], k [N, C, F], values [N, C, W], perhaps scale [N, C] -> [N, G C, W]."""
+    q, k, values, *scaled = tokens
+    groups = q.shape[1] // k.shape[1]
+    later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    hidden = later.repeat(groups, 1) if groups > 1 else later
+    scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(hidden, 0.0)
+    if not scaled:
+        mixed = torch.bmm(scores, values) + torch.bmm(q, state.kv)
+        return mixed, State(state.kv + torch.bmm(k.transpose(1, 2), values), state.log_scale)
+    scale, past = scaled[0], state.log_scale[:, None]
     # Above the diagonal the exponent may be large, and 0 times infinity is NaN: cut before exp, not after.
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    decay = torch.exp((scale[:, :, None, :] - shift[..., None]).masked_fill(later, FLOOR))
+    seen = scale[:, None, :].masked_fill(later, FLOOR)
+    shift = torch.maximum(seen.detach().amax(dim=-1), past)
+    decay = torch.exp((scale[:, None, :] - shift[..., None]).masked_fill(later, FLOOR))
     before = torch.exp(past - shift)
-    mixed = (scores * decay[:, :, None]) @ values[:, :, None]
-    mixed = mixed + (q * before[:, :, None, :, None]) @ state.kv[:, :, None]
-    last = shift[..., -1]
-    weighted = values * torch.exp(scale - last[..., None])[..., None]
-    kv = state.kv * torch.exp(state.log_scale - last)[..., None, None] + k.transpose(-1, -2) @ weighted
+    if groups > 1:
+        decay, before = torch.cat([decay] * groups, dim=1), torch.cat([before] * groups, dim=1)
+    mixed = torch.bmm(scores * decay, values) + torch.bmm(q * before[..., None], state.kv)
+    last = shift[:, -1]
+    weighted = values * torch.exp(scale - last[:, None])[..., None]
+    kv = state.kv * torch.exp(state.log_scale - last)[:, None, None] + torch.bmm(k.transpose(1, 2), weighted)
     return mixed, State(kv, last)

@@ -7,6 +7,7 @@ from support.checkpoints import make_original, make_text, texts
 
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
+from linearize.jobs.export import ExportResult
 
 STAGE_ONE = "--dataset texts.jsonl --text-column text --distill-steps 1 --holdout 4 --batch-size 4 --device cpu"
 ALIGN = "--dataset texts.jsonl --text-column text --steps 2 --holdout 4 --batch-size 4 --device cpu"
@@ -30,6 +31,7 @@ CASES = {
     "results": ("runs/made", {"title", "rows", "columns"}),
     "kernels": ("", {"name", "formula", "arguments", "quality", "speed", "choose"}),
     "inspect": ("linear", {"converted", "plan", "provenance"}),
+    "export": ("linear --output i", {"output", "graphs", "checked", "times"}),
     "push": ("linear alice/linear", {"url"}),
     "report": (f"linear {LOOK} --output e", {"checkpoint", "fidelity", "left_out"}),
     "compare": (f"linear linear2 {LOOK} --output f", {"conversions", "notes"}),
@@ -74,7 +76,9 @@ def test_every_verb_has_a_case():
 @pytest.mark.parametrize("verb", CASES)
 def test_json(verb, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
-    # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub.
+    # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub; writing a
+    # graph down takes seconds (tests/export does).
+    monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}, []))
     monkeypatch.setattr("linearize.demo.minilm_folder", lambda: place / "bert")
     monkeypatch.setattr(
         "linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)

@@ -52,13 +52,14 @@ QUICK = {
     "longdoc": "--device cpu --max-length 80 --distill-steps 1 --align-steps 1 --steps 1 --batch-size 8 --no-memory",
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
     "recipes": "", "completion": "", "results": "", "kernels": "", "inspect": "", "push": "",
-    "report": LOOK, "compare": LOOK,
+    "report": LOOK, "compare": LOOK, "export": "",
     "demo": "--steps 2 --tokens 200", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
 }  # fmt: skip
 ONLY_PARSED = {
     "--goals": "measures every figure that the project promises, which takes minutes",
     "bert-base": "a model of real size",
+    "export": "writing a graph down takes half a minute; tests/export does",
     "--alignment": "trains a model of BERT-base's sizes",
 }
 EXAMPLES = {

@@ -40,12 +40,13 @@ class Streamed:
 
     def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
         """See `contract.Backend`: not where q and k meet before the map, nor while tracing."""
+        if is_tracing():
+            # First: asking for the number of tokens would make a number of it.
+            return False
         tokens = call.q.shape[2]
         if tokens == 1 or mixer.window is not None or mixer.inputs is not None or mixer.floor > 0.0:
             return False
         if torch.is_grad_enabled() and (tokens < RECOMPUTED or call.state is not None or call.needs_state):
-            return False
-        if is_tracing():
             return False
         if not mixer.shape.causal:
             return self.op is PYTORCH

@@ -1,0 +1,262 @@
+"""The graphs that a model is exported as, each as a module of tensors in and tensors out.
+
+A model that does not write text is one graph. One that does is two: `model` reads a prompt, and returns the state after
+it beside the logits; `step` reads one token and a state, and returns the state after that token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import UnsupportedModelError
+from linearize.surgery.inputs import candidates
+
+BATCH, TOKENS, PAST = "batch", "tokens", "past"
+"""Names of the sizes that a graph leaves open."""
+BEFORE, AFTER = "past.", "present."
+"""What the names of a state begin with: of one that a graph reads, and of one that it returns."""
+COUNT, SEEN = "tokens", "mask"
+"""The states that are not a layer's: how many tokens [B] a row has seen, and where there were tokens [B, P]."""
+_KEYS = ["keys", "values"]
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of a model, before it is written down.
+
+    Attributes:
+        name: "model" or "step".
+        module: takes the inputs in their order, and returns the outputs as a tuple.
+        inputs: examples by name.
+        outputs: names.
+        sizes: name of each dimension that is left open, by input.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    outputs: tuple[str, ...]
+    sizes: dict[str, dict[int, str]]
+
+    def program(self) -> torch.export.ExportedProgram:
+        """Write it down with torch.export; the sizes that are left open are dynamic.
+
+        Raises:
+            UnsupportedModelError: if the model cannot be written down, or only for one length.
+        """
+        shapes = {name: dict.fromkeys(open_, torch.export.Dim.DYNAMIC) for name, open_ in self.sizes.items()}
+        try:
+            with torch.no_grad():
+                return torch.export.export(
+                    self.module, tuple(self.inputs.values()), dynamic_shapes=(tuple(shapes.values()),), strict=False
+                )
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise UnsupportedModelError(
+                f"{self.name}: torch.export does not take this model with sizes left open ({type(error).__name__}: "
+                f"{text[:300]}); expected one whose computation does not depend on them"
+            ) from error
+
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the module itself, without a gradient, on inputs by name."""
+        with torch.no_grad():
+            return dict(zip(self.outputs, self.module(*(inputs[name] for name in self.inputs)), strict=True))
+
+
+class _Whole(nn.Module):
+    """A model that keeps nothing between calls."""
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, tuple(names)
+
+    def named(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """Run it -> its outputs by name."""
+        more = {"use_cache": False} if _takes(self.model, "use_cache") else {}
+        found = self.model(**dict(zip(self.names, tensors, strict=True)), **more, return_dict=True)
+        return {key: value for key, value in found.items() if torch.is_tensor(value)}
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run it."""
+        return tuple(self.named(*tensors).values())
+
+
+class _Writer(nn.Module):
+    """A model that writes, with the state taken apart into tensors.
+
+    Attributes:
+        keys: names of a layer's state by the layer's number, in the order of the tensors.
+        masked: whether a layer that stays softmax has to know where there was padding.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model: Any = model
+        cache = self.model.new_cache()
+        with torch.no_grad():
+            model(input_ids=_ids(model, 1, 2), attention_mask=torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
+        self.keys = [_layer_keys(model, layer) for layer in cache.layers]
+        self.masked = any(keys == _KEYS for keys in self.keys)
+        self.output = "logits" if "logits" in self._output_names() else "last_hidden_state"
+
+    def _output_names(self) -> list[str]:
+        with torch.no_grad():
+            found = self.model(input_ids=_ids(self.model, 1, 1), use_cache=False, return_dict=True)
+        return list(found)
+
+    @property
+    def states(self) -> list[str]:
+        """Names of all tensors of the state, without `BEFORE` or `AFTER`."""
+        layers = [f"{number}.{key}" for number, keys in enumerate(self.keys) for key in keys]
+        return [COUNT, *([SEEN] if self.masked else []), *layers]
+
+    def _cache(self, states: Sequence[Tensor]) -> Any:
+        """Put a cache together from the layers' tensors."""
+        cache, rest = self.model.new_cache(), iter(states)
+        for layer, keys in zip(cache.layers, self.keys, strict=True):
+            tensors = {key: next(rest) for key in keys}
+            if keys == _KEYS:
+                layer.lazy_initialization(tensors["keys"], tensors["values"])
+                layer.keys, layer.values = tensors["keys"], tensors["values"]
+            else:
+                layer.store(tensors)
+        return cache
+
+    def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]]:
+        found = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, return_dict=True
+        )
+        kept = []
+        for layer, keys in zip(cache.layers, self.keys, strict=True):
+            source = vars(layer) if keys == _KEYS else layer.state
+            kept += [source[key] for key in keys]
+        return found[self.output], kept
+
+
+class _Prompt(_Writer):
+    """Reads a prompt: input_ids and attention_mask [B, T] -> logits [B, T, V] and the state after it."""
+
+    def __init__(self, model: PreTrainedModel, last: bool) -> None:
+        super().__init__(model)
+        self.last = last
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run it."""
+        input_ids, attention_mask = tensors
+        counted = attention_mask.cumsum(dim=-1)
+        cache = self.model.new_cache()
+        out, kept = self._run(input_ids, attention_mask, (counted - 1).clamp(min=0), cache)
+        out = out[:, -1:] if self.last else out
+        return (out, counted[:, -1], *([attention_mask.clone()] if self.masked else []), *kept)
+
+
+class _Step(_Writer):
+    """Reads one token: input_ids [B, 1] and a state -> logits [B, 1, V] and the state after it."""
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run it."""
+        input_ids, count, *layers = tensors
+        mask = None
+        if self.masked:
+            mask = torch.cat([layers.pop(0), torch.ones_like(input_ids)], dim=1)
+        out, kept = self._run(input_ids, mask, count[:, None], self._cache(layers))
+        return (out, count + 1, *([mask] if mask is not None else []), *kept)
+
+
+def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Graph]:
+    """Return the graphs of a converted model, which is to be on the CPU, in fp32 and in evaluation mode.
+
+    Args:
+        model: a converted model.
+        last_logits: of a model that writes, return the logits of a prompt's last token alone.
+
+    Raises:
+        UnsupportedModelError: for encoder-decoders, and decoders whose state is more than sums, keys and values.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: got an encoder-decoder, expected an encoder, a decoder or an image model"
+        )
+    if not any(layer.shape.causal for layer in linear_attentions(model).values()) or not _takes(model, "use_cache"):
+        return [_whole_graph(model)]
+    if not _takes(model, "position_ids"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no position_ids, expected a decoder that does: a step could not say where "
+            "in the text it is"
+        )
+    return _writer_graphs(model, last_logits)
+
+
+def _whole_graph(model: PreTrainedModel) -> Graph:
+    inputs: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for made in candidates(model):
+        inputs = {key: x for key, x in made.items() if torch.is_tensor(x)}
+        if "input_ids" in inputs:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            if _takes(model, "token_type_ids") and getattr(model.config, "type_vocab_size", 0) > 1:
+                inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        module = _Whole(model, list(inputs))
+        # Sizes of one would be taken for constants.
+        inputs = {key: torch.cat([x, x]) for key, x in inputs.items()}
+        try:
+            with torch.no_grad():
+                outputs = tuple(module.named(*inputs.values()))
+            break
+        except Exception as failed:
+            error = failed
+    else:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no made-up input fits it, expected a model that takes tokens or an image"
+        ) from error
+    sizes = {key: {0: BATCH, **({1: TOKENS} if key in _TEXT else {})} for key in inputs}
+    return Graph("model", module, inputs, outputs, sizes)
+
+
+def _writer_graphs(model: PreTrainedModel, last: bool) -> list[Graph]:
+    prompt, step = _Prompt(model, last), _Step(model)
+    ids = _ids(model, 2, 7)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    outputs = (prompt.output, *(AFTER + name for name in prompt.states))
+    sizes = {name: {0: BATCH, 1: TOKENS} for name in inputs}
+    first = Graph("model", prompt, inputs, outputs, sizes)
+    found = first.run(inputs)
+    state = {"input_ids": ids[:, -1:], **{BEFORE + name: found[AFTER + name] for name in prompt.states}}
+    sizes = {name: {0: BATCH} for name in state}
+    for name in state:
+        if name == BEFORE + SEEN:
+            sizes[name][1] = PAST
+        elif name.endswith((".keys", ".values")):
+            sizes[name][2] = PAST
+    return [first, Graph("step", step, state, outputs, sizes)]
+
+
+def _layer_keys(model: PreTrainedModel, layer: Any) -> list[str]:
+    """Return the names of the tensors that a cache's layer remembers."""
+    if hasattr(layer, "store"):
+        return list(layer.state)
+    if type(layer) is not DynamicLayer:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: got a layer that remembers a {type(layer).__name__}, expected a state, or all "
+            "keys and values; convert every layer (--local-as-full for those with a window)"
+        )
+    return list(_KEYS)
+
+
+def _ids(model: PreTrainedModel, batch: int, tokens: int) -> Tensor:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    return (torch.arange(batch * tokens).view(batch, tokens) * 7 + 3) % vocabulary
+
+
+def _takes(model: PreTrainedModel, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters

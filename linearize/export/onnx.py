@@ -1,0 +1,218 @@
+"""ONNX: graphs with sizes left open, in a folder with one file of weights that all of them read.
+
+Every graph is run in onnxruntime at sizes that it was not made with, and held against PyTorch, before it is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import onnxruntime
+import onnxscript  # noqa: F401  # torch.onnx needs it: what is missing is said before the work.
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.errors import UnsupportedModelError
+from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, Graph
+
+WEIGHTS = "weights.bin"
+"""Name of the file of weights."""
+LARGE = 1024
+"""Bytes from which on a tensor goes there: smaller ones are shapes and constants that onnxruntime looks at early."""
+ALIGNED = 4096
+"""Weights begin at multiples of this, so that they can be mapped into memory."""
+TOLERANCE = 1e-3
+"""Largest difference from PyTorch that is taken for rounding, as a share of the output's largest number."""
+STEPS = 3
+"""Tokens that are read one by one in the check."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A graph that was held against PyTorch.
+
+    Attributes:
+        difference: largest difference of an output.
+        largest: largest magnitude of that output in PyTorch.
+    """
+
+    difference: float
+    largest: float
+
+    @property
+    def good(self) -> bool:
+        """Whether it is rounding."""
+        return self.difference <= TOLERANCE * self.largest
+
+
+def to_onnx(graph: Graph) -> onnx_ir.Model:
+    """Translate a graph.
+
+    Raises:
+        UnsupportedModelError: if torch.export or torch.onnx does not take it.
+    """
+    program = graph.program()
+    quiet = logging.getLogger("torch.onnx")
+    level = quiet.level
+    try:
+        quiet.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made: Any = torch.onnx.export(
+                program, dynamo=True, input_names=list(graph.inputs), output_names=list(graph.outputs), verbose=False
+            )
+    except Exception as error:
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise UnsupportedModelError(
+            f"{graph.name}: torch.onnx has no translation for something in this model ({cause[:300]}); choose another "
+            "kernel, or leave the window out"
+        ) from error
+    finally:
+        quiet.setLevel(level)
+    model: onnx_ir.Model = made.model
+    for value in model.graph.inputs:
+        _name_sizes(value, graph.sizes[str(value.name)])
+    return model
+
+
+def _name_sizes(value: Any, names: Mapping[int, str]) -> None:
+    """Give the open sizes of an input names that mean something."""
+    value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
+
+
+def write(models: Mapping[str, onnx_ir.Model], folder: Path) -> None:
+    """Write graphs as `<name>.onnx`, and their weights, each once, into `WEIGHTS` beside them."""
+    places: dict[tuple[str, str], tuple[int, int]] = {}
+    with open(folder / WEIGHTS, "wb") as file:
+        for model in models.values():
+            for value in model.graph.initializers.values():
+                tensor = value.const_value
+                if tensor is None or tensor.nbytes < LARGE:
+                    continue
+                data = tensor.tobytes()
+                key = hashlib.sha256(data).hexdigest(), str(tensor.dtype)
+                if key not in places:
+                    file.write(b"\0" * (-file.tell() % ALIGNED))
+                    places[key] = file.tell(), len(data)
+                    file.write(data)
+                value.const_value = onnx_ir.ExternalTensor(
+                    WEIGHTS, *places[key], tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=folder
+                )
+    for name, model in models.items():
+        onnx_ir.save(model, folder / f"{name}.onnx")
+
+
+def session(file: Path, threads: int | None = None) -> onnxruntime.InferenceSession:
+    """Open a graph in onnxruntime on the CPU.
+
+    Args:
+        file: the graph; its weights are found beside it.
+        threads: of the CPU; None: onnxruntime's own choice.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+
+def run(opened: onnxruntime.InferenceSession, inputs: Mapping[str, Tensor | np.ndarray]) -> dict[str, np.ndarray]:
+    """Run a graph on inputs by name -> its outputs by name; inputs that it has no use for are left out."""
+    known = {one.name for one in opened.get_inputs()}
+    feed = {name: x.numpy() if torch.is_tensor(x) else x for name, x in inputs.items() if name in known}
+    names = [one.name for one in opened.get_outputs()]
+    return dict(zip(names, opened.run(names, feed), strict=True))
+
+
+def check(graphs: list[Graph], model: PreTrainedModel, folder: Path, tokens: int) -> dict[str, Checked]:
+    """Run what was written at sizes of its own, with padding, and hold it against PyTorch.
+
+    A model that writes reads all tokens but the last `STEPS` as a prompt and those one by one: every step's outputs are
+    held against one pass of the model over the whole text.
+
+    Args:
+        graphs: as they were before they were written.
+        model: the model.
+        folder: where they were written to.
+        tokens: of a row.
+
+    Raises:
+        UnsupportedModelError: if one differs by more than rounding.
+    """
+    opened = {graph.name: session(folder / f"{graph.name}.onnx") for graph in graphs}
+    inputs = resized(graphs[0], {BATCH: 3, TOKENS: tokens})
+    checked = {graphs[0].name: _compare(graphs[0], inputs, run(opened[graphs[0].name], inputs))}
+    if len(graphs) > 1:
+        checked["step"] = _check_steps(opened, model, inputs, graphs[0].outputs[0])
+    for name, one in checked.items():
+        if not one.good:
+            raise UnsupportedModelError(
+                f"{name}.onnx differs from PyTorch by {one.difference:.1e} of {one.largest:.1e} in onnxruntime, "
+                f"expected at most {TOLERANCE} of that; nothing was kept: choose another kernel"
+            )
+    return checked
+
+
+def resized(graph: Graph, sizes: Mapping[str, int], *, padded: bool = True) -> dict[str, Tensor]:
+    """Return a graph's example inputs at other sizes; `padded`: the first row with padding on the left."""
+    made = {}
+    for name, x in graph.inputs.items():
+        for axis, size in graph.sizes[name].items():
+            wanted = sizes[size]
+            repeats = [-(-wanted // x.shape[axis]) if i == axis else 1 for i in range(x.ndim)]
+            x = x.repeat(repeats).narrow(axis, 0, wanted)
+        made[name] = x.clone()
+    mask = made.get("attention_mask")
+    if mask is not None and padded:
+        mask[0, : mask.shape[1] // 3] = 0
+    return made
+
+
+def _compare(graph: Graph, inputs: dict[str, Tensor], found: Mapping[str, np.ndarray]) -> Checked:
+    """Return the output that differs most; what stands at padding does not count."""
+    mask = inputs.get("attention_mask")
+    real = None if mask is None else mask.bool()
+    pairs = []
+    for name, expected in graph.run(inputs).items():
+        got = torch.from_numpy(found[name])
+        if real is not None and expected.shape[:2] == real.shape and not name.startswith(AFTER):
+            expected, got = expected[real], got[real]
+        elif expected.ndim > 2 and real is not None and expected.shape[2] == real.shape[1]:
+            expected, got = (x.movedim(2, 1)[real] for x in (expected, got))
+        pairs.append((got, expected))
+    return _worst(pairs)
+
+
+def _check_steps(opened: Mapping[str, Any], model: Any, inputs: Mapping[str, Tensor], name: str) -> Checked:
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+        whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
+    found = run(opened["model"], {"input_ids": ids[:, :-STEPS], "attention_mask": mask[:, :-STEPS]})
+    pairs = [(torch.from_numpy(found[name][:, -1]), whole[name][:, -STEPS - 1])]
+    for step in range(-STEPS, 0):
+        found = run(opened["step"], {"input_ids": ids[:, step, None], **state_of(found)})
+        pairs.append((torch.from_numpy(found[name][:, -1]), whole[name][:, step]))
+    return _worst(pairs)
+
+
+def state_of(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the state that a graph returned as the next step reads it."""
+    return {BEFORE + name.removeprefix(AFTER): x for name, x in outputs.items() if name.startswith(AFTER)}
+
+
+def _worst(pairs: list[tuple[Tensor, Tensor]]) -> Checked:
+    found = []
+    for got, expected in pairs:
+        difference = (got.double() - expected.double()).abs().max().item()
+        found.append(Checked(difference if difference == difference else float("inf"), expected.abs().max().item()))
+    return max(found, key=lambda one: one.difference / max(one.largest, 1e-30))

@@ -1,0 +1,71 @@
+"""How long an exported graph takes in onnxruntime, beside the model in PyTorch: in turns, on one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from linearize.bench.timing import Timing, in_turns
+from linearize.export.graphs import BATCH, TOKENS, Graph
+from linearize.export.onnx import resized, run, session, state_of
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds at one length, on the same number of threads.
+
+    Attributes:
+        what: "forward", or "step" for one token behind so many.
+        tokens: the length; None for a model whose inputs have one size.
+        pytorch: of the model.
+        onnxruntime: of the graph.
+    """
+
+    what: str
+    tokens: int | None
+    pytorch: Timing
+    onnxruntime: Timing
+
+
+def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengths: tuple[int, ...]) -> list[Timed]:
+    """Time graphs that were written, and the model that they were made of.
+
+    Args:
+        graphs: as they were before they were written.
+        model: the model.
+        folder: where they were written to.
+        lengths: tokens of a row; of a model without any, one time is taken.
+    """
+    opened = {graph.name: session(folder / f"{graph.name}.onnx", torch.get_num_threads()) for graph in graphs}
+    first = graphs[0]
+    open_length = any(TOKENS in sizes.values() for sizes in first.sizes.values())
+    rows = []
+    for tokens in lengths if open_length else (None,):
+        inputs = resized(first, {BATCH: 1, TOKENS: tokens or 1}, padded=False)
+        rows.append(_pair("forward", tokens, lambda x=inputs: first.run(x), lambda x=inputs: run(opened["model"], x)))
+        if len(graphs) > 1:
+            rows.append(_step(graphs[1], model, opened, inputs, tokens))
+    return rows
+
+
+def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None) -> Timed:
+    """Time one token behind `tokens`; in PyTorch as `generate` decodes, the state in its own memory."""
+    cache, token = model.new_cache(), inputs["input_ids"][:, -1:]
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    feed = {"input_ids": token, **state_of(run(opened["model"], inputs))}
+
+    @torch.no_grad()
+    def decode() -> object:
+        return model(token, past_key_values=cache)
+
+    return _pair("step", tokens, decode, lambda: run(opened["step"], feed))
+
+
+def _pair(what: str, tokens: int | None, torch_call: Any, onnx_call: Any) -> Timed:
+    times = in_turns({"pytorch": torch_call, "onnxruntime": onnx_call}, None)
+    return Timed(what, tokens, Timing.of(times["pytorch"]), Timing.of(times["onnxruntime"]))

@@ -1,0 +1,102 @@
+"""Writing a converted checkpoint as graphs that other programs run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linearize.checkpoint.output import atomic_folder, claim
+from linearize.jobs.config import ExportJob
+from linearize.jobs.events import Callback, Noted, Started, ignore
+from linearize.loading import load_converted
+
+if TYPE_CHECKING:
+    from linearize.export.graphs import Graph
+    from linearize.export.onnx import Checked
+    from linearize.export.timing import Timed
+
+RECORD = "export.json"
+"""File of the output that says what its graphs take and return."""
+CHECKED_TOKENS = 150
+"""Tokens of the rows that an export is checked on, where the model takes so many: several chunks of the causal op."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        output: the folder.
+        graphs: inputs and outputs of each graph by its file, with the sizes that are left open by name.
+        checked: how far each graph is from PyTorch.
+        times: how long they take, where that was asked for.
+    """
+
+    output: str
+    graphs: dict[str, Any]
+    checked: dict[str, Checked]
+    times: list[Timed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResult:
+    """Write a converted checkpoint as ONNX, hold it against PyTorch in onnxruntime, and keep it only if they agree.
+
+    The folder gets `model.onnx`, of a model that writes `step.onnx` as well (see `linearize.export.graphs`), one file
+    of weights that both read, in fp32, the tokenizer or image processor, and `export.json`, which describes the graphs.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right.
+    """
+    # Not above: what is missing is said by the name of the extra that brings it.
+    from linearize.export import onnx
+    from linearize.export.graphs import graphs_of
+    from linearize.export.timing import time_graphs
+
+    with claim(job.output, overwrite=job.overwrite, sources=[job.model]):
+        loaded = load_converted(job.model)
+        model = loaded.model.float().eval()
+        graphs = graphs_of(model, last_logits=job.last_logits)
+        models = {}
+        for graph in graphs:
+            on_event(Started(f"writing {graph.name}.onnx"))
+            models[graph.name] = onnx.to_onnx(graph)
+        with atomic_folder(job.output, overwrite=job.overwrite) as folder:
+            onnx.write(models, folder)
+            on_event(Started("comparing with PyTorch in onnxruntime"))
+            checked = onnx.check(graphs, model, folder, _tokens(model))
+            for name, one in checked.items():
+                on_event(Noted(f"{name}.onnx differs from PyTorch by {one.difference:.1e} of {one.largest:.1e}"))
+            described = {f"{graph.name}.onnx": _described(graph) for graph in graphs}
+            record = {"model": job.model, "weights": onnx.WEIGHTS, "graphs": described}
+            (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            if loaded.processor is not None:
+                loaded.processor.save_pretrained(folder)
+            times = []
+            if job.time:
+                on_event(Started("timing"))
+                times = time_graphs(graphs, model, Path(folder), job.time)
+        return ExportResult(job.output, described, checked, times)
+
+
+def _tokens(model: Any) -> int:
+    """Return how many tokens the check takes; some positions are kept for padding, as of RoBERTa."""
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or CHECKED_TOKENS + 4
+    return int(min(CHECKED_TOKENS, longest - 4))
+
+
+def _described(graph: Graph) -> dict[str, Any]:
+    inputs = {
+        name: {
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "shape": [graph.sizes[name].get(axis, size) for axis, size in enumerate(x.shape)],
+        }
+        for name, x in graph.inputs.items()
+    }
+    return {"inputs": inputs, "outputs": list(graph.outputs)}

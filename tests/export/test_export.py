@@ -1,0 +1,186 @@
+"""torch.export and ONNX with sizes left open: the numbers of PyTorch at other sizes, step by step too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from support.command_lines import run
+from support.tiny import converted, inputs_of, outputs
+
+import linearize
+from linearize.errors import UnsupportedModelError
+from linearize.export.graphs import AFTER, BEFORE, graphs_of
+from linearize.ops import causal_attention
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+class Causal(torch.nn.Module):
+    """The op alone."""
+
+    def __init__(self, normalize: bool) -> None:
+        super().__init__()
+        self.normalize = normalize
+
+    def forward(self, q, k, v, scale=None):
+        return causal_attention(q, k, v, log_scale=scale, normalize=self.normalize)
+
+
+def tensors(batch, tokens, scaled):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    made = [draw(batch, 4, tokens, 6).abs(), draw(batch, 2, tokens, 6).abs(), draw(batch, 2, tokens, 5)]
+    return [*made, 30 * draw(batch, 2, tokens)] if scaled else made
+
+
+@pytest.mark.slow
+def test_the_causal_op_is_written_down_for_any_length():
+    given = tensors(2, 9, True)
+    sizes = [{0: DYNAMIC, 2: DYNAMIC}] * 4
+    program = torch.export.export(Causal(True), tuple(given), dynamic_shapes=tuple(sizes), strict=False).module()
+    for batch, tokens in ((2, 9), (3, 2), (1 + 1, 64), (2, 65), (4, 300)):
+        q, k, v, scale = tensors(batch, tokens, True)
+        (out, state), (expected, after) = program(q, k, v, scale), causal_attention(q, k, v, log_scale=scale)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        # The fast op may keep the same sums under another shift.
+        same = state[0] * torch.exp(state[1] - after[1])[..., None, None]
+        torch.testing.assert_close(same, after[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "vit", "gpt2", "llama", "qwen2"])
+def test_models_are_written_down_for_any_length(name):
+    head = "AutoModelForCausalLM" if name in ("gpt2", "llama", "qwen2") else "AutoModel"
+    model = converted(name, head)
+    model.config.use_cache = False
+    inputs = inputs_of(model)
+    sizes = {key: {0: DYNAMIC} if key == "pixel_values" else {0: DYNAMIC, 1: DYNAMIC} for key in inputs}
+    program = torch.export.export(model, (), kwargs=inputs, dynamic_shapes=sizes, strict=False).module()
+    for batch, tokens in ((2, 5), (4, 40)):
+        other = inputs_of(model, batch, tokens)
+        for one, two in zip(outputs(model, other), outputs(program, other), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("keep", [(), (0,)], ids=["linear", "mixed"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_prompt_and_steps_are_the_model(name, keep):
+    """The modules themselves, before anything is written down."""
+    model = converted(name, "AutoModelForCausalLM", keep_softmax=list(keep))
+    prompt, step = graphs_of(model)
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    found = prompt.run({"input_ids": ids[:, :9], "attention_mask": mask[:, :9]})
+    torch.testing.assert_close(found["logits"][mask[:, :9].bool()], whole[:, :9][mask[:, :9].bool()])
+    for number in range(9, 12):
+        state = {key.replace(AFTER, BEFORE, 1): x for key, x in found.items() if key.startswith(AFTER)}
+        found = step.run({"input_ids": ids[:, number, None], **state})
+        torch.testing.assert_close(found["logits"][:, 0], whole[:, number], rtol=1e-5, atol=1e-5)
+    assert set(step.inputs) == {"input_ids", *(key.replace(AFTER, BEFORE, 1) for key in found if key != "logits")}
+    assert ("present.mask" in found) == ("present.0.keys" in found) == bool(keep)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_chunks_that_are_written_down_are_those_of_the_op(scaled):
+    """The chunk that `scan` repeats, in the loop that stands for a known length."""
+    from linearize.ops.causal_traced import traced_attention
+    from linearize.ops.state import empty_state
+
+    q, k, v, *scale = tensors(2, 150, scaled)
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    mask[0, :20] = False
+    given = {"key_padding_mask": mask, "log_scale": scale[0] if scaled else None}
+    state = empty_state(k, v, scaled=scaled)
+    for part in (slice(0, 70), slice(70, 150)):
+        tokens = [x[:, :, part] for x in (q, k, v)]
+        options = {
+            name: None if x is None else x[:, part] if x.ndim == 2 else x[:, :, part] for name, x in given.items()
+        }
+        out, after = traced_attention(*tokens, **options, initial_state=state, normalize=True, eps=1e-30)
+        expected, state = causal_attention(*tokens, **options, initial_state=state)
+        real = mask[:, part][:, None, :, None].expand_as(out)
+        torch.testing.assert_close(out[real], expected[real], rtol=1e-5, atol=1e-5)
+        same = after.kv * torch.exp(after.log_scale - state.log_scale)[..., None, None]
+        torch.testing.assert_close(same, state.kv, rtol=1e-5, atol=1e-4)
+
+
+def test_the_last_logits_alone():
+    model = converted("gpt2", "AutoModelForCausalLM")
+    whole, last = (graphs_of(model, last_logits=last)[0] for last in (False, True))
+    assert torch.equal(whole.run(whole.inputs)["logits"][:, -1:], last.run(last.inputs)["logits"])
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line():
+    with pytest.raises(UnsupportedModelError, match="got an encoder-decoder, expected"):
+        graphs_of(converted("bart"))
+    with pytest.raises(UnsupportedModelError, match="got a layer that remembers a DynamicSlidingWindowLayer"):
+        graphs_of(converted("gemma3", "AutoModelForCausalLM"))
+
+
+def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    code, out, err = run(capsys, "export", tmp_path / "nowhere", "--output", tmp_path / "out")
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and not (tmp_path / "out").exists()
+    code, _, err = run(capsys, "export", tmp_path, "--output", tmp_path / "out", "--format", "tflite")
+    assert code == 2 and "tflite" in err and "onnx" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel", "options"),
+    [
+        ("bert", "hedgehog", {}),
+        ("roberta", "flexformer_n", {}),
+        ("vit", "t2r", {}),
+        ("gpt2", "flexformer_n", {}),
+        ("llama", "hedgehog", {"keep_softmax": [0]}),
+        ("qwen2", "performer", {}),
+    ],
+)
+def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
+    ort = pytest.importorskip("onnxruntime")
+    writes = name in ("gpt2", "llama", "qwen2")
+    sizes = {"n_positions": 200} if name == "gpt2" else {} if name == "vit" else {"max_position_embeddings": 200}
+    model = converted(name, "AutoModelForCausalLM" if writes else "AutoModel", kernel, config=sizes, **options)
+    linearize.save(model, tmp_path / "model")
+    line = ["export", tmp_path / "model", "--format", "onnx", "--output", tmp_path / "out", "--json"]
+    code, out, err = run(capsys, *line, *(["--time", "16"] if name == "gpt2" else []))
+    assert code == 0, err
+    found = json.loads(out)
+    assert set(found["checked"]) == ({"model", "step"} if writes else {"model"})
+    assert all(one["difference"] <= 2e-5 * max(1, one["largest"]) for one in found["checked"].values())
+    assert [row["what"] for row in found["times"]] == (["forward", "step"] if name == "gpt2" else [])
+    described = json.loads((tmp_path / "out" / "export.json").read_text())["graphs"]
+    opened = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+    assert {one.name: one.shape for one in opened.get_inputs()} == {
+        key: one["shape"] for key, one in described["model.onnx"]["inputs"].items()
+    }
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.onnx", "weights.bin", "export.json"} <= files and ("step.onnx" in files) == writes
+    if not writes:
+        # Held against the checkpoint as it is loaded, at a size of its own.
+        loaded = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
+        inputs = inputs_of(loaded, batch=4, tokens=70)
+        names = {one.name for one in opened.get_inputs()} & inputs.keys()
+        made = torch.from_numpy(
+            opened.run(None, {key: inputs[key].numpy() for key in names} | spare(opened, inputs))[0]
+        )
+        expected = outputs(loaded, inputs)[0]
+        real = inputs.get("attention_mask", torch.ones(expected.shape[:2])).bool()
+        torch.testing.assert_close(made[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+def spare(opened, inputs):
+    """Inputs that the model makes for itself."""
+    missing = {one.name for one in opened.get_inputs()} - inputs.keys()
+    return {key: torch.zeros_like(inputs["input_ids"]).numpy() for key in missing}
