@@ -3,31 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from linearize.errors import ConfigError, LinearizeError
 
+State = dict[str, Tensor]
+
+RECORDED = 1024
+"""Tokens that a cache can be cropped by where transformers asks for that, as assisted generation does."""
+
+
+class Recorded(NamedTuple):
+    """Tokens that a state has taken up last, and can be brought back over.
+
+    Attributes:
+        k: [B, K, N, D].
+        v: [B, K, N, V].
+        mask: [B, N] bool, where there is a token.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+
+    def part(self, tokens: slice) -> Recorded:
+        """Return some of them."""
+        return Recorded(self.k[:, :, tokens], self.v[:, :, tokens], self.mask[:, tokens])
+
+    def then(self, other: Recorded) -> Recorded:
+        """Return these and those behind them."""
+        k, v = torch.cat([self.k, other.k], dim=2), torch.cat([self.v, other.v], dim=2)
+        return Recorded(k, v, torch.cat([self.mask, other.mask], dim=1))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.mask.shape[1]
+
+
+Fold = Callable[[State | None, Recorded], State]
+"""Returns the state after some tokens behind another state, which it leaves as it is."""
+
+
+def copied(state: State | None) -> State | None:
+    """Return a state in memory of its own: decoding writes into that of the one it is given."""
+    return None if state is None else {name: tensor.clone() for name, tensor in state.items()}
+
 
 class LinearStateLayer(CacheLayerMixin):
     """Remembers what a mixer needs instead of keys and values. Its size does not grow with the context.
 
+    A sum cannot forget its last terms. So a layer that is to be cropped keeps, beside the state, an older one and the
+    keys and values of the tokens since: at most twice as many as it can be cropped by.
+
     Attributes:
         state: the mixer's state, None before the first token.
         tokens: how many tokens it has seen.
+        keep: by how many tokens it can be cropped; 0: by none.
+        record_past: whether it can be cropped by what came since the last crop, up to `RECORDED`; transformers' name.
+        base: the state before `recorded`; None: there was no token before.
+        recorded: the last tokens, or None.
     """
 
     is_compileable = False
-    is_croppable = False
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int = 0) -> None:
         super().__init__()
-        self.state: dict[str, Tensor] | None = None
+        self.state: State | None = None
         self.tokens = 0
-        self._awaiting = False
+        self.keep, self.record_past = keep, False
+        self.base: State | None = None
+        self.recorded: Recorded | None = None
+        self._awaiting = self._cropped = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
@@ -55,6 +108,41 @@ class LinearStateLayer(CacheLayerMixin):
         """Keep the state after the tokens of the last `update`."""
         self.state, self._awaiting = state, False
 
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether it keeps what a crop needs."""
+        return self.keep > 0 or self.record_past
+
+    def activate_past_recording(self) -> None:
+        """Keep what a crop needs from now on."""
+        self.record_past = True
+
+    @property
+    def window(self) -> int:
+        """By how many tokens it can be cropped."""
+        return self.keep or RECORDED
+
+    def before(self, fold: Fold) -> State | None:
+        """Return the state before the next tokens; after a crop it is made anew from what was recorded."""
+        if self._cropped:
+            assert self.recorded is not None
+            self.state, self._cropped = fold(self.base, self.recorded) if self.recorded.count else self.base, False
+            if not self.keep or not self.recorded.count:
+                # What was not taken back is settled.
+                self.base = self.recorded = None
+        return self.state
+
+    def record(self, tokens: Recorded, before: State | None, fold: Fold | None) -> None:
+        """Keep tokens that are about to be taken up by the state `before` them; without `fold` nothing older."""
+        if self.recorded is None or fold is None:
+            self.base, self.recorded = copied(before), tokens
+            return
+        self.recorded = self.recorded.then(tokens)
+        surplus = self.recorded.count - self.window
+        if surplus > self.window:
+            self.base = fold(self.base, self.recorded.part(slice(0, surplus)))
+            self.recorded = self.recorded.part(slice(surplus, None))
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys a mask covers, and from which token on: all tokens so far."""
         return self.tokens + query_length, 0
@@ -72,16 +160,22 @@ class LinearStateLayer(CacheLayerMixin):
         return -1
 
     def nbytes(self) -> int:
-        """Return the state's size in bytes."""
-        return sum(t.nbytes for t in (self.state or {}).values())
+        """Return the size in bytes of the state, and of what is kept for a crop."""
+        kept = [*(self.state or {}).values(), *(self.base or {}).values(), *(self.recorded or ())]
+        return sum(t.nbytes for t in kept)
 
     def reset(self) -> None:
         """Forget everything."""
         self.state, self.tokens, self._awaiting = None, 0, False
+        self.base, self.recorded, self._cropped = None, None, False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self.state = {name: change(tensor) for name, tensor in self.state.items()}
+        if self.base is not None:
+            self.base = {name: change(tensor) for name, tensor in self.base.items()}
+        if self.recorded is not None:
+            self.recorded = Recorded(*map(change, self.recorded))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams [B]."""
@@ -103,23 +197,43 @@ class LinearStateLayer(CacheLayerMixin):
         """Move the state back."""
         self._map(lambda t: t.to(self.device, non_blocking=True))
 
-    def crop(self, *args: object, **kwargs: object) -> None:
-        """Refuse: a sum cannot forget its last terms."""
-        raise ConfigError(
-            "this model's generation cache is a running sum and cannot be cropped: assisted (speculative) and "
-            "prompt-lookup decoding do not work with linear attention; generate without an assistant"
-        )
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back.
+
+        Args:
+            tokens_to_remove: how many, as a number of 0 or less.
+
+        Raises:
+            ConfigError: if that is a positive number, or more than is kept.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(f"crop: got {tokens_to_remove}, expected 0 or less: minus the number of tokens to remove")
+        if not self.is_initialized or (tokens_to_remove == 0 and self.recorded is None):
+            return
+        kept = 0 if self.recorded is None else self.recorded.count
+        if -tokens_to_remove > kept:
+            raise ConfigError(
+                f"crop: got {-tokens_to_remove} tokens to remove, but the cache of linear attention can take back "
+                f"{kept}, as a sum does not forget its terms; ask for more before: model.new_cache(crop=N)"
+            )
+        assert self.recorded is not None
+        if tokens_to_remove:
+            self.recorded = self.recorded.part(slice(0, kept + tokens_to_remove))
+            self.tokens, self._cropped, self.state = self.tokens + tokens_to_remove, True, None
+        elif not self.keep and not self._cropped:
+            self.base = self.recorded = None
 
 
 class LinearizeCache(DynamicCache):
     """A transformers cache with a `LinearStateLayer` for every converted layer."""
 
-    def __init__(self, config: PreTrainedConfig, converted: set[int]) -> None:
+    def __init__(self, config: PreTrainedConfig, converted: set[int], crop: int = 0) -> None:
         """Build the cache.
 
         Args:
             config: config of the (text) model; says which of the other layers are sliding.
             converted: the `layer_idx` of the converted layers.
+            crop: by how many tokens it can be cropped.
         """
         super().__init__(config=config)
         for index in converted:
@@ -128,7 +242,7 @@ class LinearizeCache(DynamicCache):
             # A hybrid's layer has convolutions' states beside its keys: it keeps both.
             layer = self.layers[index]
             if not (isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")):
-                self.layers[index] = LinearStateLayer()
+                self.layers[index] = LinearStateLayer(crop)
 
     def nbytes(self) -> int:
         """Return the size in bytes of everything that is remembered."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize.attention.cache import LinearStateLayer
-from linearize.attention.call import AttentionCall
+from linearize.attention.cache import LinearStateLayer, Recorded, copied
+from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
@@ -93,6 +94,8 @@ class LinearAttention(nn.Module):
         cache: LinearStateLayer | None,
     ) -> Tensor:
         """Mix the tokens; with a cache they follow what it has seen, and the state after them is stored."""
+        if cache is not None and cache.is_croppable:
+            return self._mix_recorded(AttentionCall(q, k, v, scaling, key_padding_mask), cache)
         if cache is not None:
             out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True))
             cache.store(after)
@@ -101,6 +104,30 @@ class LinearAttention(nn.Module):
         padded = F.pad(q, (0, 0, missing, 0)) if missing else q
         out, _ = self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))
         return out[:, :, missing:]
+
+    def _mix_recorded(self, call: AttentionCall, cache: LinearStateLayer) -> Tensor:
+        """Mix the tokens of a call behind a cache that can be cropped."""
+
+        def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
+            q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.count, self.shape.head_dim)
+            folded = AttentionCall(q, tokens.k, tokens.v, call.scaling, tokens.mask, None, copied(state), True)
+            after: MixerState = self.mixer(folded)[1]
+            return after
+
+        state, count = cache.before(fold), call.k.shape[2]
+        # Of a long prompt only the end is kept.
+        cut = max(0, count - cache.window) if count > 2 * cache.window else 0
+        outputs = []
+        for part in (slice(0, cut), slice(cut, count)) if cut else (slice(0, count),):
+            piece = replace(call.part(part), state=state, needs_state=True)
+            if part.stop == count:
+                mask = piece.key_padding_mask
+                mask = piece.k.new_ones(piece.k.shape[0], piece.k.shape[2]).bool() if mask is None else mask
+                cache.record(Recorded(piece.k, piece.v, mask), state, None if cut else fold)
+            out, state = self.mixer(piece)
+            outputs.append(out)
+        cache.store(state)
+        return torch.cat(outputs, dim=2)
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

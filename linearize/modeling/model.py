@@ -95,9 +95,14 @@ class LinearizedModel(_Original):
                 "attention; load the original checkpoint for softmax"
             )
 
-    def new_cache(self) -> LinearizeCache:
-        """Make an empty generation cache whose size does not grow with the context."""
-        return LinearizeCache(self.config.get_text_config(decoder=True), _cache_indices(self))
+    def new_cache(self, crop: int = 0) -> LinearizeCache:
+        """Make an empty generation cache whose size does not grow with the context.
+
+        Args:
+            crop: by how many tokens `cache.crop(-n)` can bring it back; it keeps up to twice as many keys and values
+                for that, and a second state. What was cropped counts until as many tokens have followed.
+        """
+        return LinearizeCache(self.config.get_text_config(decoder=True), _cache_indices(self), crop)
 
     def _prepare_cache_for_generation(
         self,
@@ -107,7 +112,7 @@ class LinearizedModel(_Original):
         *args: object,
         **kwargs: object,
     ) -> None:
-        _check_generation(generation_config, generation_mode)
+        _check_generation(generation_config)
         given = model_kwargs.get("past_key_values")
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -115,10 +120,15 @@ class LinearizedModel(_Original):
         made = model_kwargs.get("past_key_values")
         if made is None or made is given:
             return
+        if not isinstance(made, EncoderDecoderCache) and _is_own_cache(type(made)):
+            return
+        own = self.new_cache()
+        if generation_config.is_assistant:
+            own.activate_past_recording()
         if isinstance(made, EncoderDecoderCache):
-            made.self_attention_cache = self.new_cache()
-        elif not _is_own_cache(type(made)):
-            model_kwargs["past_key_values"] = self.new_cache()
+            made.self_attention_cache = own
+        else:
+            model_kwargs["past_key_values"] = own
 
 
 def _is_own_cache(kind: type) -> bool:
@@ -132,17 +142,12 @@ def _has_own_cache(model: nn.Module) -> bool:
     return any(_is_own_cache(one) for one in classes)
 
 
-def _check_generation(generation_config: GenerationConfig, mode: object) -> None:
+def _check_generation(generation_config: GenerationConfig) -> None:
     """Refuse what a running sum cannot do, before the first token.
 
     Raises:
-        ConfigError: for assisted decoding, and for caches of another kind.
+        ConfigError: for caches of another kind.
     """
-    if "assisted" in str(mode) or generation_config.is_assistant:
-        raise ConfigError(
-            "assisted (speculative) and prompt-lookup decoding take tokens back, but a model with linear attention "
-            "remembers a running sum, which cannot be cropped; generate without an assistant"
-        )
     kind = generation_config.cache_implementation
     if kind not in (None, "dynamic"):
         raise ConfigError(

@@ -32,6 +32,13 @@ def near(name: str, amount: float = 0.02):
     return model
 
 
+def drafting(model, tokens: int = 5):
+    """Have a model draft so many tokens, however unsure it is."""
+    model.generation_config.assistant_confidence_threshold = 0.0
+    model.generation_config.num_assistant_tokens = tokens
+    return model
+
+
 def counted(model):
     """Count the forwards of a model."""
     calls = []
@@ -42,11 +49,11 @@ def counted(model):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_assisted_by_another_model(name):
     model, inputs = causal(name), prompts(batch=1, padded=False)
-    same = copy.deepcopy(model)
+    same = drafting(copy.deepcopy(model), 20)
     plain = model.generate(**inputs, **GREEDY)
     for assistant in (near(name), original(name, "AutoModelForCausalLM"), stir(causal(name))):
         calls = counted(model)
-        made = model.generate(**inputs, **GREEDY, assistant_model=assistant)
+        made = model.generate(**inputs, **GREEDY, assistant_model=drafting(assistant))
         assert torch.equal(made, plain) and 1 < len(calls) <= 13
     # Its own copy is always right, so that few forwards are left.
     calls = counted(model)
@@ -58,7 +65,7 @@ def test_assisted_by_another_model(name):
 def test_a_softmax_model_assisted_by_a_converted_one(name):
     model, inputs = original(name, "AutoModelForCausalLM"), prompts(batch=1, padded=False)
     plain = model.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=causal(name)), plain)
+    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=drafting(causal(name))), plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}], ids=["linear", "mixed"])
@@ -86,7 +93,7 @@ def test_an_encoder_decoder_is_assisted():
     options = {**GREEDY, "forced_eos_token_id": None}
     plain = model.generate(**inputs, **options)
     for more in (
-        {"assistant_model": converted("bart", "AutoModelForSeq2SeqLM", "elu")},
+        {"assistant_model": drafting(converted("bart", "AutoModelForSeq2SeqLM", "elu"))},
         {"prompt_lookup_num_tokens": 3},
     ):
         assert torch.equal(model.generate(**inputs, **options, **more), plain)
@@ -184,7 +191,7 @@ def test_assisted_by_a_checkpoint(tmp_path):
     linearize.save(near("llama"), tmp_path / "assistant")
     from transformers import AutoModelForCausalLM
 
-    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "assistant").eval()
+    assistant = drafting(AutoModelForCausalLM.from_pretrained(tmp_path / "assistant").eval())
     assert torch.equal(
         model.generate(**inputs, **GREEDY, assistant_model=assistant), model.generate(**inputs, **GREEDY)
     )

@@ -149,7 +149,6 @@ def test_time_per_token_does_not_grow_with_the_context():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt_lookup_num_tokens": 3}, "assist"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
         ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
@@ -160,28 +159,10 @@ def test_what_cannot_work_is_refused_before_the_first_token(options, message):
         causal("gpt2").generate(**prompts(batch=1, padded=False), **GREEDY, **options)
 
 
-def test_assisted_decoding_is_refused_for_both_roles():
-    from support.tiny import original
-
-    model, softmax = causal("gpt2"), original("gpt2", "AutoModelForCausalLM")
-    inputs = prompts(batch=1, padded=False)
-    with pytest.raises(ConfigError, match="assist"):
-        model.generate(**inputs, **GREEDY, assistant_model=softmax)
-    with pytest.raises(ConfigError, match="assist"):
-        softmax.generate(**inputs, **GREEDY, assistant_model=model)
-
-
 def test_static_cache_of_the_user_is_refused():
     model, inputs = causal("llama"), prompts(batch=1, padded=False)
     with pytest.raises(ConfigError, match="StaticLayer"):
         model.generate(**inputs, **GREEDY, past_key_values=StaticCache(config=model.config, max_cache_len=64))
-
-
-def test_cropping_is_refused():
-    cache = causal("gpt2").new_cache()
-    assert not cache.is_croppable
-    with pytest.raises(ConfigError, match="cropped"):
-        cache.layers[0].crop(1)
 
 
 def test_a_cache_that_the_attention_never_reads_is_an_error():
