@@ -44,6 +44,7 @@ ORDER = [
     "synthetic",
     "bench",
     "export",
+    "kernel_search",
     "report",
     "jobs",
     "demo",

@@ -32,8 +32,10 @@ class AttentionSizes:
         kernel: name of the kernel.
         kernel_args: its arguments.
         window: tokens of a softmax window joined to it, or None.
-        heads: heads H, of queries, keys and values alike.
+        heads: heads H of the queries, and unless said of keys and values.
         head_dim: size D of a head.
+        key_heads: heads of keys and values; None: as many as of queries.
+        value_dim: size V of a value; None: that of a head.
         batch: sequences B.
         dtype: type of the inputs.
         device: where it runs.
@@ -47,6 +49,8 @@ class AttentionSizes:
     batch: int = 1
     dtype: str = "float32"
     device: str = "cpu"
+    key_heads: int | None = None
+    value_dim: int | None = None
 
     def mixer(self, *, causal: bool) -> Mixer:
         """Build the kernel's mixer with its starting values.
@@ -60,19 +64,23 @@ class AttentionSizes:
 
     def empty_mixer(self, *, causal: bool) -> Mixer:
         """Build it without values."""
-        shape = HeadShape(self.heads, self.heads, self.head_dim, self.head_dim, causal)
+        shape = HeadShape(
+            self.heads, self.key_heads or self.heads, self.head_dim, self.value_dim or self.head_dim, causal
+        )
         return build_mixer(self.kernel, self.kernel_args, shape, self.window)
 
-    def draw(self, tokens: int, size: int | None = None, *, seed: int = 0) -> Tensor:
-        """Make up normal numbers [B, H, T, D], or of another size than D."""
+    def draw(self, tokens: int, size: int | None = None, *, seed: int = 0, heads: int | None = None) -> Tensor:
+        """Make up normal numbers [B, H, T, D], or of another size than D, or of other heads."""
         generator = torch.Generator().manual_seed(seed)
-        shape = (self.batch, self.heads, tokens, size or self.head_dim)
+        shape = (self.batch, heads or self.heads, tokens, size or self.head_dim)
         return torch.randn(shape, generator=generator).to(self.device, DTYPES[self.dtype])
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Make up q, k, v [B, H, T, D] as a model hands them over: the heads of a token side by side in memory."""
+        """Make up q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] as models do: the heads of a token side by side."""
+        kinds = ((None, None), (None, self.key_heads), (self.value_dim, self.key_heads))
         one, two, three = (
-            self.draw(tokens, seed=seed).transpose(1, 2).contiguous().transpose(1, 2) for seed in range(3)
+            self.draw(tokens, size, seed=seed, heads=heads).transpose(1, 2).contiguous().transpose(1, 2)
+            for seed, (size, heads) in enumerate(kinds)
         )
         return one, two, three
 
@@ -151,7 +159,9 @@ class AttentionSuite(SizedSuite):
         """See `Suite`."""
         q, k, v = self.sizes.inputs(tokens)
         if variant == "softmax":
-            return self._call(partial(F.scaled_dot_product_attention, is_causal=self.causal), [q, k, v], [])
+            grouped = self.sizes.key_heads not in (None, self.sizes.heads)
+            attend = partial(F.scaled_dot_product_attention, is_causal=self.causal, enable_gqa=grouped)
+            return self._call(attend, [q, k, v], [])
         if self.features is not None:
             phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
             op = attend_causally if self.causal else _attend_bidirectionally
@@ -159,10 +169,10 @@ class AttentionSuite(SizedSuite):
         mixer = self.sizes.mixer(causal=self.causal)
         scaling = self.sizes.head_dim**-0.5
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return mixer(AttentionCall(q, k, v, scaling))[0]
 
-        return self._call(attend, [q, k, v], list(mixer.parameters()))
+        return self._call(mix, [q, k, v], list(mixer.parameters()))
 
     def _call(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], parameters: list[nn.Parameter]

@@ -143,7 +143,7 @@ class Machine:
 def describe(device: str, dtype: str) -> Machine:
     """Look at the machine and measure its fastest matrix product."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name()
     fastest = peak_rate(device, dtype)
     native = device == "cpu" and engine() is not None
     fla = chunk_kernel(torch.device(device)) is not None
@@ -161,7 +161,8 @@ def peak_rate(device: str, dtype: str, sizes: tuple[int, ...] = PEAKS, repeats: 
     return best
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the name of the processor, as the system says it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

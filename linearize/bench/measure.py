@@ -41,7 +41,7 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
         LinearizeError: if a variant fails, other than by memory that runs out: that is a result.
     """
     tried = suite.memory_variants if memory else suite.may_run_out_of_memory
-    taken = {name: _memory(suite, name, tokens) for name in tried}
+    taken = {name: memory_of(suite, name, tokens) for name in tried}
     calls: dict[str, Call] = {}
     variants: dict[str, Variant] = {}
     warm_up = 0.0
@@ -73,7 +73,7 @@ def _out_of_memory(error: RuntimeError | MemoryError | OutOfMemoryError) -> Vari
     return Variant(problem=OUT_OF_MEMORY)
 
 
-def _memory(suite: Suite, variant: str, tokens: int) -> Variant:
+def memory_of(suite: Suite, variant: str, tokens: int) -> Variant:
     """Measure the peak memory of one variant: here on a GPU, in a fresh process on the CPU."""
     try:
         if suite.device == "cpu":

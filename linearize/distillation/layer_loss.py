@@ -30,6 +30,7 @@ class LayerLoss:
         penalty: weight of the negative mass; None for positive maps.
         total: sum of the loss since the last `reset`.
         count: valid queries times heads in it.
+        host: the layer of the frozen model that shows q, k and v; None: the converted layer itself.
     """
 
     name: str
@@ -39,6 +40,7 @@ class LayerLoss:
     penalty: float | None
     total: float = 0.0
     count: float = 0.0
+    host: LinearAttention | None = None
 
     @property
     def training(self) -> StageOne:

@@ -33,7 +33,9 @@ class KernelTrainer:
     ) -> None:
         self.model, self.layers, self.config, self.accelerator = model, layers, config, accelerator
         self.device = accelerator.device
-        self.by_layer = {id(loss.layer): loss for loss in layers}
+        self.by_host: dict[int, list[LayerLoss]] = {}
+        for loss in layers:
+            self.by_host.setdefault(id(loss.host or loss.layer), []).append(loss)
         self.training = False
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.drawn = self.sampler.get_state()
@@ -69,17 +71,25 @@ class KernelTrainer:
             self._pass(next(batches), train=True)
         self._reduce()
         for loss in self.layers:
-            self._check(loss, step)
-            parameters = [p for p in loss.layer.parameters() if p.grad is not None]
-            for gradient in (p.grad for p in parameters if p.grad is not None):
-                gradient.div_(loss.count)
-            norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
-            if not math.isfinite(float(norm)):
-                raise diverged(loss.name, step, f"the gradient became {float(norm)}")
+            self.finish_gradient(loss, step)
         self.interrupts.hold()
         self.optimizer.step()
         self.drawn = self.sampler.get_state()
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def finish_gradient(self, loss: LayerLoss, step: int) -> None:
+        """Make a layer's gradient that of the mean, and clip it.
+
+        Raises:
+            TrainingError: if its loss or gradient is not finite.
+        """
+        self._check(loss, step)
+        parameters = [p for p in loss.layer.parameters() if p.grad is not None]
+        for gradient in (p.grad for p in parameters if p.grad is not None):
+            gradient.div_(loss.count)
+        norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
+        if not math.isfinite(float(norm)):
+            raise diverged(loss.name, step, f"the gradient became {float(norm)}")
 
     @torch.no_grad()
     def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
@@ -108,10 +118,11 @@ class KernelTrainer:
     def _observe(
         self, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        loss = self.by_layer.get(id(layer))
-        if loss is not None:
-            targets = Targets(q.detach(), k.detach(), scaling, layer.shape.causal, mask)
-            loss.add(targets, v.detach(), train=self.training, sample=self._sample(q))
+        losses = self.by_host.get(id(layer))
+        if losses:
+            targets, sample = Targets(q.detach(), k.detach(), scaling, layer.shape.causal, mask), self._sample(q)
+            for loss in losses:
+                loss.add(targets, v.detach(), train=self.training, sample=sample)
         if self.config.feed == "student":
             return layer(q, k, v, mask, scaling)
         # The host's own way would make a T x T mask of a causal one with padding.

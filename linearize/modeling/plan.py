@@ -81,6 +81,16 @@ class Plan:
         """The layers that attended inside a window and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
+    def with_reasons(self, reasons: Mapping[int, str]) -> Plan:
+        """Return the plan with other reasons for layers that stay, by their number."""
+        layers = tuple(
+            dataclasses.replace(layer, reason=reasons[layer.index])
+            if layer.index in reasons and not layer.converted
+            else layer
+            for layer in self.layers
+        )
+        return dataclasses.replace(self, layers=layers)
+
     def to_dict(self) -> dict[str, object]:
         """Return plain data for config.json."""
         return {

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.factory import build_mixer, check_window
 from linearize.attention.shape import HeadShape
-from linearize.errors import UnsupportedModelError
+from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
 from linearize.registry import WINDOW, KernelInfo, kernel_info, make_config
@@ -80,6 +80,39 @@ def plan(
     _check_used(window, chosen)
     decided = tuple(layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in found)
     return Plan(type(model).__name__, model.config.model_type, decided, seed)
+
+
+def replan(
+    model: PreTrainedModel,
+    base: Plan,
+    chosen: Mapping[int, tuple[str, Mapping[str, Any]]],
+    *,
+    max_length: int | None = None,
+) -> Plan:
+    """Return a plan with other kernels in some layers; the model is not run again.
+
+    Args:
+        model: the model that `base` was made for, not converted.
+        base: its plan.
+        chosen: kernel and arguments (a window among them), or "softmax" and none, by layer number.
+        max_length: as in `plan`.
+
+    Raises:
+        ConfigError: for an unknown kernel or argument, a wrong value, or a layer that does not exist.
+    """
+    known = {layer.index for layer in base.layers if layer.index is not None}
+    for index in chosen:
+        if index not in known:
+            raise ConfigError(f"layer {index} does not exist: this model has {len(known)} that can be converted")
+    layers = []
+    for layer in base.layers:
+        if layer.index is not None and layer.index in chosen:
+            kernel, arguments = chosen[layer.index]
+            arguments = _complete(model, kernel, dict(arguments), None, max_length)[1]
+            bare = dataclasses.replace(layer, kernel=SOFTMAX, arguments={}, window=None, reason="")
+            layer = _decide(bare, kernel, arguments)
+        layers.append(layer)
+    return dataclasses.replace(base, layers=tuple(layers))
 
 
 def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) -> list[LayerPlan]:

@@ -1,0 +1,195 @@
+"""A plan as a YAML file that people edit: what becomes of every layer, and why; written, read, held against a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel
+
+from linearize.errors import ConfigError
+from linearize.modeling.plan import SOFTMAX, Plan
+from linearize.parsing import parse_yaml
+from linearize.registry import WINDOW
+from linearize.surgery.plan import replan
+
+FORMAT = 1
+HEAD = """\
+# What becomes of every attention. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
+#   linearize convert MODEL --plan {name}
+"""
+_LAYER = ("layer", "module", "kernel", "arguments", "window", "why")
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a plan file.
+
+    Attributes:
+        layer: its number.
+        module: its module, from the base model.
+        kernel: the kernel's name, or "softmax".
+        arguments: its arguments, a window among them.
+        why: why it has this kernel.
+    """
+
+    layer: int
+    module: str
+    kernel: str
+    arguments: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan file.
+
+    Attributes:
+        path: where it lies.
+        architecture: class of the model that it was made for.
+        model_type: its type.
+        layers: what becomes of the layers.
+    """
+
+    path: str
+    architecture: str
+    model_type: str
+    layers: tuple[PlannedLayer, ...]
+
+    @property
+    def why(self) -> dict[int, str]:
+        """Why each layer has its kernel, by number, where the file says so."""
+        return {one.layer: one.why for one in self.layers if one.why}
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] | None = None) -> None:
+    """Write a plan: beside the file, then renamed.
+
+    Args:
+        path: the file.
+        plan: the plan; layers that can never be converted are left out.
+        why: why each layer has its kernel, by number.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    layers = [
+        {
+            "layer": layer.index,
+            "module": layer.module,
+            "kernel": layer.kernel,
+            "arguments": dict(layer.arguments),
+            "window": layer.window,
+            "why": (why or {}).get(layer.index, layer.reason),
+        }
+        for layer in plan.layers
+        if layer.index is not None
+    ]
+    data = {"format": FORMAT, "architecture": plan.architecture, "model_type": plan.base_model_type, "layers": layers}
+    file = Path(path)
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
+        beside.write_text(HEAD.format(name=file.name) + text, encoding="utf-8")
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"plan: {str(path)!r} cannot be written ({error.strerror}); choose another file") from error
+
+
+def check_plan_target(path: str, *, overwrite: bool) -> None:
+    """Refuse a file that no plan can be written to, before anything slow.
+
+    Raises:
+        ConfigError: if it is no .yaml, its folder is not there, or it is there and `overwrite` is false, or no plan.
+    """
+    if not path.lower().endswith((".yaml", ".yml")):
+        raise ConfigError(f"--plan-out: got {path!r}, expected the name of a .yaml file")
+    file = Path(path)
+    if not file.absolute().parent.is_dir() or file.is_dir():
+        raise ConfigError(f"--plan-out: got {path!r}, expected a file in a folder that is there; make the folder first")
+    if file.exists():
+        if not overwrite:
+            raise ConfigError(f"--plan-out: {path!r} exists; choose another file, or pass --overwrite")
+        read_plan(path, "--plan-out")
+
+
+def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
+    """Read a plan file.
+
+    Args:
+        path: the file.
+        where: the option that names it, for messages.
+
+    Raises:
+        ConfigError: if it cannot be read, or is no plan; names what is wrong.
+    """
+    shown = os.fspath(path)
+    try:
+        data = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file of --plan-out") from error
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"{where}: {shown!r} is no plan ({what}); expected a file as --plan-out writes it")
+
+    if not isinstance(data, dict) or set(data) != {"format", "architecture", "model_type", "layers"}:
+        raise refuse("it has not the keys format, architecture, model_type and layers")
+    if data["format"] != FORMAT:
+        raise refuse(f"format {data['format']!r}, this version reads {FORMAT}")
+    named = all(isinstance(data[key], str) for key in ("architecture", "model_type"))
+    if not named or not isinstance(data["layers"], list) or not data["layers"]:
+        raise refuse("architecture and model_type are text, layers is a list")
+    layers = []
+    for number, one in enumerate(data["layers"]):
+        if not isinstance(one, dict) or not {"layer", "module", "kernel"} <= set(one) <= set(_LAYER):
+            raise refuse(f"layer {number} has other keys than {', '.join(_LAYER)}")
+        layers.append(_layer(one, number, refuse))
+    return PlanFile(shown, data["architecture"], data["model_type"], tuple(layers))
+
+
+def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
+    arguments, window = one.get("arguments") or {}, one.get("window")
+    if one["layer"] != number or isinstance(one["layer"], bool):
+        raise refuse(f"layer {number} has the number {one['layer']!r}")
+    if not isinstance(one["kernel"], str) or not isinstance(one["module"], str):
+        raise refuse(f"kernel and module of layer {number} are text")
+    plain = isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments)
+    if not plain or not all(value is None or isinstance(value, str | int | float) for value in arguments.values()):
+        raise refuse(f"arguments of layer {number} are names with plain values")
+    if window is not None:
+        arguments = {**arguments, WINDOW: window}
+    if one["kernel"] == SOFTMAX and arguments:
+        raise refuse(f"layer {number} stays softmax, which takes no arguments")
+    return PlannedLayer(number, one["module"], one["kernel"], arguments, str(one.get("why") or ""))
+
+
+def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: int | None = None) -> Plan:
+    """Return the plan of a file for a model.
+
+    Args:
+        model: the model, not converted.
+        base: a plan of it that converts all that can be.
+        file: the file.
+        max_length: as in `linearize.plan`.
+
+    Raises:
+        ConfigError: if the file is for another model, keeps every layer, or a kernel or argument is wrong.
+    """
+    mine = [layer.module for layer in base.layers if layer.index is not None]
+    its = [one.module for one in file.layers]
+    if file.model_type != base.base_model_type or its != mine:
+        here = f"{base.architecture} ({base.base_model_type}, {len(mine)} layers)"
+        raise ConfigError(
+            f"--plan: {file.path!r} is for another model, {file.architecture} ({file.model_type}, {len(its)} layers), "
+            f"and not for this {here}; make one for it: linearize search MODEL --plan-out FILE.yaml"
+        )
+    if all(one.kernel == SOFTMAX for one in file.layers):
+        raise ConfigError(f"--plan: {file.path!r} keeps every layer softmax; give at least one a kernel")
+    made = replan(model, base, {one.layer: (one.kernel, one.arguments) for one in file.layers}, max_length=max_length)
+    return made.with_reasons({n: text for n, text in file.why.items() if file.layers[n].kernel == SOFTMAX})
