@@ -98,11 +98,11 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Have Ctrl-C in the block say what was kept and how to go on; `main` prints it."""
+    """Have Ctrl-C in the block say what was kept and how to go on, unless it says so itself; `main` prints it."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(kept()) from None
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or kept()) from None
 
 
 def print_json(data: object) -> None:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def kept_states(target: str, *endings: str) -> str:
-    """Say what an interrupted stage one, or alignment, has left on disk (folders `<target>.<ending>`)."""
+    """Say what an interrupted search, stage one or alignment has left on disk (folders `<target>.<ending>`)."""
     from linearize.distillation.state import StateFolder
 
-    for ending in endings or ("align", "stage1"):
+    for ending in endings or ("align", "stage1", "search"):
         folder = f"{target.rstrip('/')}.{ending}"
         steps = StateFolder(folder, 1).steps()
         if steps:
@@ -112,6 +112,12 @@ def show_training(event: Event, out: Console, progress: StepProgress, beat: Hear
             out.print(text, markup=False)
         case events.Started(what):
             beat.what = what
+        case events.Searched(result):
+            from linearize.cli._search import show_search
+
+            progress.stop()
+            beat.what = "what follows the search"
+            show_search(out, result)
         case events.Distilled(result):
             beat.what = "what follows stage one"
             progress.stop()

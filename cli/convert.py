@@ -20,6 +20,8 @@ EPILOG = """examples:
   linearize convert roberta-base --save-every 200        # and after a crash the same line with --resume
   linearize convert roberta-base --align-steps 1000      # a longer alignment; 0 skips it
   linearize convert roberta-base --dry-run               # the plan, and what it would cost: time, memory, room
+  linearize convert roberta-base --kernel auto --budget softmax=1 --plan-out plan.yaml   # the best kernel per layer
+  linearize convert roberta-base --plan plan.yaml        # that plan again, perhaps edited
   linearize convert roberta-base --config mine.yaml --distill-steps 500    # a file of options, some of them changed
 
 Without --dataset, text models learn from a stated Hub data set or, offline, from the prose inside Python;

@@ -15,6 +15,7 @@ from linearize.errors import ConfigError, LinearizeError, NotSavedError, missing
 
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
+    "search": "choose the kernel of every layer under a budget",
     "distill": "go on with the distillation of a converted checkpoint",
     "align": "bring a converted checkpoint as a whole close to its original",
     "finetune": "tune a checkpoint on a task",

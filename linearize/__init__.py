@@ -28,6 +28,7 @@ _PUBLIC = {
     "plan": "linearize.surgery.plan",
     "register_kernel": "linearize.registry",
     "save": "linearize.checkpoint.save",
+    "search": "linearize.kernel_search.loop",
 }
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from linearize.checkpoint.save import save as save
     from linearize.distillation.loop import distill as distill
     from linearize.errors import LinearizeError as LinearizeError
+    from linearize.kernel_search.loop import search as search
     from linearize.modeling.plan import Plan as Plan
     from linearize.registry import kernel_info as kernel_info
     from linearize.registry import kernel_infos as kernel_infos

@@ -79,7 +79,7 @@ class CheckpointInfo:
 
 def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
     """Return label and value of what a checkpoint says about its training."""
-    rows = []
+    rows = _search_rows(provenance.get("search"))
     distilled = provenance.get("distillation")
     if isinstance(distilled, dict):
         data = provenance.get("dataset") or "the built-in data"
@@ -96,6 +96,22 @@ def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
         for name, value in (tuned.get("metrics") or {}).items():
             if isinstance(value, (int, float)):
                 rows.append((f"metric {name}", f"{value:.4g}"))
+    return rows
+
+
+def _search_rows(searched: object) -> list[tuple[str, str]]:
+    """Return what a checkpoint says of the search that chose its kernels: error and cost, and why for each layer."""
+    if not isinstance(searched, dict):
+        return []
+    rows = []
+    for one in searched.get("points") or []:
+        name, figures = str(one.get("name")), [one.get("error"), one.get("share")]
+        shown = name.startswith("the plan") or name == f"{searched.get('reference')} everywhere"
+        if shown and all(isinstance(figure, (int, float)) for figure in figures):
+            text = f"error {figures[0]:.4g} ({searched.get('figure')}), {figures[1]:.3g} of softmax's time"
+            rows.append((f"search, {name}", f"{one.get('kernels')}: {text}"))
+    for one in searched.get("layers") or []:
+        rows.append((f"why layer {one.get('layer')}", f"{one.get('label')}: {one.get('why')}"))
     return rows
 
 

@@ -13,8 +13,12 @@ from typing import Any, Self
 from linearize.alignment.config import AlignConfig
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
+from linearize.errors import ConfigError
+from linearize.kernel_search.config import SearchConfig
 from linearize.options import check, make, option, parse_lengths, parse_pairs, section
 
+KERNEL = "hedgehog"
+"""The kernel of a conversion unless asked otherwise."""
 ALIGN_SHARE = 0.4
 """Steps of the alignment unless asked otherwise, as a share of stage one's."""
 STAGE_ONE, ALIGNMENT, OUTPUT, DATA = "stage one", "alignment, after stage one", "output", "data"
@@ -33,6 +37,22 @@ ROWS_SHOWN = f"as many as have {STAGE_ONE_TOKENS:,} tokens, {STEP_ROWS} at most"
 DEVICES = "cpu, cuda, cuda:1, mps or auto"
 OVERWRITE = "replace the folder, if linearize wrote it and it holds nothing else"
 TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
+AUTO = "auto"
+"""In place of a kernel's name: the search chooses one for every layer."""
+SEARCH, SEARCH_STATES = f"the search, with --kernel {AUTO}", ".search"
+SEARCHED = ("candidates", "budget", "length", "widths", "query_sample")
+"""Options of the search that have the same name in `convert`."""
+PLAN_OUT = "write the plan to a YAML file, to edit and give back with `convert --plan`"
+PLOT = "draw error against time of the plan and of others"
+OVERWRITE_PLAN = "replace the plan file, and begin anew where an interrupted search lies"
+EXAMPLE_INPUTS = (
+    "inputs for the trial run where none can be made up: a .safetensors or .npz file with tensors by the names of the "
+    "forward's arguments"
+)
+LOCAL_AS_FULL = (
+    "convert layers with a sliding window or chunks too (Mistral, Gemma), as attention without it: they see all tokens "
+    "then, so that the result equals the original at most up to the window's length"
+)
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
 
 
@@ -49,16 +69,22 @@ class Job:
         return make(cls, options)
 
 
-def _parse_layers(text: str) -> tuple[int, ...]:
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Read layer numbers such as 0-2,5."""
     from linearize.surgery.layers import parse_indices
 
     return tuple(parse_indices(text, "--keep-softmax")) if text else ()
 
 
 def _folders(target: str) -> dict[str, str]:
-    """Return where the states of stage one ("distill") and of the alignment ("align") of an output are kept."""
+    """Return where the states of stage one ("distill"), the alignment ("align") and the search are kept."""
     base = target.rstrip("/")
-    return {"distill": f"{base}.stage1", "align": f"{base}.align"}
+    return {"distill": f"{base}.stage1", "align": f"{base}.align", "search": f"{base}{SEARCH_STATES}"}
+
+
+def search_folder(model: str) -> str:
+    """Return where the states of `search` are kept: where `convert --kernel auto` would keep those of its search."""
+    return _folders(_target(None, model, AUTO))["search"]
 
 
 def _states(values: Mapping[str, Any], target: str) -> dict[str, dict[str, Any]]:
@@ -76,7 +102,7 @@ def rows_of(length: object, tokens: int) -> int:
     return rows
 
 
-def _data_rows(values: Mapping[str, object], length: str) -> dict[str, object]:
+def data_rows(values: Mapping[str, object], length: str) -> dict[str, object]:
     """Return the rows per batch of stage one and of the alignment; their losses are means over tokens."""
     return {"batch_size": rows_of(values.get(length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)}
 
@@ -94,6 +120,18 @@ def _layers() -> Any:
 def _target(output: str | None, model: str, ending: str) -> str:
     """Return the output folder: as asked, or `<model-name>-<ending>`."""
     return output or f"{Path(model).name}-{ending}"
+
+
+def _ending(kernel: object, plan: object) -> str:
+    """Return what the default name of a conversion ends with."""
+    return "mixed" if plan is not None else str(kernel or "mixed")
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Refuse the first option that was given."""
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"{name}: {why}; leave {name} out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,23 +189,17 @@ class ConvertJob(StageOneJob):
     """Options of `convert`."""
 
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
-    kernel: str | None = option("hedgehog", "kernel for all layers; see `linearize kernels`", metavar="NAME")
+    kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_args()
     layers: str | None = _layers()
     keep_softmax: tuple[int, ...] = option(
-        (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=_parse_layers
+        (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=parse_layers
     )
-    example_inputs: str | None = option(
-        None,
-        "inputs for the trial run where none can be made up: a .safetensors or .npz file with tensors by the names of "
-        "the forward's arguments",
-        metavar="FILE",
+    plan: str | None = option(
+        None, "what becomes of every layer: a file of --plan-out, perhaps edited", metavar="FILE.yaml"
     )
-    local_as_full: bool = option(
-        False,
-        "convert layers with a sliding window or chunks too (Mistral, Gemma), as attention without it: they see all "
-        "tokens then, so that the result equals the original at most up to the window's length",
-    )
+    example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
+    local_as_full: bool = option(False, LOCAL_AS_FULL)
     window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
     task: str | None = option(
         None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"
@@ -175,6 +207,11 @@ class ConvertJob(StageOneJob):
     revision: str | None = option(None, "branch, tag or commit on the Hub", metavar="REV")
     max_length: int | None = option(None, "longest input that the result shall take, in tokens")
     positions: str = option("tile", "how learned positions are extended: tile or interpolate", metavar="HOW")
+    search: SearchConfig = section(
+        SearchConfig, SEARCH, prefix="search", shared=(*SAME, *SEARCHED), leave_out=("folder",)
+    )
+    plan_out: str | None = option(None, PLAN_OUT, group=SEARCH, metavar="FILE.yaml")
+    plot: str | None = option(None, PLOT, group=SEARCH, metavar="FILE.png")
     align: AlignConfig = section(
         AlignConfig,
         ALIGNMENT,
@@ -187,18 +224,37 @@ class ConvertJob(StageOneJob):
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<model-name>-<kernel>`."""
-        return _target(self.output, self.model, self.kernel or "mixed")
+        return _target(self.output, self.model, _ending(self.kernel, self.plan))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
+        if self.plan is not None:
+            chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}
+            _refuse(chosen, "--plan FILE says what becomes of every layer")
+        elif self.kernel == AUTO:
+            advice = "name arguments with the candidates, as in --candidates hedgehog,luna:window=32"
+            _refuse(chosen, f"--kernel {AUTO} chooses kernel and arguments of every layer; {advice}")
+        if self.kernel != AUTO:
+            usual = SearchConfig()
+            own = ("candidates", "budget", "length", "steps", "swaps", "widths")
+            given = {name: getattr(self.search, name) != getattr(usual, name) for name in own}
+            given |= {"plan_out": self.plan_out, "plot": self.plot}
+            names = {"steps": "--search-steps", "swaps": "--search-swaps", "plan_out": "--plan-out"}
+            said = {names.get(name, f"--{name}"): value for name, value in given.items()}
+            _refuse(said, f"nothing is searched without --kernel {AUTO}")
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the alignment's steps, and the folders of states."""
-        kernel = values.get("kernel", "hedgehog")
-        target = _target(values.get("output"), values["model"], kernel or "mixed")
+        target = _target(
+            values.get("output"), values["model"], _ending(values.get("kernel", KERNEL), values.get("plan"))
+        )
         steps = values.get("distill_steps", DistillConfig.steps)
         found = _states(values, target)
         # Of another type it is refused by stage one's own checks.
         found["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
-        return found | {"data": _data_rows(values, "distill_length")}
+        return found | {"data": data_rows(values, "distill_length")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +272,7 @@ class DistillJob(StageOneJob):
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the folder of states."""
         target = _target(values.get("output"), values["model"], "distilled")
-        return {"distill": _states(values, target)["distill"], "data": _data_rows(values, "distill_length")}
+        return {"distill": _states(values, target)["distill"], "data": data_rows(values, "distill_length")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +313,7 @@ class AlignJob(TrainingJob):
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the folder of states."""
         target = _target(values.get("output"), values["model"], "aligned")
-        return {"align": _states(values, target)["align"], "data": _data_rows(values, "length")}
+        return {"align": _states(values, target)["align"], "data": data_rows(values, "length")}
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,17 @@ from linearize.errors import CheckpointError, TrainingError
 from linearize.jobs import findings
 from linearize.jobs.config import AlignJob, StageOneJob
 from linearize.jobs.events import Callback, DataOpened, Noted
+from linearize.jobs.search_config import SearchJob
 from linearize.loading import Loaded, move, quiet
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
+    from linearize.kernel_search.result import SearchResult
     from linearize.surgery.positions import PositionReport
 
 
@@ -40,19 +44,23 @@ class Context:
         earlier: the log of what it was made from.
         source: the data, or None where nothing learns.
         positions: how positions were extended, or None.
+        example_inputs: inputs of trial runs, where the job names a file of them.
+        searched: what the search for a plan has found, or None.
         distillation: what stage one did, or None.
         alignment: what the alignment did, or None.
         failure: why the alignment had to stop, where what was learned before is saved.
         start: when the job began.
     """
 
-    job: StageOneJob | AlignJob
+    job: StageOneJob | AlignJob | SearchJob
     loaded: Loaded
     on_event: Callback
     provenance: dict[str, Any] = field(default_factory=dict)
     earlier: list[dict[str, object]] = field(default_factory=list)
     source: Any = None
     positions: PositionReport | None = None
+    example_inputs: Mapping[str, Tensor] | None = None
+    searched: SearchResult | None = None
     distillation: DistillResult | None = None
     alignment: AlignResult | None = None
     failure: TrainingError | None = None
@@ -92,7 +100,7 @@ def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
         yield
 
 
-def check_states(job: StageOneJob | AlignJob) -> None:
+def check_states(job: StageOneJob | AlignJob | SearchJob) -> None:
     """Refuse to begin anew where an interrupted run lies.
 
     Raises:
@@ -103,7 +111,7 @@ def check_states(job: StageOneJob | AlignJob) -> None:
         folder.check_free(overwrite=job.overwrite)
 
 
-def first_device(job: StageOneJob | AlignJob) -> str:
+def first_device(job: StageOneJob | AlignJob | SearchJob) -> str:
     """Return where the model is loaded to: of several processes each loads it into the host's memory."""
     return "cpu" if several() and job.device == "auto" else job.device
 
@@ -118,8 +126,13 @@ def make_room(context: Context) -> None:
     """Do what comes last before the training: all else has been checked."""
     if is_main():
         check_room(context.target, size_of(context.loaded.model))
-        for folder in _begun_anew(context.job):
-            folder.remove()
+        clear_states(context.job)
+
+
+def clear_states(job: StageOneJob | AlignJob | SearchJob) -> None:
+    """Remove the states that a run which is not resumed begins without."""
+    for folder in _begun_anew(job):
+        folder.remove()
 
 
 def longest_row(context: Context) -> dict[str, int]:
@@ -160,24 +173,29 @@ def write(context: Context, provenance: Mapping[str, object], files: Mapping[str
                     extra_files={**files, **loaded.embedder},
                 )
         except CheckpointError as error:
-            trained = {"stage1": context.distillation, "align": context.alignment}
+            trained = {"search": context.searched, "stage1": context.distillation, "align": context.alignment}
             states = {name: one.state for name, one in trained.items() if one is not None}
             raise keep_states(error, context.target, states) from error
         stays = why_not(Plan.from_dict(loaded.model.config.linearize))
         if stays:
             context.on_event(Noted(f"The checkpoint does not run by itself: {stays}."))
-        if job.keeps_states:
-            for folder in _state_folders(job):
-                # What is not ours stays, and is no reason to fail now.
-                with contextlib.suppress(CheckpointError):
-                    folder.remove()
+        drop_states(job)
     wait_for_all()
 
 
-def _state_folders(job: StageOneJob | AlignJob) -> list[StateFolder]:
+def drop_states(job: StageOneJob | AlignJob | SearchJob) -> None:
+    """Remove the states of a run that is over."""
+    if job.keeps_states:
+        for folder in _state_folders(job):
+            # What is not ours stays, and is no reason to fail now.
+            with contextlib.suppress(CheckpointError):
+                folder.remove()
+
+
+def _state_folders(job: StageOneJob | AlignJob | SearchJob) -> list[StateFolder]:
     return [StateFolder(folder, job.stage.keep) for folder in job.state_folders()]
 
 
-def _begun_anew(job: StageOneJob | AlignJob) -> list[StateFolder]:
+def _begun_anew(job: StageOneJob | AlignJob | SearchJob) -> list[StateFolder]:
     """The folders of states that a run which is not resumed begins with empty."""
     return _state_folders(job) if job.keeps_states and not job.stage.resume else []

@@ -12,10 +12,11 @@ from linearize.checkpoint.sentence import with_length
 from linearize.errors import TrainingError
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
-from linearize.jobs.config import ConvertJob, StageOneJob
+from linearize.jobs.config import AUTO, ConvertJob, StageOneJob
 from linearize.jobs.context import Context, first_device, longest_row, make_room, open_data, reserved, write
 from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, ignore
 from linearize.jobs.findings import Findings
+from linearize.jobs.search import CARRIER, check_search, choose_plan, record_of
 from linearize.jobs.train import (
     align_behind_stage_one,
     alignment_record,
@@ -32,6 +33,7 @@ from linearize.registry import kernel_info, make_config
 from linearize.surgery.apply import convert_model
 from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
+from linearize.surgery.plan_file import apply_file, read_plan
 from linearize.surgery.positions import extend_processor
 
 if TYPE_CHECKING:
@@ -84,21 +86,45 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
     with reserved(job):
         context, decided = open_conversion(job, on_event)
         make_room(context)
+        if job.kernel == AUTO:
+            decided = search_and_put_in(context, decided)
         run_stage_one(context, job.distill)
         align_behind_stage_one(context, job.align)
         return save_result(context, decided)
 
 
 def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
-    """Do what comes before the first step: the model is loaded and its kernels put in, and the data is open."""
+    """Do what comes before the first step: the model is loaded and its kernels put in, and the data is open.
+
+    Where a search is to choose the kernels (`search_and_put_in`), the model is not converted yet.
+    """
     check_kernel(job)
     loaded, decided, inputs = make_plan(job)
-    context = Context(job, loaded, on_event, provenance=_made_from(job))
+    context = Context(job, loaded, on_event, provenance=_made_from(job), example_inputs=inputs)
+    if job.kernel == AUTO:
+        open_data(context, job.distill_length, f"a kernel other than {AUTO}, --distill-steps 0 --align-steps 0")
+        return context, decided
+    if job.plan is not None:
+        file = read_plan(job.plan)
+        decided = apply_file(loaded.model, decided, file, job.max_length)
+        context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     on_event(Planned(decided))
     if job.distill.steps or job.align.steps:
         open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
-    put_in_kernels(context, decided, inputs)
+    put_in_kernels(context, decided)
     return context, decided
+
+
+def search_and_put_in(context: Context, base: Plan) -> Plan:
+    """Search the plan, carry it out, and begin with what the search has taught the kernels."""
+    job = context.job
+    assert isinstance(job, ConvertJob)
+    result = choose_plan(context, job.search, base, job.max_length)
+    context.provenance["search"] = record_of(result)
+    context.on_event(Planned(result.plan))
+    put_in_kernels(context, result.plan)
+    result.load_kernels(context.loaded.model)
+    return result.plan
 
 
 def check_kernel(job: ConvertJob) -> None:
@@ -107,7 +133,11 @@ def check_kernel(job: ConvertJob) -> None:
     Raises:
         ConfigError: if there is one.
     """
-    if job.kernel is not None:
+    if job.plan is not None:
+        read_plan(job.plan)
+    elif job.kernel == AUTO:
+        check_search(job)
+    elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)
 
 
@@ -121,7 +151,8 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
     decided = plan(
         loaded.model,
-        job.kernel,
+        # Something for every layer, until its kernel is chosen.
+        CARRIER if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
         layers=job.layers,
         keep_softmax=job.keep_softmax,
@@ -134,7 +165,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     return loaded, decided, inputs
 
 
-def put_in_kernels(context: Context, decided: Plan, example_inputs: Mapping[str, Tensor] | None) -> None:
+def put_in_kernels(context: Context, decided: Plan) -> None:
     """Carry the plan out, with longer inputs where they were asked for."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
@@ -143,7 +174,7 @@ def put_in_kernels(context: Context, decided: Plan, example_inputs: Mapping[str,
         decided,
         max_length=job.max_length,
         positions=job.positions,
-        example_inputs=example_inputs,
+        example_inputs=context.example_inputs,
     )
     if report is not None:
         context.positions = report

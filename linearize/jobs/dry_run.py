@@ -27,7 +27,7 @@ from linearize.errors import ConfigError, TrainingError
 from linearize.finetune.trainer import checkpointing, make_trainer, set_trained
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
+from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.context import Context, check_states
 from linearize.jobs.convert import open_conversion
 from linearize.jobs.distill import open_distillation
@@ -66,6 +66,11 @@ def dry_run(job: ConvertJob | DistillJob | AlignJob | TuneJob, on_event: Callbac
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
     teacher = None
+    if isinstance(job, ConvertJob) and job.kernel == AUTO:
+        raise ConfigError(
+            f"dry run: the plan of --kernel {AUTO} is known after its search only; search first, and then: linearize "
+            "convert MODEL --plan FILE.yaml --dry-run"
+        )
     if isinstance(job, ConvertJob):
         context, _ = open_conversion(job, on_event)
     elif isinstance(job, DistillJob):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from linearize.distillation.loop import DistillResult, StepReport
     from linearize.finetune.watch import TuneStep
     from linearize.jobs.findings import Findings
+    from linearize.kernel_search.result import SearchResult, SearchStep
     from linearize.modeling.plan import Plan
     from linearize.surgery.positions import PositionReport
 
@@ -40,9 +41,16 @@ class PositionsExtended(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """A step of stage one, of the alignment or of stage two is done."""
+    """A step of a search, of stage one, of the alignment or of stage two is done."""
 
-    report: StepReport | AlignStep | TuneStep
+    report: StepReport | AlignStep | TuneStep | SearchStep
+
+
+@dataclass(frozen=True)
+class Searched(Event):
+    """The search for a plan is over."""
+
+    result: SearchResult
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ __all__ = [
     "Planned",
     "PositionsExtended",
     "Saved",
+    "Searched",
     "Started",
     "StepDone",
     "ignore",

@@ -59,7 +59,7 @@ def _amount(name: str, value: Any) -> Any:
         if text.isdecimal() and int(text) < 2**31:
             return int(text)
     else:
-        match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([a-z]*)", text)
+        match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)([a-z]*)", text)
         units = UNITS if name == TIME else {"": 1.0}
         if match is not None and match[2] in units and float(match[1]) > 0:
             return float(match[1]) * units[match[2]]

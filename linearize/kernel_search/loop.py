@@ -17,7 +17,7 @@ from linearize.distillation.run import Batches, Part, Progress, Run, frozen
 from linearize.distillation.shard import frozen_model
 from linearize.distillation.state import RunState
 from linearize.errors import ConfigError, TrainingError
-from linearize.events import Callback, Started, ignore
+from linearize.events import Callback, Noted, Started, ignore
 from linearize.kernel_search.candidates import lay_out, number_of
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.prepare import CARRIER, Given, Prepared, carrier_of, prepare
@@ -80,7 +80,8 @@ def search(
         plan: whose converted layers are searched; None: all that can be converted.
         max_length: longest input that the result shall take, for kernels that depend on it.
         on_step: called after every step (progress bars, logs).
-        on_event: called with `linearize.events.Started` before other things that take long.
+        on_event: called with `linearize.events.Started` before other things that take long, and with a `Noted` after
+            every rung.
         accelerator: an Accelerate object; one is made where None.
 
     Returns:
@@ -214,6 +215,8 @@ class _Search(Run[SearchTrainer, Progress]):
         self.chooser = Chooser(self.table, self.whole, self.limit, self.config.softmax_layers)
         choice = self.chooser.additive()
         self.best = "" if choice is None else short(choice)
+        left = f"{self.table.left} candidates of {len(self.table.rows)} layers left"
+        self.on_event(Noted(f"Search, rung {number + 1} of {len(steps)}: {left}; best so far: {self.best or 'none'}"))
 
     def _fair(self) -> float:
         """Return what a linear layer may take if all of them take the same share of softmax's time."""
@@ -239,7 +242,7 @@ class _Search(Run[SearchTrainer, Progress]):
     def step(self, part: Part[SearchTrainer, Progress], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
         """See `Run`."""
         trainer, progress, step = part.trainer, part.progress, part.progress.step + 1
-        trainer.step(batches, step)
+        rate = trainer.step(batches, step)
         progress.step = step
         late = self._late(TRAINING * (part.number + 1) / self.table.rounds())
         if step == part.steps or late:
@@ -254,6 +257,7 @@ class _Search(Run[SearchTrainer, Progress]):
             self.table.left - len(trainer.dropped),
             sum(losses) / max(1, len(losses)),
             self.best,
+            rate,
             self.seconds,
         )
         self.finish_step(report, trainer)

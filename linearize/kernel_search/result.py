@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from linearize.distillation.run import Report
 from linearize.kernel_search.candidates import Layout, number_of
 from linearize.kernel_search.costs import Cost
 from linearize.kernel_search.swaps import Chosen
@@ -22,20 +23,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SearchStep:
+class SearchStep(Report):
     """Reported to the caller after every step.
 
     Attributes:
+        stage: "search".
         step: steps done.
         steps: steps planned.
         rung: which round of halving, from 1.
         rungs: how many there are.
         candidates_left: how many learn, over all layers.
         loss: mean loss over them.
+        losses: none: there are too many.
+        held_out: none: errors are measured when a rung is over.
         best: the best plan so far in short; empty before the first rung is over.
         seconds: since the start, earlier parts of a resumed run included.
     """
 
+    stage: ClassVar[str] = "search"
     step: int
     steps: int
     rung: int
@@ -43,7 +48,15 @@ class SearchStep:
     candidates_left: int
     loss: float
     best: str
+    learning_rate: float
     seconds: float
+    losses: dict[str, float] = field(default_factory=dict)
+    held_out: float | None = None
+
+    @property
+    def phase(self) -> str:
+        """What is being done."""
+        return f"{self.candidates_left} candidates left"
 
 
 @dataclass(frozen=True)

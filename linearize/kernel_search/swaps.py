@@ -136,17 +136,18 @@ class Chooser:
         best.choice, best.error = choice, error
 
     def _moves(self, choice: Choice, open_layers: set[int]) -> list[tuple[int, Choice]]:
-        """Return for each open layer the change that promises most, the most promising first."""
+        """Return for each open layer the change not tried yet that promises most, the most promising first."""
         found: dict[Choice, int] = {}
         promises: list[tuple[float, int, Choice]] = []
         for place in sorted(open_layers):
-            options = [(self.table.error(one), one) for one in self._changes(choice, place) if self._allowed(one)]
+            changes = (one for one in self._changes(choice, place) if one not in self.whole.known)
+            options = [(self.table.error(one), one) for one in changes if self._allowed(one)]
             if options:
                 error, one = min(options)
                 promises.append((error, place, one))
         for _, place, one in sorted(promises):
             found.setdefault(one, place)
-        return [(place, one) for one, place in found.items() if one not in self.whole.known]
+        return [(place, one) for one, place in found.items()]
 
     def _changes(self, choice: Choice, place: int) -> Iterator[Choice]:
         """Yield choices with another kernel in one layer, or with two layers' kernels exchanged."""

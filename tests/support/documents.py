@@ -44,11 +44,15 @@ CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
 """Converted checkpoints under the names that README.md gives them, for the other documents."""
 WORDS = {"vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2"}
 
+SMALL_SEARCH = "--search-steps 3 --length 32 --no-search-memory"
+"""Behind a line with --kernel auto."""
 SMALL = "--device cpu --distill-steps 2 --distill-length 16 --batch-size 4 --holdout 8"
 LOOK = "--device cpu --lengths 16 --inputs 2 --max-length 16"
 TASK = "--device cpu --batch-size 8 --max-length 16"
 QUICK = {
-    "convert": SMALL, "distill": SMALL, "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
+    "convert": SMALL, "distill": SMALL,
+    "search": "--device cpu --distill-length 16 --batch-size 4 --holdout 8 --steps 3 --length 32 --no-memory",
+    "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
     "longdoc": "--device cpu --max-length 80 --distill-steps 1 --align-steps 1 --steps 1 --batch-size 8 --no-memory",
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
     "recipes": "", "completion": "", "results": "", "kernels": "", "inspect": "", "push": "",
@@ -191,7 +195,8 @@ def run_linearize(line, words, capsys):
         words = [*words[:2], *[w for w in words[2:] if "=" in w], *RECIPES[words[1]], *[
             w for w in words[2:] if "=" not in w
         ]]  # fmt: skip
-    code = main([*words, *QUICK[words[0]].split()])
+    searched = SMALL_SEARCH.split() if words[0] == "convert" and "auto" in words else []
+    code = main([*words, *QUICK[words[0]].split(), *searched])
     captured = capsys.readouterr()
     assert code == 0, f"{line!r} ends with {code}: {captured.err[-600:]}"
 

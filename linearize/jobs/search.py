@@ -1,0 +1,144 @@
+"""The search for a plan, as a verb of its own and as the first step of `convert --kernel auto`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from linearize.bench.plot import check_picture
+from linearize.distillation.processes import is_main
+from linearize.distillation.state import StateFolder
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.context import Context, check_states, clear_states, drop_states, first_device, open_data
+from linearize.jobs.events import Callback, Searched, StepDone, ignore
+from linearize.jobs.search_config import SearchJob
+from linearize.kernel_search.candidates import parse_candidates
+from linearize.kernel_search.config import SearchConfig
+from linearize.kernel_search.loop import SearchInterruptedError, search
+from linearize.kernel_search.plot import write_plot
+from linearize.kernel_search.prepare import CARRIER
+from linearize.kernel_search.result import SearchResult, SearchStep
+from linearize.loading import load_model
+from linearize.modeling.plan import Plan
+from linearize.parsing import finite
+from linearize.surgery.inputs import read_inputs
+from linearize.surgery.plan import plan
+from linearize.surgery.plan_file import check_plan_target, write_plan
+
+
+def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResult:
+    """Choose the kernel of every layer of a checkpoint; the plan and the picture that were asked for are written.
+
+    Args:
+        job: what to do.
+        on_event: called with what happens.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
+        KeyboardInterrupt: says where the best plan so far lies.
+    """
+    check_search(job)
+    if is_main():
+        check_states(job)
+    loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
+    inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
+    base = plan(
+        loaded.model,
+        CARRIER,
+        keep_softmax=job.keep_softmax,
+        seed=job.seed,
+        local_as_full=job.local_as_full,
+        example_inputs=inputs,
+    )
+    context = Context(job, loaded, on_event, example_inputs=inputs)
+    open_data(context, job.distill_length, "a kernel by name to `linearize convert`, with --distill-steps 0")
+    if is_main():
+        clear_states(job)
+    result = choose_plan(context, job.search, base, job.max_length)
+    if is_main():
+        drop_states(job)
+    return result
+
+
+def check_search(job: SearchJob | ConvertJob) -> None:
+    """Refuse what can be refused before the model is loaded.
+
+    Raises:
+        ConfigError: for a wrong candidate, nothing to choose between, or a file that cannot be written.
+    """
+    parse_candidates(job.search.candidates, softmax=job.search.softmax_layers > 0)
+    if job.plan_out is not None:
+        check_plan_target(job.plan_out, overwrite=job.overwrite)
+    if job.plot is not None:
+        check_picture(job.plot)
+
+
+def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: int | None) -> SearchResult:
+    """Search, and write the plan and the picture that were asked for; a Ctrl-C keeps the best plan so far.
+
+    Args:
+        context: where the job stands: model and data are open.
+        config: options of the search.
+        base: the plan whose converted layers are searched.
+        max_length: longest input that the result shall take.
+    """
+    job = context.job
+    assert isinstance(job, SearchJob | ConvertJob)
+    try:
+        result = search(
+            context.loaded.model,
+            context.source,
+            config,
+            plan=base,
+            max_length=max_length,
+            on_step=_on_step(context),
+            on_event=context.on_event,
+        )
+    except SearchInterruptedError as interrupt:
+        if not is_main():
+            raise
+        raise KeyboardInterrupt(_keep(context, interrupt)) from None
+    context.searched = result
+    if is_main():
+        if job.plan_out is not None:
+            write_plan(job.plan_out, result.plan, result.why)
+        if job.plot is not None:
+            write_plot(result, job.plot)
+    context.on_event(Searched(result))
+    return result
+
+
+def _on_step(context: Context) -> Callable[[SearchStep], None]:
+    return lambda report: context.on_event(StepDone(report))
+
+
+def _keep(context: Context, interrupt: SearchInterruptedError) -> str:
+    """Write the best plan so far, and say where it lies and how to go on."""
+    job = context.job
+    assert isinstance(job, SearchJob | ConvertJob)
+    file = job.plan_out or _free(f"{context.target}.plan")
+    write_plan(file, interrupt.plan, interrupt.why)
+    said = f"the best plan so far lies in {file}: linearize convert {job.model} --plan {file}"
+    for folder in job.state_folders() if job.keeps_states else []:
+        steps = StateFolder(folder, 1).steps()
+        if steps:
+            said += f"; the state of step {steps[-1]} lies in {folder}; go on with the same line and --resume"
+    return said
+
+
+def _free(name: str) -> str:
+    """Return a name of a YAML file that is not there yet."""
+    found, number = f"{name}.yaml", 2
+    while os.path.lexists(found):
+        found, number = f"{name}-{number}.yaml", number + 1
+    return found
+
+
+def record_of(result: SearchResult) -> dict[str, Any]:
+    """Return what a checkpoint says of the search that chose its plan."""
+    found: dict[str, Any] = finite(result.to_dict())
+    return found
+
+
+__all__ = ["CARRIER", "check_search", "choose_plan", "record_of", "search_checkpoint"]

@@ -1,0 +1,158 @@
+"""Choosing under limits, successive halving, widths, budgets and candidates: no model is run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from linearize.errors import ConfigError
+from linearize.kernel_search.candidates import parse_candidate, parse_candidates
+from linearize.kernel_search.choose import Option, choose
+from linearize.kernel_search.config import SearchConfig, parse_budget
+from linearize.kernel_search.costs import Cost, cost_of
+from linearize.kernel_search.table import Entry, Table
+from linearize.kernel_search.widths import effective_rank, share_out, width_argument
+from linearize.registry import kernel_info
+
+
+@pytest.mark.parametrize("softmax", [0, 1, 2])
+def test_the_choice_is_the_best_of_all(softmax):
+    """Against trying every choice."""
+    draw = random.Random(softmax)
+    for _ in range(20):
+        layers = []
+        for _ in range(4):
+            options = [Option(f"k{i}", draw.uniform(0.01, 0.1), draw.uniform(0, 1)) for i in range(4)]
+            layers.append([*options, Option("softmax", 0.25, 0.0, True)])
+        limit = draw.uniform(0.05, 0.6)
+        allowed = [
+            (sum(o.error for o in one), sum(o.cost for o in one), tuple(o.label for o in one))
+            for one in itertools.product(*layers)
+            if sum(o.cost for o in one) <= limit and sum(o.softmax for o in one) <= softmax
+        ]
+        found = choose(layers, limit, softmax)
+        assert found == (min(allowed)[2] if allowed else None)
+
+
+def table():
+    rows = {
+        n: {"a": Entry(0.3, 0.1), "b": Entry(0.2, 0.2), "c": Entry(0.1, 0.3), "d": Entry(0.05, 0.4)} for n in (0, 1)
+    }
+    return Table(rows, {0: 0.5, 1: 0.5}, "c", ("a", "b", "d"))
+
+
+def test_halving_keeps_the_better_half_the_reference_and_what_can_be_paid():
+    found = table()
+    assert found.rounds() == 2
+    found.rows[1]["a"].error = float("nan")
+    found.rows[1]["a"].diverged = True
+    found.halve(0.06)
+    assert [label for label, entry in found.rows[0].items() if entry.left] == ["a", "b", "c", "d"]
+    assert [label for label, entry in found.rows[1].items() if entry.left] == ["b", "c", "d"]
+    again = table()
+    again.halve(1.0)
+    assert [label for label, entry in again.rows[0].items() if entry.left] == ["a", "b", "c"] and again.left == 6
+
+
+def test_costs_and_errors_of_a_choice():
+    found = table()
+    assert found.cost(("a", "softmax")) == pytest.approx(0.5 * 0.3 + 0.5)
+    found.weights = {0: 2.0, 1: 3.0}
+    assert found.error(("b", "d")) == pytest.approx(2 * 0.2**2 + 3 * 0.4**2)
+    assert [option.label for option in found.options(softmax=True)[0]] == ["a", "b", "d", "softmax"]
+    copy = table()
+    copy.load(found.to_dict())
+    assert copy.rows == found.rows
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cost=0.25,softmax=1,time=10m", {"cost": 0.25, "softmax": 1, "time": 600.0}),
+        (["cost=.5", "time=90"], {"cost": 0.5, "time": 90.0}),
+        ({"cost": 0.25, "softmax": 2}, {"cost": 0.25, "softmax": 2}),
+        ("", {}),
+    ],
+)
+def test_budgets(text, found):
+    assert parse_budget(text) == found
+    assert SearchConfig(budget=text).budget == found
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("cost", "got 'cost', expected cost=0.25"),
+        ("cost=0", "got cost=0, expected"),
+        ("cost=much", "got cost=much"),
+        ("softmax=1.5", "got softmax=1.5"),
+        ("time=10d", "got time=10d"),
+        ("price=1", "unknown budget 'price'"),
+        ("cost=0.1,cost=0.2", "cost is given twice"),
+    ],
+)
+def test_wrong_budgets(budget, words):
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")) as caught:
+        SearchConfig(budget=budget)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["hedgehug", "elu"], "unknown kernel 'hedgehug'"),
+        (["hedgehog:tied", "elu"], "got 'hedgehog:tied', expected KERNEL"),
+        (["hedgehog:tied=maybe", "elu"], "argument tied: got 'maybe'"),
+        (["hedgehog:a=1:a=2", "elu"], "a is given twice"),
+        (["elu", "elu"], "'elu' is named twice"),
+        (["transnormer_t1", "elu"], "is a plan for all layers"),
+        (["hedgehog"], "got one candidate"),
+        ([], "got no candidate"),
+    ],
+)
+def test_wrong_candidates(texts, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_candidates(texts, softmax=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_candidate_is_enough_where_layers_may_stay_softmax():
+    assert [one.label for one in parse_candidates(["softmax", "hedgehog"], softmax=True)] == ["hedgehog"]
+    assert parse_candidate("luna:channels=4:window=8").arguments == {"channels": "4", "window": "8"}
+
+
+def test_damaged_costs_count_as_none():
+    good = vars(Cost(0.5, 0.1, 0.2, 3, 4, False))
+    assert cost_of(good) == Cost(0.5, 0.1, 0.2, 3, 4, False)
+    for change in ({"share": -1.0}, {"share": "0.5"}, {"seconds": float("nan")}, {"bytes": 1.5}, {"more": 1}):
+        assert cost_of(good | change) is None
+
+
+def test_effective_rank():
+    assert float(effective_rank(torch.eye(6, dtype=torch.float64))) == pytest.approx(6)
+    assert float(effective_rank(torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])).double())) == pytest.approx(2)
+
+
+def test_widths_share_the_total_by_rank():
+    assert share_out({0: 10.0, 1: 20.0, 2: 30.0}, 64) == {0: 32, 1: 64, 2: 96}
+    found = share_out({0: 1.0, 1: 7.3, 2: 11.1, 3: 9.9}, 48)
+    assert sum(found.values()) == 4 * 48 and all(x % 8 == 0 and x > 0 for x in found.values())
+    assert found[0] < found[1] <= found[3] <= found[2]
+    assert share_out({0: 5.0, 1: 5.0}, 32) == {0: 32, 1: 32}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "argument"),
+    [
+        ("flexformer_n", {}, ("frequencies", 2)),
+        ("t2r", {}, ("features", 1)),
+        ("luna", {}, ("channels", 8)),
+        ("t2r", {"features": "8"}, None),
+        ("hedgehog", {}, None),
+    ],
+)
+def test_the_argument_of_a_width(kernel, given, argument):
+    assert width_argument(kernel_info(kernel), given) == argument

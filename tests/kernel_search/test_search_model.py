@@ -1,0 +1,204 @@
+"""The search on tiny models: what it finds, that it repeats itself to the bit, and that it can be stopped anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.training import Fixed, batches, loud
+
+import linearize
+from linearize.attention.interface import linear_attentions
+from linearize.distillation.config import DistillConfig
+from linearize.distillation.loop import distill
+from linearize.errors import ConfigError
+from linearize.events import Noted
+from linearize.kernel_search import SearchConfig
+from linearize.kernel_search.loop import SearchInterruptedError, search
+
+CANDIDATES = ("hedgehog", "hedgehog:tied=false", "flexformer_n", "t2r")
+
+
+def config(**options):
+    return SearchConfig(**{"candidates": CANDIDATES, "steps": 12, **options})
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_a_search_from_end_to_end(model, data):
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    flags = [p.requires_grad for p in model.parameters()]
+    told, events = [], []
+    result = linearize.search(model, data, config(), on_step=told.append, on_event=events.append)
+    # The model is what it was.
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert set(before) == set(model.state_dict()) and not linear_attentions(model)
+    assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
+    assert told == result.history and [one.step for one in told] == list(range(1, 13)) and result.steps == 12
+    assert told[0].candidates_left == 8 and told[-1].candidates_left < 8 and told[-1].best
+    assert sum("best so far" in event.text for event in events if isinstance(event, Noted)) == 2
+    # Every candidate learned, and those that stayed learned longer.
+    for layer in result.layers:
+        steps = {label: one["steps"] for label, one in layer.tried.items()}
+        assert set(steps) == set(CANDIDATES) and set(steps.values()) == {4, 12}
+        assert layer.error == layer.tried[layer.label]["error"] and layer.why and "\n" not in layer.why
+    points = {point.name.split(",")[0]: point for point in result.points}
+    plan = result.points[0]
+    assert plan.name.startswith("the plan") and plan.share <= result.limit * (1 + 1e-9) == pytest.approx(0.2)
+    assert points["softmax everywhere"].error == 0 and points["softmax everywhere"].share == pytest.approx(1)
+    assert plan.error <= points.get("hedgehog everywhere", plan).error
+    assert plan.bytes == 10 and plan.seconds == pytest.approx(0.02 * plan.share)
+    # Carried out, it computes what was measured, and goes on learning.
+    model = linearize.apply(model, result.plan)
+    result.load_kernels(model)
+    assert [layer.kernel for layer in linear_attentions(model).values()] == [x.kernel for x in result.plan.converted]
+    found = distill(model, data, DistillConfig(steps=1, learning_rate=0.0))
+    for layer, one in zip(found.before.layers, result.layers, strict=True):
+        assert layer.output_error == pytest.approx(one.error, rel=1e-4)
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_the_error_of_the_plan_is_that_of_the_converted_model(model, data):
+    from linearize.fidelity.whole import output_difference
+
+    result = search(model, data, config(steps=3, candidates=("hedgehog", "t2r"), budget="cost=0.15"))
+    assert [layer.label for layer in result.layers].count("t2r") == 1 and result.points[0].share == pytest.approx(0.15)
+    converted = loud("bert")
+    linearize.apply(converted, result.plan)
+    result.load_kernels(converted)
+    relative = output_difference(model, converted, data.holdout_batches())
+    with torch.no_grad():
+        states = torch.cat([model(**x).last_hidden_state[x["attention_mask"].bool()] for x in data.holdout_batches()])
+    spread = (states.square().sum() / (states - states.mean(dim=0)).square().sum()).sqrt()
+    assert result.points[0].hidden == pytest.approx(relative.relative_error * float(spread), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.usefixtures("given_costs")
+def test_other_models_and_a_layer_that_stays_softmax(name):
+    head = "AutoModelForCausalLM" if name == "llama" else "AutoModelForImageClassification"
+    model = loud(name, head)
+    result = search(model, Fixed(batches(model)), config(candidates=("hedgehog",), steps=4, budget="softmax=1"))
+    labels = [layer.label for layer in result.layers]
+    assert sorted(labels) == ["hedgehog", "softmax"] and result.figure == "logits, nats"
+    kept = result.plan.layers[labels.index("softmax")]
+    assert kept.kernel == "softmax" and kept.reason.startswith("kept softmax: ")
+    plan, reference = result.points[0], next(p for p in result.points if p.name == "hedgehog everywhere")
+    assert 0 < plan.error < reference.error and plan.share == pytest.approx((1 + 0.2) / 2)
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_swaps_on_the_whole_model_never_make_it_worse(model, data):
+    plain = search(model, data, config(swaps=0, candidates=CANDIDATES, budget="cost=0.25"))
+    swapped = search(model, data, config(swaps=3, candidates=CANDIDATES, budget="cost=0.25"))
+    assert plain.tried == 0 < swapped.tried <= 3
+    assert swapped.points[0].error <= plain.points[0].error
+
+
+def stopped(report):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stop_at", [2, 4, 9, 12])
+@pytest.mark.usefixtures("given_costs")
+def test_resumed_equals_uninterrupted_to_the_bit(stop_at, model, data, tmp_path):
+    whole = search(model, data, config())
+
+    def stop(report):
+        if report.step == stop_at:
+            raise KeyboardInterrupt
+
+    options = config(save_every=100, folder=str(tmp_path / "states"))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        search(model, data, options, on_step=stop)
+    # After the first rung there is a plan to keep.
+    assert isinstance(caught.value, SearchInterruptedError) == (stop_at > 4)
+    again = search(model, data, dataclasses.replace(options, resume=True))
+    assert again.plan == whole.plan and again.layers == whole.layers and again.points == whole.points
+    for module, tensors in whole.kernels.items():
+        assert all(torch.equal(x, again.kernels[module][name]) for name, x in tensors.items())
+    # A finished one gives its result at once, whatever things cost by now.
+    third = search(model, data, dataclasses.replace(options, resume=True), on_step=stopped)
+    assert third.points == whole.points
+
+
+def test_a_resumed_search_has_the_costs_that_it_began_with(given_costs, model, data, tmp_path):
+    options = config(save_every=1, folder=str(tmp_path / "states"))
+    whole = search(model, data, options)
+    given_costs["hedgehog"] = 0.9
+    assert search(model, data, dataclasses.replace(options, resume=True)).points == whole.points
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_ctrl_c_keeps_the_best_plan_so_far(model, data):
+    def stop(report):
+        if report.step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SearchInterruptedError) as caught:
+        search(model, data, config(), on_step=stop)
+    assert len(caught.value.plan.converted) == 2 and set(caught.value.why) == {0, 1}
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_a_limited_time_ends_the_rungs_early(model, data):
+    result = search(model, data, config(budget={"time": 1e-6}))
+    assert result.steps < 12 and len(result.plan.converted) == 2 and result.tried == 0
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_a_candidate_that_leaves_the_numbers_is_dropped(model, data, monkeypatch):
+    from linearize.distillation.layer_loss import LayerLoss
+
+    add = LayerLoss.add
+
+    def spoiled(self, *args, **options):
+        add(self, *args, **options)
+        if self.name == "1/flexformer_n":
+            self.total = float("nan")
+
+    monkeypatch.setattr(LayerLoss, "add", spoiled)
+    result = search(model, data, config())
+    assert result.layers[1].tried["flexformer_n"]["diverged"] and result.layers[1].label != "flexformer_n"
+    assert not result.layers[0].tried["flexformer_n"]["diverged"]
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_widths_by_rank_keep_the_total(model, data):
+    result = search(model, data, config(candidates=("t2r", "flexformer_n"), widths=16, steps=3, budget="cost=0.5"))
+    assert set(result.ranks) == {0, 1} and all(1 <= rank <= 8 for rank in result.ranks.values())
+    features = [
+        layer.arguments["features"] if layer.kernel == "t2r" else 2 * layer.arguments["frequencies"]
+        for layer in result.plan.converted
+    ]
+    assert sum(features) == 2 * 16
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_what_no_plan_meets_names_the_nearest(model, data):
+    with pytest.raises(
+        ConfigError, match=r"no plan meets cost=0\.05.*cheapest \(t2r\) takes 0\.1 of softmax"
+    ) as caught:
+        search(model, data, config(budget="cost=0.05"))
+    nearest = str(caught.value).partition("--budget ")[2].partition(",")[0]
+    assert "\n" not in str(caught.value)
+    assert search(model, data, config(budget=nearest, steps=2)).points[0].kernels == "2 x t2r"
+
+
+def test_what_a_search_refuses(model, data):
+    with pytest.raises(ConfigError, match="expected its softmax original"):
+        search(linearize.convert(loud("bert")), data)
+    with pytest.raises(ConfigError, match="got data of type list"):
+        search(model, [])
+    with pytest.raises(ConfigError, match="save_every and resume need a folder"):
+        SearchConfig(resume=True)
+
+
+def test_a_candidate_that_cannot_serve_the_model(monkeypatch, data):
+    info = linearize.kernel_info("polaformer")
+    monkeypatch.setitem(
+        __import__("linearize.registry").registry._KERNELS, "polaformer", dataclasses.replace(info, causal=False)
+    )
+    model = loud("gpt2")
+    with pytest.raises(ConfigError, match=r"candidates: 'polaformer' cannot serve this model: .*bidirectional only"):
+        search(model, Fixed(batches(model)), config(candidates=("polaformer", "hedgehog")))

@@ -1,0 +1,172 @@
+"""`linearize search`, `convert --kernel auto` and `--plan`: what is written, what goes on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from support.checkpoints import make_original, texts
+from support.command_lines import run
+from transformers import AutoModel
+
+from linearize.attention.interface import linear_attentions
+from linearize.modeling.plan import Plan
+
+DATA = ("--dataset", "texts.jsonl", "--text-column", "text", "--device", "cpu", "--holdout", 8, "--batch-size", 4)
+QUICK = (*DATA, "--distill-length", 16, "--candidates", "hedgehog,t2r,flexformer_n", "--no-native")
+SEARCH = (*QUICK, "--steps", 6)
+CONVERT = ("--kernel", "auto", *QUICK, "--search-steps", 6, "--distill-steps", 2, "--align-steps", 0)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "bert")
+    texts(tmp_path, 40)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_the_table_the_plan_and_the_picture(place, capsys):
+    code, out, err = run(capsys, "search", "bert", *SEARCH, "--plan-out", "plan.yaml", "--plot", "points.png")
+    assert code == 0, err
+    assert "within 0.2 of softmax's time at 4,096 tokens" in out, out
+    assert "hedgehog everywhere" in out, out
+    assert "softmax everywhere" in out and "best so far: 2 x" in out
+    assert (place / "points.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in place.iterdir()) == ["bert", "plan.yaml", "points.png", "texts.jsonl"]
+    plan = yaml.safe_load((place / "plan.yaml").read_text())
+    assert [layer["layer"] for layer in plan["layers"]] == [0, 1] and all(layer["why"] for layer in plan["layers"])
+    # Edited, and given back.
+    plan["layers"][0] |= {"kernel": "softmax", "arguments": {}, "why": "mine"}
+    plan["layers"][1] |= {"kernel": "hedgehog", "arguments": {"tied": False}, "window": 8}
+    (place / "plan.yaml").write_text(yaml.safe_dump(plan))
+    line = ("convert", "bert", "--plan", "plan.yaml", *DATA, "--distill-steps", 0, "--align-steps", 0, "--no-native")
+    code, out, err = run(capsys, *line)
+    assert code == 0, err
+    config = json.loads((place / "bert-mixed" / "config.json").read_text())["linearize"]
+    first, second = config["layers"]
+    assert (first["kernel"], first["reason"]) == ("softmax", "mine")
+    assert (second["kernel"], second["arguments"], second["window"]) == ("hedgehog", {"tied": False}, 8)
+    assert config["provenance"]["plan"]["why"]["0"] == "mine"
+    assert len(linear_attentions(AutoModel.from_pretrained("bert-mixed"))) == 1
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_search_and_convert_in_one(place, capsys):
+    code, out, err = run(capsys, "convert", "bert", *CONVERT, "--plan-out", "plan.yaml", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    section = json.loads((place / "bert-auto" / "config.json").read_text())["linearize"]
+    searched = section["provenance"]["search"]
+    labels = [layer["label"] for layer in searched["layers"]]
+    assert [layer["kernel"] for layer in section["layers"]] == [label.partition(":")[0] for label in labels]
+    assert all(layer["why"] for layer in searched["layers"]) and searched["points"][0]["name"].startswith("the plan")
+    assert made["plan"]["layers"] == section["layers"]
+    code, out, _ = run(capsys, "inspect", "bert-auto")
+    assert code == 0 and "why layer 1" in out and "search, the plan" in out
+    # The kernels began with what the search had taught them: one step of stage one did not start anew.
+    assert made["distillation"]["before"]["mean"]["output_error"] < 1
+    errors = [layer["output_error"] for layer in made["distillation"]["before"]["layers"]]
+    assert errors == pytest.approx([layer["error"] for layer in searched["layers"]], rel=1e-3)
+    assert Plan.from_dict(section).converted
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_ctrl_c_and_resume(place, capsys, monkeypatch):
+    from linearize.kernel_search.swaps import Chooser
+
+    line = ("convert", "bert", *CONVERT, "--save-every", 2)
+    whole = run(capsys, *line, "--output", "whole")
+    assert whole[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Chooser, "weigh", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        code, _, err = run(capsys, *line, "--output", "made")
+    assert code == 130 and "linearize convert bert --plan made.plan.yaml" in err and "--resume" in err
+    assert sorted(path.name for path in place.iterdir() if path.name.startswith("made")) == [
+        "made.plan.yaml",
+        "made.search",
+    ]
+    code, _, err = run(capsys, *line, "--output", "made")
+    assert code == 2 and "interrupted run" in err
+    assert run(capsys, *line, "--output", "made", "--resume")[0] == 0
+    assert not (place / "made.search").exists()
+    assert (place / "made" / "model.safetensors").read_bytes() == (place / "whole" / "model.safetensors").read_bytes()
+    code, _, err = run(capsys, "convert", "bert", "--plan", "made.plan.yaml", "--dry-run", *DATA)
+    assert code == 0, err
+
+
+@pytest.mark.usefixtures("given_costs")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("search bert --candidates hedgehog", "got one candidate (hedgehog), and nothing to choose between"),
+        ("search bert --candidates hedgehog,hedgehug", "unknown kernel 'hedgehug'. Did you mean 'hedgehog'?"),
+        ("search bert --candidates hedgehog,t2r --budget cost=0.01", "the nearest that is met is --budget cost=0.1"),
+        ("search bert --budget price=1", "unknown budget 'price'"),
+        ("search bert --plan-out plan.txt", "expected the name of a .yaml file"),
+        ("search bert --plan-out nowhere/plan.yaml", "make the folder first"),
+        ("search bert --plot points.svg", "expected the name of a .png file"),
+        ("search nowhere", "nowhere"),
+        ("search bert --candidates t2r,elu --widths 4 --steps 0", "steps: got 0"),
+        ("search bert --candidates hedgehog,elu --widths 4", "no candidate's number of features can be chosen"),
+        ("convert bert --kernel auto --layers 0=elu", "--layers: --kernel auto chooses kernel and arguments"),
+        ("convert bert --kernel auto --window 4", "--window: --kernel auto chooses kernel and arguments"),
+        ("convert bert --kernel auto --kernel-arg a=1", "--kernel-arg: --kernel auto chooses kernel and arguments"),
+        ("convert bert --kernel auto --candidates hedgehog", "got one candidate"),
+        ("convert bert --kernel auto --dry-run", "known after its search only"),
+        ("convert bert --budget cost=0.5", "--budget: nothing is searched without --kernel auto"),
+        ("convert bert --plan-out plan.yaml", "--plan-out: nothing is searched without --kernel auto"),
+        ("convert bert --plan plan.yaml --layers 0=elu", "--layers: --plan FILE says what becomes of every layer"),
+        ("convert bert --plan plan.yaml --kernel auto", "--kernel: --plan FILE says what becomes of every layer"),
+        ("convert bert --plan nowhere.yaml", "'nowhere.yaml' cannot be read"),
+        ("convert bert --plan texts.jsonl", "'texts.jsonl' "),
+    ],
+)
+def test_bad_input_is_one_line(line, words, place, capsys):
+    before = sorted(os.listdir(place))
+    code, out, err = run(capsys, *line.split(), *DATA)
+    assert (code, out.count("Traceback")) == (2, 0), out + err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("linearize: error: ") and words in last
+    assert sorted(os.listdir(place)) == before
+
+
+def test_a_plan_for_another_model(place, capsys):
+    make_original(place / "gpt2", "gpt2", "AutoModelForCausalLM")
+    layers = [{"layer": n, "module": f"h.{n}.attn", "kernel": "elu"} for n in range(2)]
+    data = {"format": 1, "architecture": "GPT2LMHeadModel", "model_type": "gpt2", "layers": layers}
+
+    def given(**changes):
+        Path("plan.yaml").write_text(yaml.safe_dump(data | changes))
+        line = ("convert", "bert", "--plan", "plan.yaml", "--distill-steps", 0, "--align-steps", 0, "--device", "cpu")
+        code, _, err = run(capsys, *line, "--no-native")
+        return code, err.strip().splitlines()[-1]
+
+    code, said = given()
+    assert code == 2 and "is for another model, GPT2LMHeadModel (gpt2, 2 layers), and not for this BertModel" in said
+    mine = [{"layer": n, "module": f"encoder.layer.{n}.attention.self", "kernel": "elu"} for n in range(2)]
+    assert "and not for this" in given(model_type="bert", layers=mine[:1])[1]
+    assert "keeps every layer softmax" in given(model_type="bert", layers=[x | {"kernel": "softmax"} for x in mine])[1]
+    assert "unknown kernel 'elo'" in given(model_type="bert", layers=[x | {"kernel": "elo"} for x in mine])[1]
+    assert (
+        "unknown argument of kernel elu"
+        in given(model_type="bert", layers=[mine[0] | {"arguments": {"a": 1}}, mine[1]])[1]
+    )
+    assert "has the number 1" in given(layers=[layers[1]])[1]
+    assert "format 2, this version reads 1" in given(format=2)[1]
+    assert "has not the keys" in given(more=1)[1]
+    assert "plain values" in given(layers=[layers[0] | {"arguments": {"a": [1]}}])[1]
+    assert "takes no arguments" in given(layers=[layers[0] | {"kernel": "softmax", "window": 3}])[1]
+    assert given(model_type="bert", layers=mine)[0] == 0
+
+
+def test_a_plan_file_is_not_written_over(place, capsys):
+    Path("plan.yaml").write_text("mine: true\n")
+    code, _, err = run(capsys, "search", "bert", *DATA, "--plan-out", "plan.yaml")
+    assert code == 2 and "exists; choose another file, or pass --overwrite" in err
+    code, _, err = run(capsys, "search", "bert", *DATA, "--plan-out", "plan.yaml", "--overwrite")
+    assert code == 2 and "is no plan" in err and Path("plan.yaml").read_text() == "mine: true\n"
