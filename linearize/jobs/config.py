@@ -228,7 +228,7 @@ class ConvertJob(StageOneJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chosen = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
+        chosen: dict[str, Any] = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
         if self.plan is not None:
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}
             _refuse(chosen, "--plan FILE says what becomes of every layer")

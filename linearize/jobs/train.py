@@ -17,6 +17,7 @@ from linearize.distillation.processes import is_main, several
 from linearize.errors import TrainingError
 from linearize.jobs.context import Context
 from linearize.jobs.events import Aligned, Distilled, Noted, StepDone
+from linearize.jobs.search_config import SearchJob
 from linearize.options import name_of
 from linearize.trackers import reporter
 
@@ -66,6 +67,7 @@ def align_behind_stage_one(context: Context, config: AlignConfig) -> None:
 
 
 def _report_to(context: Context) -> str:
+    assert not isinstance(context.job, SearchJob)
     return context.job.report_to if is_main() else "none"
 
 

@@ -281,8 +281,8 @@ def reasons(chosen: Chosen, table: Table) -> dict[int, str]:
             part = table.weights.get(number, 1.0) * (one.error or 0.0) ** 2 / total if total > 0 else 0.0
             text = (
                 f"at {one.share:.3g} of softmax's time, error {one.error:.3g}, where {best}, the closest, takes "
-                f"{other.share:.3g} for {other.error:.3g}: the time pays more elsewhere ({part:.0%} of the plan's "
-                "error is from here)"
+                f"{other.share:.3g} for {other.error:.3g}: more than the budget has for this layer ({part:.0%} of the "
+                "plan's error is from here)"
             )
             if one.share >= other.share:
                 text = f"error {one.error:.3g}, where {best} has {other.error:.3g}"

@@ -84,9 +84,9 @@ class Plan:
     def with_reasons(self, reasons: Mapping[int, str]) -> Plan:
         """Return the plan with other reasons for layers that stay, by their number."""
         layers = tuple(
-            dataclasses.replace(layer, reason=reasons[layer.index])
-            if layer.index in reasons and not layer.converted
-            else layer
+            layer
+            if layer.converted or layer.index is None or layer.index not in reasons
+            else dataclasses.replace(layer, reason=reasons[layer.index])
             for layer in self.layers
         )
         return dataclasses.replace(self, layers=layers)
