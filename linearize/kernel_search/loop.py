@@ -114,7 +114,7 @@ def search(
     return _Search(model, data, config, Given(base, max_length, on_event), on_step, accelerator).run()
 
 
-class _Search(Run[SearchTrainer, Progress]):
+class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
     """One search: rungs of halving one after the other, then the choice."""
 
     part_name, weights_name, report, progress = "rung", "kernel", SearchStep, Progress
@@ -348,7 +348,7 @@ class _Search(Run[SearchTrainer, Progress]):
         why = reasons(best, self.table)
         return self.prepared.layout.plan(best.choice, why), why
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """See `Run`."""
         free = {"memory", "remeasure"}
         found = {name: value for name, value in super().options().items() if name not in free}
@@ -364,7 +364,7 @@ class _Search(Run[SearchTrainer, Progress]):
         """See `Run`: all candidates, those that learn no more among them."""
         return {name: tensor.detach() for name, tensor in self.prepared.bench.weights().items()}
 
-    def record(self, part: Part[SearchTrainer, Progress]) -> dict[str, Any]:
+    def record(self, part: Part[SearchTrainer, Progress]) -> dict[str, object]:
         """See `Run`."""
         return super().record(part) | {
             "table": self.table.to_dict(),
