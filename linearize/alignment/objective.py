@@ -150,7 +150,7 @@ class Objective:
                         error = error + self._error(mine[block.name], attended, mask, scales.attentions[block.name])
                     error = share.tokens * error
                     if train and error.requires_grad:
-                        error.backward()  # type: ignore[no-untyped-call]
+                        error.backward()
                 terms[block.name] = float(error.detach())
                 kept.pop(block.name, None)
 

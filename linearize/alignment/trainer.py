@@ -126,7 +126,7 @@ class AlignTrainer:
                 return found, sum(found.values()) / max(len(found), 1)
             terms = self.objective.end_to_end(batch, share)
             loss = self.objective.total(terms)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return {name: float(value.detach()) for name, value in terms.items()}, float(loss.detach())
 
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:

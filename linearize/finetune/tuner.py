@@ -180,7 +180,7 @@ class Tuner(Trainer):
                     value = self._selection_loss(model, inputs)
             total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
         # The same figure everywhere, to the bit: by it all processes stop, or none.
-        return float(self.accelerator.reduce(total[0] / total[1], "mean"))  # type: ignore[arg-type]
+        return float(self.accelerator.reduce(total[0] / total[1], "mean"))
 
     def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the divergence from the teacher on a batch, and the loss on its labels where they join."""
