@@ -138,8 +138,16 @@ def _spectrum(axes: Axes, layer: LayerMaps) -> None:
     limit = max(2.5, *(float(np.quantile(np.abs(v), 0.999)) for v in values.values()))
     x = np.linspace(-limit, limit, 200)
     for (name, numbers), colour, dashes in zip(values.items(), (SOFTMAX, LINEAR), ("-", "--"), strict=False):
-        style: dict[str, Any] = {"histtype": "step", "color": colour, "linestyle": dashes}
-        axes.hist(numbers, bins=60, range=(-limit, limit), density=True, label=f"learned {name}", **style)
+        axes.hist(
+            numbers,
+            bins=60,
+            range=(-limit, limit),
+            density=True,
+            label=f"learned {name}",
+            histtype="step",
+            color=colour,
+            linestyle=dashes,
+        )
     axes.plot(x, np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi), color=THIRD, linestyle=":", label="softmax's own")
 
 

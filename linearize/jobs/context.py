@@ -92,9 +92,10 @@ class Context:
 @contextlib.contextmanager
 def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
     """Check the output and the states beside it, and keep the output for this process; of several one writes."""
-    given: dict[str, Any] = {"overwrite": job.overwrite, "sources": job.sources()}
-    check_target(job.target(), **given)
-    with claim(job.target(), **given) if is_main() else contextlib.nullcontext():
+    target, sources = job.target(), job.sources()
+    check_target(target, overwrite=job.overwrite, sources=sources)
+    claimed = claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext()
+    with claimed:
         if is_main():
             check_states(job)
         yield

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, check_target, claim
@@ -46,11 +46,11 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
-    target = job.target()
-    given: dict[str, Any] = {"overwrite": job.overwrite, "sources": sources_of(job)}
-    check_target(target, **given)
+    target, sources = job.target(), sources_of(job)
+    check_target(target, overwrite=job.overwrite, sources=sources)
     # Of several processes one writes; the others only train with it.
-    with claim(target, **given) if is_main() else contextlib.nullcontext():
+    claimed = claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext()
+    with claimed:
         result, found = _finetune(job, target, on_event)
     on_event(Saved(target))
     on_event(Concluded(found))
@@ -148,9 +148,10 @@ def _save(job: TuneJob, opened: Opened, record: dict[str, object], files: dict[s
     made = getattr(opened.model.config, "linearize", None) or {}
     commands = add_command(made.get("provenance") or {}, command_of("finetune", job, travels=True))
     stage = {"finetuning": record, **commands}
-    options: dict[str, Any] = {"overwrite": job.overwrite, "stage": stage, "extra_files": files}
     try:
-        save_model(opened.model, job.target(), opened.processor, **options)
+        save_model(
+            opened.model, job.target(), opened.processor, overwrite=job.overwrite, stage=stage, extra_files=files
+        )
     except CheckpointError as error:
         if last_checkpoint(opened.work) is None:
             raise
