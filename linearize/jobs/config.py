@@ -139,7 +139,7 @@ class TrainingJob(Job):
     """What the jobs share that train a conversion, and keep states of it."""
 
     @property
-    def stage(self) -> DistillConfig | AlignConfig:
+    def stage(self) -> DistillConfig | AlignConfig | SearchConfig:
         """The options that say how states are kept."""
         raise NotImplementedError
 

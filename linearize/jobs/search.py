@@ -137,8 +137,7 @@ def _free(name: str) -> str:
 
 def record_of(result: SearchResult) -> dict[str, Any]:
     """Return what a checkpoint says of the search that chose its plan."""
-    found: dict[str, Any] = finite(result.to_dict())
-    return found
+    return {name: finite(value) for name, value in result.to_dict().items()}
 
 
 __all__ = ["CARRIER", "check_search", "choose_plan", "record_of", "search_checkpoint"]
