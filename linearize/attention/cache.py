@@ -41,7 +41,7 @@ class Recorded(NamedTuple):
         return Recorded(k, v, torch.cat([self.mask, other.mask], dim=1))
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         """How many there are."""
         return self.mask.shape[1]
 
@@ -126,8 +126,8 @@ class LinearStateLayer(CacheLayerMixin):
         """Return the state before the next tokens; after a crop it is made anew from what was recorded."""
         if self._cropped:
             assert self.recorded is not None
-            self.state, self._cropped = fold(self.base, self.recorded) if self.recorded.count else self.base, False
-            if not self.keep or not self.recorded.count:
+            self.state, self._cropped = fold(self.base, self.recorded) if self.recorded.length else self.base, False
+            if not self.keep or not self.recorded.length:
                 # What was not taken back is settled.
                 self.base = self.recorded = None
         return self.state
@@ -138,7 +138,7 @@ class LinearStateLayer(CacheLayerMixin):
             self.base, self.recorded = copied(before), tokens
             return
         self.recorded = self.recorded.then(tokens)
-        surplus = self.recorded.count - self.window
+        surplus = self.recorded.length - self.window
         if surplus > self.window:
             self.base = fold(self.base, self.recorded.part(slice(0, surplus)))
             self.recorded = self.recorded.part(slice(surplus, None))
@@ -210,7 +210,7 @@ class LinearStateLayer(CacheLayerMixin):
             raise ConfigError(f"crop: got {tokens_to_remove}, expected 0 or less: minus the number of tokens to remove")
         if not self.is_initialized or (tokens_to_remove == 0 and self.recorded is None):
             return
-        kept = 0 if self.recorded is None else self.recorded.count
+        kept = 0 if self.recorded is None else self.recorded.length
         if -tokens_to_remove > kept:
             raise ConfigError(
                 f"crop: got {-tokens_to_remove} tokens to remove, but the cache of linear attention can take back "

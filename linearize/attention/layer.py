@@ -109,7 +109,7 @@ class LinearAttention(nn.Module):
         """Mix the tokens of a call behind a cache that can be cropped."""
 
         def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
-            q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.count, self.shape.head_dim)
+            q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
             folded = AttentionCall(q, tokens.k, tokens.v, call.scaling, tokens.mask, None, copied(state), True)
             after: MixerState = self.mixer(folded)[1]
             return after

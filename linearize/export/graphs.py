@@ -99,9 +99,9 @@ class _Writer(nn.Module):
         masked: whether a layer that stays softmax has to know where there was padding.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model: Any = model
+        self.model = model
         cache = self.model.new_cache()
         with torch.no_grad():
             model(input_ids=_ids(model, 1, 2), attention_mask=torch.ones(1, 2, dtype=torch.long), past_key_values=cache)

@@ -84,8 +84,9 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
     return model
 
 
-def _name_sizes(value: Any, names: Mapping[int, str]) -> None:
+def _name_sizes(value: onnx_ir.Value, names: Mapping[int, str]) -> None:
     """Give the open sizes of an input names that mean something."""
+    assert value.shape is not None
     value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
 
 
@@ -105,7 +106,12 @@ def write(models: Mapping[str, onnx_ir.Model], folder: Path) -> None:
                     places[key] = file.tell(), len(data)
                     file.write(data)
                 value.const_value = onnx_ir.ExternalTensor(
-                    WEIGHTS, *places[key], tensor.dtype, shape=tensor.shape, name=str(value.name), base_dir=folder
+                    WEIGHTS,
+                    *places[key],
+                    tensor.dtype,
+                    shape=onnx_ir.Shape(tensor.shape.numpy()),
+                    name=str(value.name),
+                    base_dir=folder,
                 )
     for name, model in models.items():
         onnx_ir.save(model, folder / f"{name}.onnx")
@@ -192,7 +198,7 @@ def _compare(graph: Graph, inputs: dict[str, Tensor], found: Mapping[str, np.nda
     return _worst(pairs)
 
 
-def _check_steps(opened: Mapping[str, Any], model: Any, inputs: Mapping[str, Tensor], name: str) -> Checked:
+def _check_steps(opened: Mapping[str, Any], model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> Checked:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
         positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)

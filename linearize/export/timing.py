@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengt
     rows = []
     for tokens in lengths if open_length else (None,):
         inputs = resized(first, {BATCH: 1, TOKENS: tokens or 1}, padded=False)
-        rows.append(_pair("forward", tokens, lambda x=inputs: first.run(x), lambda x=inputs: run(opened["model"], x)))
+        rows.append(_pair("forward", tokens, partial(first.run, inputs), partial(run, opened["model"], inputs)))
         if len(graphs) > 1:
             rows.append(_step(graphs[1], model, opened, inputs, tokens))
     return rows
@@ -66,6 +68,6 @@ def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None)
     return _pair("step", tokens, decode, lambda: run(opened["step"], feed))
 
 
-def _pair(what: str, tokens: int | None, torch_call: Any, onnx_call: Any) -> Timed:
+def _pair(what: str, tokens: int | None, torch_call: Callable[[], object], onnx_call: Callable[[], object]) -> Timed:
     times = in_turns({"pytorch": torch_call, "onnxruntime": onnx_call}, None)
     return Timed(what, tokens, Timing.of(times["pytorch"]), Timing.of(times["onnxruntime"]))

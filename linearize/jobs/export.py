@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.jobs.config import ExportJob
@@ -13,6 +13,8 @@ from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.loading import load_converted
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from linearize.export.graphs import Graph
     from linearize.export.onnx import Checked
     from linearize.export.timing import Timed
@@ -35,11 +37,11 @@ class ExportResult:
     """
 
     output: str
-    graphs: dict[str, Any]
+    graphs: dict[str, dict[str, object]]
     checked: dict[str, Checked]
     times: list[Timed]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 
@@ -84,14 +86,14 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         return ExportResult(job.output, described, checked, times)
 
 
-def _tokens(model: Any) -> int:
+def _tokens(model: PreTrainedModel) -> int:
     """Return how many tokens the check takes; some positions are kept for padding, as of RoBERTa."""
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or CHECKED_TOKENS + 4
     return int(min(CHECKED_TOKENS, longest - 4))
 
 
-def _described(graph: Graph) -> dict[str, Any]:
+def _described(graph: Graph) -> dict[str, object]:
     inputs = {
         name: {
             "dtype": str(x.dtype).removeprefix("torch."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from linearize.bench.plot import check_picture
 from linearize.distillation.processes import is_main
@@ -135,7 +134,7 @@ def _free(name: str) -> str:
     return found
 
 
-def record_of(result: SearchResult) -> dict[str, Any]:
+def record_of(result: SearchResult) -> dict[str, object]:
     """Return what a checkpoint says of the search that chose its plan."""
     return {name: finite(value) for name, value in result.to_dict().items()}
 

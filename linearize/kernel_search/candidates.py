@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -27,7 +26,7 @@ class Candidate:
 
     label: str
     kernel: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 def parse_candidate(text: str) -> Candidate:
@@ -133,7 +132,7 @@ def lay_out(
     *,
     softmax: bool,
     max_length: int | None = None,
-    arguments: Mapping[str, Mapping[int, Mapping[str, Any]]] | None = None,
+    arguments: Mapping[str, Mapping[int, Mapping[str, object]]] | None = None,
 ) -> Layout:
     """Plan every candidate for every layer that is searched.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from linearize.distillation.config import PRECISIONS
 from linearize.errors import ConfigError, unknown_name
@@ -25,7 +24,7 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _EXPECTED = "expected cost=0.25 (share of softmax's time), softmax=1 (layers that may stay softmax) or time=10m"
 
 
-def parse_budget(given: str | Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str, float]:
     """Read a budget: "cost=0.25,softmax=1,time=10m", a list of such texts, or a mapping.
 
     Returns:
@@ -43,7 +42,7 @@ def parse_budget(given: str | Iterable[str] | Mapping[str, Any]) -> dict[str, An
             if "=" not in part:
                 raise ConfigError(f"budget: got {part!r}, {_EXPECTED}")
         pairs = [(part.partition("=")[0].strip(), part.partition("=")[2].strip()) for part in parts]
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     for name, value in pairs:
         if name not in BUDGETS:
             raise unknown_name("budget", name, BUDGETS)
@@ -53,7 +52,7 @@ def parse_budget(given: str | Iterable[str] | Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _amount(name: str, value: Any) -> Any:
+def _amount(name: str, value: object) -> float:
     text = str(value)
     if name == SOFTMAX_LAYERS:
         if text.isdecimal() and int(text) < 2**31:
@@ -77,7 +76,7 @@ class SearchConfig:
         parse=parse_names,
         shown=", ".join(CANDIDATES),
     )
-    budget: Mapping[str, Any] = option(
+    budget: Mapping[str, float] = option(
         {},
         "what the plan may take: cost=0.25 (share of softmax's time at --length), softmax=1 (layers that may stay "
         "softmax), time=10m (of the search, which then depends on the machine); with commas, or several times",

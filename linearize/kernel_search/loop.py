@@ -239,7 +239,12 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             entry.error, entry.steps = error, steps
             entry.diverged = entry.diverged or error != error or error == float("inf")
 
-    def step(self, part: Part[SearchTrainer, Progress], batches: Iterator[dict[str, Tensor]], held_out: Any) -> None:
+    def step(
+        self,
+        part: Part[SearchTrainer, Progress],
+        batches: Iterator[dict[str, Tensor]],
+        held_out: list[dict[str, Tensor]],
+    ) -> None:
         """See `Run`."""
         trainer, progress, step = part.trainer, part.progress, part.progress.step + 1
         rate = trainer.step(batches, step)
@@ -355,7 +360,7 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         return found | {"data": getattr(self.data, "description", None), "max_length": self.given.max_length}
 
     def begin(
-        self, number: int, before: int, steps: int, trainer: SearchTrainer, held_out: Any
+        self, number: int, before: int, steps: int, trainer: SearchTrainer, held_out: list[dict[str, Tensor]]
     ) -> Part[SearchTrainer, Progress]:
         """See `Run`: candidates are measured at the end of a rung only."""
         return Part(number, before, steps, trainer, Progress(), trainer.snapshot())

@@ -53,7 +53,7 @@ class Given:
 
 def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
     """Return a model with the tensors of `model` whose layers of `base` can be observed; `model` stays as it is."""
-    shared: dict[int, Any] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
+    shared: dict[int, object] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
     made = copy.deepcopy(model, shared)
     plain = [replace(x, kernel=CARRIER, arguments={}, window=None) if x.converted else x for x in base.layers]
     return apply(made, replace(base, layers=tuple(plain)))
@@ -89,7 +89,7 @@ def prepare(
     config: SearchConfig,
     held_out: list[dict[str, Tensor]],
     accelerator: Accelerator,
-    record: Mapping[str, Any] | None,
+    record: Mapping[str, object] | None,
 ) -> Prepared:
     """Lay out the candidates, measure what they cost, and build them.
 
@@ -170,7 +170,7 @@ def known_costs(record: Mapping[str, Any] | None, layout: Layout) -> dict[int, d
 def _measure(layout: Layout, where: Where, on_event: Callback, *, alike: bool) -> dict[int, dict[str, Cost]]:
     """Measure the candidates in every layer; in layers of one size once, where they are `alike` there."""
     found: dict[int, dict[str, Cost]] = {}
-    first: dict[Any, int] = {}
+    first: dict[object, int] = {}
     for layer in layout.layers:
         number = number_of(layer)
         same = first.setdefault(layer.shape, number)

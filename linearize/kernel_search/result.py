@@ -109,7 +109,7 @@ class LayerChoice:
     share: float
     weight: float
     why: str
-    tried: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tried: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 @dataclass
@@ -141,7 +141,7 @@ class SearchResult:
     figure: str
     length: int
     limit: float
-    budget: Mapping[str, Any]
+    budget: Mapping[str, object]
     reference: str
     steps: int
     tried: int
@@ -165,7 +165,7 @@ class SearchResult:
         for module, tensors in self.kernels.items():
             layers[module].load_state_dict(tensors)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data, for people and for the checkpoint's record."""
         return {
             "kernels": dict(Counter(layer.label for layer in self.layers)),

@@ -112,7 +112,7 @@ class Table:
         row = self.rows[number]
         return min((x for x in row if x in self.allowed), key=lambda x: (_error(row[x]), row[x].share, x))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data; numbers of layers become text, as JSON has them."""
         return {str(n): {label: asdict(entry) for label, entry in row.items()} for n, row in self.rows.items()}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -96,7 +95,7 @@ def share_out(ranks: Mapping[int, float], mean: int, step: int = STEP) -> dict[i
     return {n: count * step for n, count in found.items()}
 
 
-def width_argument(info: KernelInfo, given: Mapping[str, Any]) -> tuple[str, int] | None:
+def width_argument(info: KernelInfo, given: Mapping[str, object]) -> tuple[str, int] | None:
     """Return the argument that sets a kernel's features, and the features per unit of it; None where there is none."""
     known = {field.name for field in dataclasses.fields(info.config)}
     names = [x for x in ARGUMENTS if x in known and x not in given]
@@ -108,7 +107,7 @@ def width_argument(info: KernelInfo, given: Mapping[str, Any]) -> tuple[str, int
 
 def width_arguments(
     texts: Sequence[str], base: Plan, ranks: Mapping[int, float], mean: int
-) -> dict[str, dict[int, dict[str, Any]]]:
+) -> dict[str, dict[int, dict[str, object]]]:
     """Return for every candidate whose width can be chosen its argument per layer.
 
     Args:
@@ -121,7 +120,7 @@ def width_arguments(
         ConfigError: if no candidate's width can be chosen.
     """
     widths = share_out({number_of(layer): ranks[number_of(layer)] for layer in base.converted}, mean)
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    found: dict[str, dict[int, dict[str, object]]] = {}
     for text in texts:
         if text.strip() == SOFTMAX:
             continue

@@ -127,7 +127,7 @@ def test_a_cropped_cache_is_the_cache_of_the_tokens_that_are_left(kernel):
         cache.crop(-min(back, 1))
         cache.crop(-max(back - 1, 0))
         assert cache.get_seq_length() == stop - back
-        sizes = [layer.recorded.count for layer in cache.layers]
+        sizes = [layer.recorded.length for layer in cache.layers]
         assert all(size <= 6 for size in sizes)
     cache.crop(-3)
     with pytest.raises(ConfigError, match=r"crop: got 99 tokens to remove, .* ask for more before: model.new_cache"):
@@ -178,7 +178,7 @@ def test_of_a_long_prompt_only_the_end_is_kept(monkeypatch):
     cache.activate_past_recording()
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        assert {layer.recorded.count for layer in cache.layers} == {4}
+        assert {layer.recorded.length for layer in cache.layers} == {4}
         cache.crop(-2)
         got = model(inputs["input_ids"][:, 28:], past_key_values=cache).logits
         whole = model(**inputs, use_cache=False).logits
