@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,9 +79,12 @@ def cheapest(layers: Sequence[Sequence[Option]]) -> tuple[str, ...]:
 def _undominated(states: list[_State], limit: float) -> list[_State]:
     """Drop what another state beats; of many states the best in each of `BINS` steps of cost."""
     kept: list[_State] = []
+    # The least error so far, all of them cheaper, by number of softmax layers.
+    least: dict[int, float] = {}
     for state in sorted(states, key=lambda s: (s.cost, s.error, s.softmax, s.labels)):
-        if not any(other.error <= state.error and other.softmax <= state.softmax for other in kept[::-1]):
+        if all(state.error < least.get(count, math.inf) for count in range(state.softmax + 1)):
             kept.append(state)
+            least[state.softmax] = state.error
     if len(kept) <= BINS or limit <= 0:
         return kept
     best: dict[tuple[int, int], _State] = {}

@@ -16,6 +16,11 @@ LOOK = "--dataset texts.jsonl --text-column text --inputs 2 --max-length 16 --le
 # Verb -> what is typed behind it, and keys that the document has (of its first entry, where it is a list).
 CASES = {
     "convert": (f"bert {STAGE_ONE} --output a", {"plan", "distillation", "parameters_added", "findings"}),
+    "search": (
+        "bert --dataset texts.jsonl --text-column text --steps 1 --candidates hedgehog,elu --length 16 --no-memory "
+        "--holdout 4 --batch-size 4 --device cpu",
+        {"plan", "layers", "points", "limit"},
+    ),
     "distill": (f"linear {STAGE_ONE} --output b", {"plan", "distillation", "parameters_added", "findings"}),
     "align": (f"linear {ALIGN} --output b2", {"output", "data", "alignment", "findings"}),
     "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps", "findings"}),
@@ -76,6 +81,7 @@ def test_every_verb_has_a_case():
 @pytest.mark.parametrize("verb", CASES)
 def test_json(verb, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub; writing a
     # graph down takes seconds (tests/export does).
     monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}, []))
