@@ -48,7 +48,6 @@ ORDER = [
     "report",
     "jobs",
     "demo",
-    "examples",
     "experiments",
     "cli",
 ]

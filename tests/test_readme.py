@@ -72,7 +72,7 @@ def test_commands_in_sentences(place, capsys):
     [
         "linearize paint roberta-base", "linearize convert roberta-base --colour red", "linearize convert ./nowhere",
         "linearize run luna-glue data=./glue", "linearize kernels hedgehug", "make coffee",
-        "pip install -e '.[moon]'", "pip install something-else", "python -m linearize.examples.moon roberta-base",
+        "pip install -e '.[moon]'", "pip install something-else", "python examples/moon.py roberta-base",
         "docker run linearize",
     ],
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Images with a linear vision transformer of timm: convert it in Python, distil it, save it, classify a picture.
+"""A person from vision: a linear vision transformer of timm, converted in Python, distilled, saved, used on a picture.
 
-    python -m linearize.examples.images vit_tiny_patch16_224
-    python -m linearize.examples.images vit_tiny_patch16_224 --dataset ./photos --picture cat.jpg --distill-steps 1000
+    python examples/images.py vit_tiny_patch16_224
+    python examples/images.py vit_tiny_patch16_224 --dataset ./photos --picture cat.jpg --distill-steps 1000
 
 Without a data set the kernels learn from crops of scikit-learn's two sample photographs. Needs linearize[vision].
 """

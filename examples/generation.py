@@ -1,7 +1,7 @@
-"""Text generation with a linear GPT-2: the cache keeps one state of constant size instead of all past tokens.
+"""A person from language models: a linear GPT-2, whose cache is one state of constant size instead of all past tokens.
 
-python -m linearize.examples.generation gpt2 --prompt "Linear attention is"
-python -m linearize.examples.generation gpt2 --dataset corpus.txt --distill-steps 5000
+python examples/generation.py gpt2 --prompt "Linear attention is"
+python examples/generation.py gpt2 --dataset corpus.txt --distill-steps 5000
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Worked examples, one per family of models: short scripts to read, run and copy."""
