@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick gpu install lint types unit slow sanitize wheel format clean
+.PHONY: demo test quick gpu install lint types unit slow sanitize wheel docs notebooks format clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +47,18 @@ sanitize: install
 # A wheel with the native op inside, for processors of several kinds.
 wheel: install
 	$(BIN)/python scripts/make_wheel.py --output dist
+
+# The pages as a site, build/docs/index.html: warnings are errors.
+docs: $(VENV)/.docs
+	.ci/beat "building the pages" $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
+# Run the notebook that is stored with its outputs, on MiniLM, and keep what it gives.
+notebooks: $(VENV)/.docs
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/run_notebooks.py
+
+$(VENV)/.docs: $(VENV)/.installed
+	.ci/beat "installing the generator of the pages" $(BIN)/python -m pip install --quiet -e ".[docs]"
+	touch $@
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ NOT_QUICK = (
     *("tests/distillation/test_memory.py", "tests/distillation/test_processes.py", "tests/distillation/test_resume.py"),
     *("tests/examples", "tests/experiments", "tests/faults", "tests/finetune", "tests/modeling/test_compile.py"),
     *("tests/jobs/test_dry_run.py", "tests/jobs/test_longdoc.py", "tests/native", "tests/numerics", "tests/report"),
-    *("tests/test_demo.py", "tests/test_packaging.py"),
+    *("tests/test_demo.py", "tests/test_docs.py", "tests/test_packaging.py"),
     *("tests/test_readme.py", "tests/data/test_data_builtin.py::test_prose_is_much_and_english"),
     "tests/fidelity/test_plots.py::test_matplotlib_is_loaded_with_the_first_figure",
     "tests/modeling/test_round_trip.py::test_a_fresh_process_needs_only_the_import",

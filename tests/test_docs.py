@@ -1,0 +1,136 @@
+"""The pages as a site: every page can be reached, the reference is whole, notebooks run, and `make docs` builds it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support.checkpoints import make_original
+from support.documents import CHECKOUT, make_cheap
+from support.scripts import script
+
+import linearize
+
+DOCS = CHECKOUT / "docs"
+MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+NOTEBOOKS = {
+    "convert_and_look": "STEPS = 2",
+    "long_documents": "LENGTHS, LONGEST, DOCUMENTS, STEPS = (16, 128), 80, 16, 1",
+}
+"""The notebooks, and what makes them small: it stands in for what their cell `parameters` says."""
+
+
+def cells(name):
+    """The cells of a notebook, as (tags, code)."""
+    found = json.loads((DOCS / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return [(c["metadata"].get("tags", []), "".join(c["source"])) for c in found if c["cell_type"] == "code"]
+
+
+def directives(kind):
+    """What the pages of the reference name behind `.. auto<kind>::`."""
+    texts = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst")]
+    return [name for text in texts for name in re.findall(rf"^\.\. auto{kind}:: (\S+)$", text, re.MULTILINE)]
+
+
+def test_every_page_can_be_reached():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    named = [
+        line
+        for tree in re.findall(r"^:::\{toctree\}\n(.*?)^:::$", index, re.MULTILINE | re.DOTALL)
+        for line in tree.splitlines()
+        if line and not line.startswith(":")
+    ]
+    pages = [p.relative_to(DOCS).with_suffix("").as_posix() for p in DOCS.rglob("*") if p.suffix in (".md", ".ipynb")]
+    assert sorted(named) == sorted({*pages, "reference/index"} - {"index"})
+    reference = (DOCS / "reference" / "index.rst").read_text(encoding="utf-8").partition("toctree::")[2].split()
+    assert sorted(reference) == sorted({p.stem for p in (DOCS / "reference").glob("*.rst")} - {"index"})
+
+
+def test_the_reference_names_what_there_is():
+    modules = directives("module")
+    for name in modules:
+        importlib.import_module(name)
+    for name in directives("class") + directives("function"):
+        module, _, leaf = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), leaf)), name
+    files = (CHECKOUT / "linearize" / "kernels").glob("[a-z]*.py")
+    kernels = {f"linearize.kernels.{path.stem}" for path in files}
+    assert kernels == {name for name in modules if name.startswith("linearize.kernels.")}
+
+
+def test_the_notebooks_are_those_that_are_tested():
+    assert {path.stem for path in (DOCS / "notebooks").glob("*.ipynb")} == set(NOTEBOOKS)
+
+
+@pytest.mark.parametrize("name", ["convert_and_look", pytest.param("long_documents", marks=pytest.mark.slow)])
+def test_a_notebook_runs(name, tmp_path, monkeypatch):
+    """All its cells in order on a tiny model under the name that it gives, and what it gives are numbers."""
+    make_cheap(monkeypatch, tmp_path)
+    make_original(tmp_path / MODEL)
+    names = {"__name__": "notebook"}
+    for number, (tags, text) in enumerate(cells(name)):
+        exec(compile(text.replace("%matplotlib inline\n", ""), f"{name}, code cell {number}", "exec"), names)
+        if "parameters" in tags:
+            changed = NOTEBOOKS[name]
+            assert {word.strip() for word in changed.partition("=")[0].split(",")} <= set(names)
+            exec(changed, names)
+    if name == "convert_and_look":
+        assert 0 < names["found"].mean("kl") < 10 and names["same"] and len(names["maps"]) == 2
+    else:
+        assert [0 <= side.score <= 100 for side in names["result"].sides] == [True] * 4
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_what_a_notebook_shows_came_from_running_it(name):
+    """Each cell was run once, in order, none failed, no path of a machine is in it; one with times shows nothing."""
+    stored = (DOCS / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
+    code = [cell for cell in json.loads(stored)["cells"] if cell["cell_type"] == "code"]
+    counts = [cell["execution_count"] for cell in code]
+    if name == "long_documents":
+        assert "Stored without results" in stored
+        assert counts == [None] * len(code) and not any(cell["outputs"] for cell in code)
+        return
+    assert counts == list(range(1, len(code) + 1))
+    kinds = {one["output_type"] for cell in code for one in cell["outputs"]}
+    assert kinds <= {"stream", "execute_result", "display_data"}
+    assert sum(bool(cell["outputs"]) for cell in code) >= len(code) - 2
+    assert not re.search(r"/(home|root|work|tmp|Users)/", stored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_in_jupyter(name, tmp_path):
+    """By a kernel of its own, with magics and rich output, as `make notebooks` runs it."""
+    nbformat = pytest.importorskip("nbformat", reason="the extra `docs` is not installed")
+    pytest.importorskip("nbclient", reason="the extra `docs` is not installed")
+    pytest.importorskip("ipykernel", reason="the extra `docs` is not installed")
+    make_original(tmp_path / MODEL)
+    notebook = nbformat.read(DOCS / "notebooks" / f"{name}.ipynb", as_version=4)
+    first = next(n for n, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+    notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(NOTEBOOKS[name]))
+    done = script("run_notebooks").execute(notebook, tmp_path)
+    shown = [one for cell in done.cells if cell.cell_type == "code" for one in cell.outputs]
+    pictures = [one for one in shown if "image/png" in one.get("data", {})]
+    assert shown and len(pictures) == (3 if name == "convert_and_look" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_site_is_built_without_a_warning(tmp_path):
+    for package in ("sphinx", "furo", "myst_nb"):
+        pytest.importorskip(package, reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-E", "-b", "html", "docs", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for page in [*DOCS.glob("*.md"), *DOCS.glob("notebooks/*.ipynb"), *DOCS.glob("reference/*.rst")]:
+        assert (tmp_path / page.relative_to(DOCS)).with_suffix(".html").is_file(), page
+    found = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").glob("*.html"))
+    for name in set(linearize.__all__) - {"__version__"}:
+        thing = getattr(linearize, name)
+        assert f'id="{thing.__module__}.{name}"' in found or f'id="linearize.{name}"' in found, name
