@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linearize.attention.interface import attention_forward
+from linearize.attention.written_out import form
 
 REDIRECTED = ("timm_wrapper",)
 """`model_type` of the transformers models whose attentions are of this kind."""
@@ -67,8 +68,9 @@ class RedirectedHost(_Host):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the host's own forward with its attention redirected."""
+        called = form(type(self))
         with Redirect(self):
-            return super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs) if called is None else called(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Be pickled as an object of the host's class that is redirected again: ours has no name to be found by."""

@@ -73,6 +73,11 @@ class LinearizedModel(_Original):
         model._weight_conversions = None
         return (model, info) if output_loading_info else model
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Whether the original's code is the user's own. A load skips parts of such models as it fills in buffers."""
+        return bool(cls.__mro__[cls.__mro__.index(LinearizedModel) + 1].is_custom_code())  # type: ignore[attr-defined]
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does; config.json says as well which weights the model was built without."""
         config: Any = self.config

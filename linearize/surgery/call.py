@@ -22,6 +22,7 @@ class Call:
         is_causal: what holds for the host: what it says at the call, or else its module's own flag.
         declared: what it says at the call; None: nothing.
         window: up to how many tokens a local mask hides nothing that a full one shows; None: none.
+        refused: why it cannot be converted, where the trial run could tell; empty: no reason known.
     """
 
     module: nn.Module
@@ -33,3 +34,4 @@ class Call:
     is_causal: bool
     declared: bool | None = None
     window: int | None = None
+    refused: str = ""

@@ -131,7 +131,9 @@ def _cut(inputs: Inputs, longest: int | None) -> Inputs:
 def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     """Return a batch of two rows, the second with padding; None for models of anything but text."""
     ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or any(torch.is_tensor(x) and key != "input_ids" for key, x in inputs.items()):
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        return None
+    if any(torch.is_tensor(x) and key != "input_ids" for key, x in inputs.items()):
         return None
     mask = torch.ones(2, ids.shape[1], dtype=torch.long, device=ids.device)
     mask[1, -PADDED:] = 0

@@ -22,8 +22,9 @@ from linearize.errors import ConfigError, UnsupportedModelError, first_line
 
 TOKENS, DECODER_TOKENS = 7, 5
 """Different lengths, so that cross-attention shows itself by its shape."""
-_MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features")
+_MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
 _SAMPLES, _FRAMES = 4000, 64
+_SIZED = ("backbone_config", "prompt_encoder_config")
 
 Inputs = dict[str, Tensor | bool]
 """Arguments of a forward by name: tensors, and whether it shall use a cache."""
@@ -38,16 +39,18 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     names = _forward_names(model)
     text, images, sounds = _texts(model, names), list(_images(model, names)), list(_sounds(model, names))
     images += _patches(model, names)
-    if not text and not images and not sounds:
+    others = [*_series(model, names), *_states(model, names)]
+    if not text and not images and not sounds and not others:
         raise UnsupportedModelError(
             f"{type(model).__name__} takes {', '.join(sorted(names)) or 'nothing'}, expected input_ids, pixel_values, "
-            "input_values or input_features; pass example_inputs=... (--example-inputs FILE)"
+            "input_values, input_features or past_values; pass example_inputs=... (--example-inputs FILE)"
         )
     both = [text | other for other in (*images, *sounds)] if text else []
     # The text of an encoder-decoder is one input; of others its decoder's tokens go with any other.
     decoder = {key: x for key, x in text.items() if key == "decoder_input_ids"}
     alone = [other | decoder for other in (*images, *sounds)]
-    wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone]
+    wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
+    wanted += [made | added for made in wanted if (added := _companions(model, names, made))]
     more: Inputs = {"use_cache": False} if "use_cache" in names else {}
     for made in wanted:
         yield made | more
@@ -110,6 +113,70 @@ def _forward_names(model: PreTrainedModel) -> set[str]:
     return names
 
 
+def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs:
+    """Make up what some models want beside their main inputs, by the names of forward's arguments."""
+    found: Inputs = {}
+    tensors = {key: x for key, x in made.items() if isinstance(x, Tensor)}
+    ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), next(model.parameters()).device
+    if ids is not None and "lang_ids" in names:
+        found["lang_ids"] = torch.zeros(len(ids), dtype=torch.long, device=device)
+    images = next((x for x in tensors.values() if x.ndim == 5), None)
+    if ids is not None and images is not None and "image_attention_mask" in names:
+        found["image_attention_mask"] = torch.ones(*ids.shape, images.shape[1], dtype=torch.long, device=device)
+    codebooks = getattr(model.config, "num_codebooks", None)
+    if ids is not None and isinstance(codebooks, int):
+        # A token of text and one of every codebook at each place.
+        found["input_ids"] = ids[..., None].expand(*ids.shape, codebooks + 1).contiguous()
+    if sound is not None and "input_features_mask" in names:
+        frames = sound.shape[1] if sound.shape[1] == _FRAMES else sound.shape[2]
+        found["input_features_mask"] = torch.ones(1, frames, dtype=torch.long, device=device)
+    return found
+
+
+def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    """Make up the past of a time series, and what forecasters with time features want of its future."""
+    if "past_values" not in names:
+        return
+    config, device = model.config, next(model.parameters()).device
+    horizon = getattr(config, "prediction_length", None) or 1
+    length = getattr(config, "context_length", None) or horizon
+    lags = getattr(config, "lags_sequence", None)
+    if lags:
+        past, more = length + max(lags), getattr(config, "num_time_features", None) or 0
+        columns = (config.input_size,) if getattr(config, "input_size", 1) > 1 else ()
+        made = {
+            "past_values": _floats(model, 1, past, *columns),
+            "past_time_features": _floats(model, 1, past, more),
+            "past_observed_mask": torch.ones(1, past, *columns, device=device),
+            "future_values": _floats(model, 1, horizon, *columns),
+            "future_time_features": _floats(model, 1, horizon, more),
+            "static_categorical_features": torch.zeros(
+                1, getattr(config, "num_static_categorical_features", 0), dtype=torch.long, device=device
+            ),
+            "static_real_features": _floats(model, 1, getattr(config, "num_static_real_features", 0)),
+        }
+        yield {key: x for key, x in made.items() if key in names and (x.numel() or not key.startswith("static"))}
+        return
+    channels = getattr(config, "num_input_channels", None)
+    if channels:
+        yield {"past_values": _floats(model, 1, length, channels)}
+        return
+    steps = min(length, 8 * (getattr(config, "patch_length", None) or length))
+    flags: Inputs = {
+        "past_values_padding": torch.zeros(1, steps, dtype=torch.long, device=device),
+        "freq": torch.zeros(1, dtype=torch.long, device=device),
+    }
+    flags = {key: x for key, x in flags.items() if key in names}
+    yield {"past_values": _floats(model, 1, steps)} | flags
+
+
+def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    """Make up the embedded inputs of a part that takes nothing else, such as an encoder behind a model's embeddings."""
+    width = next((x for x in (getattr(model.config, key, None) for key in ("hidden_size", "d_model")) if x), None)
+    if "inputs_embeds" in names and not names & set(_MAIN) and isinstance(width, int):
+        yield {"inputs_embeds": _floats(model, 1, TOKENS, width)}
+
+
 def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
     config, device = model.config, next(model.parameters()).device
     made: dict[str, Tensor | None] = {}
@@ -141,6 +208,7 @@ def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=next(model.parameters()).device)
         patches = 4 * merge * merge
         yield {name: _floats(model, patches, channels * (sizes[1] or 1) * sizes[0] ** 2), "grid_thw": grid}
+        yield {name: _floats(model, 1, patches, channels, sizes[0], sizes[0]), "grid_thw": grid}
 
 
 def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
@@ -155,9 +223,14 @@ def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         config = config or model.config
         sizes = (getattr(config, key, None) for key in ("num_mel_bins", "feature_projection_input_dim", "input_dim"))
         bins = next((x for x in sizes if isinstance(x, int)), 80)
+        stacked = getattr(config, "num_stacked_frames", None) or 1
         positions = getattr(config, "max_source_positions", None)
         yield {"input_features": _floats(model, 1, bins, 2 * positions if positions else _FRAMES)}
-        yield {"input_features": _floats(model, 1, _FRAMES, bins)}
+        yield {"input_features": _floats(model, 1, _FRAMES, bins * stacked)}
+        # Frames put together before the first layer: it says how many.
+        first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
+        if first is not None and first.in_features not in (bins, bins * stacked) and first.in_features % bins == 0:
+            yield {"input_features": _floats(model, 1, _FRAMES, first.in_features)}
 
 
 def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
@@ -192,7 +265,9 @@ def _ids(config: PreTrainedConfig, name: str) -> list[int]:
 
 def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     vision = getattr(config, "vision_config", None) or config
-    size = getattr(vision, "image_size", None)
+    # Some say it of their backbone, or of what reads the backbone's map (SAM 2).
+    places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
+    size = next((x for x in (getattr(one, "image_size", None) for one in places) if x), None)
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
     if size is None:
         args = getattr(vision, "pretrained_cfg", None) or {}

@@ -66,10 +66,11 @@ def plan(
         raise UnsupportedModelError(
             f"{type(model).__name__} is converted already; start from the original checkpoint (or distil it further)"
         )
-    found = _attentions(model, probe(model, example_inputs), local_as_full)
+    calls = probe(model, example_inputs)
+    found = _attentions(model, calls, local_as_full)
     reachable = [layer for layer in found if layer.index is not None]
     if not reachable:
-        raise UnsupportedModelError(_why_none(model, found))
+        raise UnsupportedModelError(_why_none(model, found, calls))
     chosen = assign(len(reachable), kernel, kernel_args or {}, layers, keep_softmax)
     if all(name == SOFTMAX for name, _ in chosen):
         raise UnsupportedModelError(
@@ -137,6 +138,8 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         cache_index = getattr(call.module, "layer_idx", None)
         if not reason and shape.causal and cache_index is not None and times[id(call.module)] > 1:
             reason = "attention is called more than once in a layer, which one running state cannot serve"
+        if not reason and shape.causal and cache_index is not None and cache_index < 0:
+            reason = "one attention is shared by several layers, which one running state cannot serve"
         layers.append(
             LayerPlan(
                 module=names[call.module],
@@ -165,12 +168,16 @@ _LOCAL_KEPT = "local attention (sliding window or chunks), linear already"
 
 def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
     """Say why an attention, which the model holds under a name, cannot be converted; empty if it can."""
+    if call.refused:
+        return call.refused
     if call.altered:
         return f"scores carry {call.altered}, which a kernel cannot honour"
     if call.mask == "bias":
         return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
-    if call.query[2] != call.key[2] or _attends_across(call, name):
+    if _attends_across(call, name):
         return "cross-attention"
+    if call.query[2] != call.key[2]:
+        return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
     if call.mask == "local" and not local_as_full:
         return _LOCAL_KEPT
     if hasattr(call.module, "indexer"):
@@ -261,10 +268,15 @@ def _positive_choices(info: KernelInfo, config: Any) -> list[str]:
     ]
 
 
-def _why_none(model: PreTrainedModel, found: list[LayerPlan]) -> str:
+def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call]) -> str:
     """Say which of the cases it is."""
     name = type(model).__name__
     if not found:
+        if calls:
+            return (
+                f"{name} has attention in its head only ({type(calls[0].module).__name__}), outside of the body "
+                f"({type(model.base_model).__name__}) by whose names a plan goes, so it cannot be converted"
+            )
         if any("attention" in type(module).__name__.lower() for module in model.modules()):
             return (
                 f"{name} has attention, but it does not dispatch through transformers' AttentionInterface, so it "

@@ -2,12 +2,15 @@
 
 timm's attentions have no interface to register with. What they have in common is that they call
 `F.scaled_dot_product_attention` themselves, so that is where they are watched here and redirected once converted
-(`linearize.attention.redirect`). Attentions that write the softmax out (LeViT, CaiT, XCiT ...) are not seen.
+(`linearize.attention.redirect`). Plain ones that write the softmax out (TNT, SHViT) have a form that calls it
+(`linearize.attention.written_out`); others (LeViT, CaiT, XCiT ...) are not seen, and refused by what they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from linearize.attention.written_out import form
 from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.surgery.call import Call
 
@@ -95,12 +99,52 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     watcher = _Watcher()
     with _following(model, watcher), torch.no_grad(), watcher:
         model(**inputs)
-    if not watcher.calls and any("attention" in type(m).__name__.lower() for m in model.modules()):
+    calls = watcher.calls
+    if any(call.query[2] == call.key[2] for call in calls):
+        return calls
+    called = {id(call.module) for call in calls}
+    unseen = [m for m in watcher.ran if _is_attention(m) and id(m) not in called and not _holds(m, called)]
+    if unseen:
         raise UnsupportedModelError(
-            f"timm's {model.config.architecture!r} has attention, but it writes softmax out instead of calling "
-            "torch's scaled_dot_product_attention, so it cannot be reached; use a ViT, DeiT, EVA or DINO model"
+            f"timm's {model.config.architecture!r} has attention that cannot be reached: {_why_unseen(unseen)}; use a "
+            "ViT, DeiT, EVA or DINO model"
         )
-    return watcher.calls
+    return calls
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return any(word in name for word in ("ttention", "Attn", "XCA")) and "Pool" not in name and "Block" not in name
+
+
+def _holds(module: nn.Module, called: set[int]) -> bool:
+    return any(id(one) in called for one in module.modules())
+
+
+def _why_unseen(unseen: list[nn.Module]) -> str:
+    """Say what attentions do that write the softmax out, the most common kind of them."""
+    kind = Counter(type(module) for module in unseen).most_common(1)[0][0]
+    example = next(module for module in unseen if type(module) is kind)
+    names = [name for name, _ in (*example.named_parameters(), *example.named_buffers())]
+    if _between_channels(example):
+        return f"{kind.__name__} attends between channels, which is linear in the number of patches already"
+    if "Factor" in kind.__name__:
+        return f"{kind.__name__} takes the softmax of its keys alone, which is linear in the number of patches already"
+    if any(word in name for name in names for word in _BIASES):
+        return f"{kind.__name__} adds a position bias to the scores, which a kernel cannot honour"
+    if "Talking" in kind.__name__:
+        return f"{kind.__name__} mixes the scores of its heads, which a kernel cannot honour"
+    return f"{kind.__name__} writes softmax out instead of calling torch's scaled_dot_product_attention"
+
+
+_BIASES = ("attention_bias", "relative_position", "rel_pos", "relative_pos", "pos_proj", "cpb_mlp", "rel_pos_mlp")
+_IN_WINDOWS = "attention inside windows of an image, which is linear in their number already"
+_CHANNELS = "attention between channels, which is linear in the number of patches already"
+
+
+def _between_channels(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "Channel" in name or "XCA" in name or "CrossCovariance" in name
 
 
 class _Watcher(TorchFunctionMode):
@@ -110,6 +154,7 @@ class _Watcher(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.running: list[nn.Module] = []
+        self.ran: list[nn.Module] = []
 
     def __torch_function__(
         self,
@@ -133,10 +178,21 @@ class _Watcher(TorchFunctionMode):
         is_causal: object = 0,
         **_: object,
     ) -> None:
-        q_shape, k_shape, v_shape = ((1,) * (4 - t.ndim) + tuple(t.shape) for t in (q, k, v))
-        kind = "none" if attn_mask is None else "bias"
+        q_shape, k_shape, v_shape = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
+        kind, module = "none" if attn_mask is None else "bias", self.running[-1]
+        # Five dimensions are windows beside heads, in either order (Twins, Hiera, NesT).
+        refused = _IN_WINDOWS if q.ndim > 4 else _CHANNELS if _between_channels(module) else ""
         self.calls.append(
-            Call(self.running[-1], q_shape, k_shape, v_shape, mask=kind, altered="", is_causal=bool(is_causal))
+            Call(
+                module,
+                q_shape,
+                k_shape,
+                v_shape,
+                mask=kind,
+                altered="",
+                is_causal=bool(is_causal),
+                refused=refused,
+            )
         )
 
 
@@ -146,6 +202,7 @@ def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
 
     def enter(module: nn.Module, args: object) -> None:
         watcher.running.append(module)
+        watcher.ran.append(module)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         watcher.running.pop()
@@ -158,9 +215,14 @@ def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
     unfused: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
     for module in unfused:
         module.fused_attn = True
+    written_out = [(m, called) for m in model.modules() if (called := form(type(m))) is not None]
+    for module, called in written_out:
+        module.forward = types.MethodType(called, module)
     try:
         yield
     finally:
+        for module, _ in written_out:
+            del module.forward
         for module in unfused:
             module.fused_attn = False
         for handle in handles:

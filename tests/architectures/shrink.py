@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from architectures.overrides import ABSENT, DEFAULT
 from transformers import PreTrainedConfig, PreTrainedModel
 
 WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY, POSITIONS = 32, 4, 8, 48, 128, 64
@@ -64,12 +66,34 @@ _FILLED = {
 """What some classes leave open in their defaults, and then cannot be built."""
 
 
-def tiny_config(cls: type[PreTrainedConfig], filled: bool = False) -> PreTrainedConfig:
-    """Build a config of a class with its numbers cut down; `filled`: what its defaults leave open is filled in."""
-    small = _small(cls().to_dict(), {})
+def tiny_config(
+    cls: type[PreTrainedConfig], filled: bool = False, overrides: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
+    """Build a config of a class with its numbers cut down.
+
+    Args:
+        cls: the class.
+        filled: what its defaults leave open is filled in.
+        overrides: values by dotted names, in place of what the rule makes of them; see `overrides.py`.
+    """
+    default = cls().to_dict()
+    small = _small(default, {})
     if filled:
         small |= {key: x for key, x in _FILLED.items() if key in small and small[key] is None}
+    for name, value in (overrides or {}).items():
+        _put(small, default, name, value)
     return cls(**small)
+
+
+def _put(small: dict[str, Any], default: dict[str, Any], name: str, value: Any) -> None:
+    """Set a value by its dotted name; parts that a config does not have are left alone."""
+    *path, last = name.split(".")
+    for part in path:
+        small, default = small.get(part) or {}, default.get(part) or {}
+    if value is ABSENT:
+        small.pop(last, None)
+    else:
+        small[last] = default.get(last) if value is DEFAULT else value
 
 
 def tiny_model(model: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -83,14 +107,25 @@ def tiny_model(model: type[PreTrainedModel], config: PreTrainedConfig) -> PreTra
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
-    return model(config).eval()
+    return open_gates(model(config).eval())
+
+
+def open_gates(model: Any) -> Any:
+    """Return a model whose weights that start at zero are noise: they would let no gradient through."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and not name.endswith("bias") and not parameter.any():
+                parameter.normal_(std=0.02 if parameter.ndim > 1 else 0.2)
+    return model
 
 
 def _small(values: dict[str, Any], tokens: dict[int, int], nested: bool = False) -> dict[str, Any]:
     depth = _depth(values)
     found = {}
+    # Backbones of stages, whose number stays, give what the model around them is built for.
+    staged = nested and isinstance(values.get("depths"), list)
     for key, value in values.items():
-        if key in _LEFT_OUT and (key != "model_type" or not nested):
+        if key in _LEFT_OUT and not (key == "model_type" and nested) and not (key == "out_features" and staged):
             continue
         if key == "layer_types" and isinstance(value, list):
             found[key] = value[:depth]
@@ -98,10 +133,14 @@ def _small(values: dict[str, Any], tokens: dict[int, int], nested: bool = False)
             found[key] = _rope(value, values) if "rope" in key else _small(value, tokens, nested=True)
         else:
             found[key] = _number(key, value, values, depth, tokens)
+    if staged and "num_layers" in values:
+        found["num_layers"] = values["num_layers"]
     per_layer = [
-        key for key, x in values.items() if isinstance(x, list) and len(x) == _layers(values) and key != "layer_types"
+        key
+        for key, x in values.items()
+        if isinstance(x, list) and len(x) == _layers(values) and key != "layer_types" and not staged
     ]
-    return found | {key: found[key][:depth] for key in per_layer if isinstance(found[key], list)}
+    return found | {key: found[key][:depth] for key in per_layer if isinstance(found.get(key), list)}
 
 
 def _layers(values: dict[str, Any]) -> int | None:
@@ -136,7 +175,7 @@ def _number(key: str, value: Any, values: dict[str, Any], depth: int, tokens: di
         return 0.02
     if type(value) is not int:
         return value
-    if _TOKEN.search(key):
+    if _TOKEN.search(key) and not key.endswith("_per_token"):
         return _token(value, tokens)
     if _DEPTH.search(key):
         return min(value, depth)
@@ -191,9 +230,9 @@ def _size(key: str, value: int, values: dict[str, Any]) -> int:
     if key in ("image_size", "img_size", "eval_size"):
         patch = values.get("patch_size")
         return min(value, max(64, 2 * patch) if isinstance(patch, int) else 64)
-    if key in ("num_experts_per_tok", "moe_topk", "top_k_experts"):
+    if key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"):
         return min(value, 2)
-    if key in ("n_group", "topk_group", "num_expert_groups"):
+    if key in ("n_group", "topk_group", "num_expert_group", "num_expert_groups"):
         return 1
     if key in ("num_conv_pos_embeddings",):
         return min(value, 16)

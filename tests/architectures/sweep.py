@@ -23,7 +23,8 @@ os.environ.setdefault("LINEARIZE_NATIVE", "0")
 
 import torch
 import transformers
-from architectures.trial import FAILED, Result, build, try_model
+from architectures.shrink import open_gates
+from architectures.trial import FAILED, Result, build, example_inputs, try_model
 
 from linearize.surgery.timm import wrap
 
@@ -61,8 +62,9 @@ def try_one(name: str) -> Result:
     if name.startswith("timm/"):
         import timm
 
-        return try_model(name, lambda: wrap(timm.create_model(name.removeprefix("timm/"), num_classes=3).eval()))
-    return try_model(name.partition(".")[0] + _variant(name), lambda: build(name))
+        kind = name.removeprefix("timm/")
+        return try_model(name, lambda: wrap(open_gates(timm.create_model(kind, num_classes=3).eval())))
+    return try_model(name.partition(".")[0] + _variant(name), lambda: build(name), example_inputs(name))
 
 
 def _variant(name: str) -> str:

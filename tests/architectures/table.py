@@ -38,7 +38,7 @@ def render(results: list[dict[str, Any]]) -> str:
     for result in results:
         status = result["status"]
         what = {
-            "works": "works" + (f" {result['message']}" if result["message"] else ""),
+            "works": "works" + (f" {result['message']}" if result["message"] else "").replace(" ;", ";"),
             "refused": f"refused: {reason(result)}",
             "failed": f"fails at {result['step']}",
             "not tried": "not tried: the rule that makes sizes small does not fit it",

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from architectures.overrides import CLASS, INPUTS, OVERRIDES
 from architectures.shrink import main_classes, tiny_config, tiny_model
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.errors import LinearizeError, UnsupportedModelError
+from linearize.modeling.plan import Plan
 from linearize.surgery.apply import convert_model
 from linearize.surgery.check import record
 from linearize.surgery.inputs import candidates
@@ -59,11 +61,14 @@ def build(module_name: str) -> PreTrainedModel:
         ValueError: saying why none can.
     """
     module = importlib.import_module(f"transformers.models.{module_name}")
+    special = OVERRIDES.get(module_name.partition(".")[0], {})
+    values = {key: x for key, x in special.items() if key != CLASS}
     reasons = []
-    for cls in main_classes(module)[:6]:
+    classes = [getattr(module, special[CLASS])] if CLASS in special else main_classes(module)[:6]
+    for cls in classes:
         for filled in (False, True):
             try:
-                return _runs(tiny_model(cls, tiny_config(cls.config_class, filled)))
+                return _runs(tiny_model(cls, tiny_config(cls.config_class, filled, values)))
             except Exception as error:
                 reasons.append(f"{cls.__name__}: {type(error).__name__}: {_line(error)}")
     raise ValueError(reasons[0] if reasons else "no model classes")
@@ -79,13 +84,27 @@ def _runs(model: PreTrainedModel) -> PreTrainedModel:
     if "input_ids" in names and not any(
         name.startswith(("pixel_", "input_f", "input_v", "decoder_")) for name in names
     ):
-        with torch.no_grad():
-            model(**next(candidates(model)))
+        failures = []
+        for made in candidates(model):
+            try:
+                with torch.no_grad():
+                    model(**made)
+                return model
+            except Exception as error:
+                failures.append(error)
+        raise failures[0]
     return model
 
 
-def try_model(name: str, make: Callable[[], Any]) -> Result:
-    """Try everything with a model that `make` builds."""
+def example_inputs(module_name: str) -> dict[str, Tensor] | None:
+    """Return the example inputs of a modeling file that has to be handed some."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = INPUTS.get(module_name.partition(".")[0])
+    return shapes and {key: torch.randn(shape, generator=draw) for key, shape in shapes.items()}
+
+
+def try_model(name: str, make: Callable[[], Any], inputs: dict[str, Tensor] | None = None) -> Result:
+    """Try everything with a model that `make` builds; `inputs` are handed over where it is asked for them."""
     result = Result(name)
     try:
         model = make()
@@ -93,7 +112,7 @@ def try_model(name: str, make: Callable[[], Any]) -> Result:
         result.message = _line(error)
         return result
     result.model = type(model).__name__
-    trial = _Trial(model)
+    trial = _Trial(model, inputs, make)
     for step in (
         trial.plan,
         trial.convert,
@@ -133,8 +152,11 @@ def _called(model: PreTrainedModel, batch: dict[str, Any]) -> set[Any]:
 
 
 class _Trial:
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, inputs: dict[str, Tensor] | None, make: Callable[[], PreTrainedModel]
+    ) -> None:
+        self.model, self.make = model, make
+        self.offered, self.inputs = inputs, None
         self.batch: dict[str, Any] = {}
         self.counts = (0, 0)
         self.planned: Any = None
@@ -145,25 +167,35 @@ class _Trial:
 
     def plan(self) -> None:
         """Plan it on made-up inputs."""
-        try:
-            plan = linearize.plan(self.model, "hedgehog")
-        except UnsupportedModelError as error:
-            if "--local-as-full" not in str(error):
-                raise
-            plan, self.note = linearize.plan(self.model, "hedgehog", local_as_full=True), "with `--local-as-full`"
+        plan = self._plan()
         self.planned = plan
         self.counts = len(plan.converted), len(plan.layers) - len(plan.converted)
         self.generates = self._original_generates()
         # Where it cannot be run whole, its parts were.
-        recorded = record(self.model)
+        recorded = record(self.model, self.inputs)
         assert recorded, "it gives nothing that could be compared"
         hosts = {self.model.base_model.get_submodule(layer.module) for layer in plan.converted}
         inside = (one for one in recorded if hosts & set(one.module.modules()))
         self.module, self.batch, _ = max(inside, key=lambda one: len(hosts & _called(one.module, one.batch)))
 
+    def _plan(self) -> Plan:
+        """Plan it, with whatever options a refusal names."""
+        options: dict[str, Any] = {}
+        while True:
+            try:
+                return linearize.plan(self.model, "hedgehog", example_inputs=self.inputs, **options)
+            except UnsupportedModelError as error:
+                if "--local-as-full" in str(error) and not options:
+                    options["local_as_full"] = True
+                    self.note = f"{self.note} and `--local-as-full`" if self.note else "with `--local-as-full`"
+                elif "--example-inputs" in str(error) and self.offered is not None and self.inputs is None:
+                    self.inputs, self.note = self.offered, "with `--example-inputs`"
+                else:
+                    raise
+
     def convert(self) -> None:
         """Convert it, which compares it with the original."""
-        convert_model(self.model, self.planned)
+        convert_model(self.model, self.planned, example_inputs=self.inputs)
         self.model.eval()
 
     def forward(self) -> None:
@@ -173,15 +205,32 @@ class _Trial:
     def reload(self) -> None:
         """Save it, load it, and compare to the bit."""
         expected = self.outputs()
-        with tempfile.TemporaryDirectory() as folder:
-            linearize.save(self.model, f"{folder}/out")
-            loaded = type(self.model).from_pretrained(f"{folder}/out").eval()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                linearize.save(self.model, f"{folder}/out")
+                loaded = type(self.model).from_pretrained(f"{folder}/out").eval()
+        except Exception:
+            if self._original_reloads():
+                raise
+            self.note = "; transformers itself cannot reload its original"
+            return
         name = next(name for name, one in self.model.named_modules() if one is self.module)
         # A weight that lies askew in a file's pages may be summed in another order.
         for parameter in loaded.parameters():
             parameter.data = parameter.data.clone()
         for mine, theirs in zip(expected, self.outputs(loaded.get_submodule(name)), strict=True):
             assert torch.equal(mine, theirs), f"differs by {float((mine - theirs).abs().max()):.2g} after a reload"
+
+    def _original_reloads(self) -> bool:
+        """Whether transformers can load what it saved of the original."""
+        with tempfile.TemporaryDirectory() as folder:
+            original = self.make()
+            original.save_pretrained(folder)
+            try:
+                type(original).from_pretrained(folder)
+            except Exception:
+                return False
+        return True
 
     def gradients(self) -> None:
         """Send a gradient to every kernel."""

@@ -213,3 +213,31 @@ def test_a_part_with_a_config_of_its_own(tmp_path):
     linearize.save(model, tmp_path / "out")
     loaded = AutoModel.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(loaded(**inputs).logits_per_video, before, rtol=1e-6, atol=1e-6)
+
+
+def test_buffers_that_a_body_fills_in_are_filled_in_by_a_load(tmp_path):
+    """transformers leaves modules out that hold no weights themselves, where it takes a class for the user's own."""
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+    config = transformers.FalconH1Config(
+        **HEADS, **mamba, num_key_value_heads=1, vocab_size=99, mamba_chunk_size=8, ssm_multipliers=[0.5] * 5
+    )
+    torch.manual_seed(0)
+    model = transformers.FalconH1ForCausalLM(config).eval()
+    linearize.convert(model)
+    linearize.save(model, tmp_path / "out")
+    loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(loaded[name], buffer, rtol=0, atol=0)
+
+
+def test_an_attention_shared_by_layers_is_refused():
+    """Zamba 2 calls one attention at several depths, each with its place in the cache."""
+    sizes = {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+    }
+    config = transformers.Zamba2Config(**HEADS, **sizes, vocab_size=99, adapter_rank=4)
+    with pytest.raises(UnsupportedModelError, match="one attention is shared by several layers"):
+        linearize.plan(transformers.Zamba2ForCausalLM(config).eval())

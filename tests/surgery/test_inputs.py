@@ -113,3 +113,56 @@ def test_the_command_line_takes_a_file(tmp_path, capsys):
     assert '"kernel": "hedgehog"' in capsys.readouterr().out
     assert main([*line, str(tmp_path / "none.npz")]) == 2
     assert "example inputs:" in capsys.readouterr().err
+
+
+SERIES = {"d_model": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "context_length": 12, "patch_length": 4}
+HOSTS = {
+    "a series in patches": ("PatchTST", {**SERIES, "patch_stride": 4, "ffn_dim": 16}, 2),
+    "a series with its future": ("TimeSeriesTransformer", {"prediction_length": 5, "d_model": 16}, 4),
+    "a series with its padding": ("TimesFm", {**SMALL, "head_dim": 16, "patch_length": 8, "context_length": 64}, 2),
+    "a language": ("Xmod", {**SMALL, "vocab_size": 99, "max_position_embeddings": 32}, 2),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_what_goes_with_the_main_input_is_made_up(name):
+    kind, sizes, count = HOSTS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+    plan = linearize.plan(model)
+    assert len(plan.converted) == count
+    linearize.apply(model, plan)
+
+
+def test_several_tokens_at_a_place():
+    """A token of text and one of every codebook (Kyutai's speech model)."""
+    config = transformers.KyutaiSpeechToTextConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=99,
+        codebook_vocab_size=9,
+        num_codebooks=3,
+        ffn_dim=32,
+        audio_pad_token_id=100,
+        pad_token_id=0,
+        codec_config=None,
+    )
+    model = transformers.KyutaiSpeechToTextModel(config).eval()
+    assert trial_runs(model)[0].inputs["input_ids"].shape[2] == 4
+    assert record(model)[0].batch["input_ids"].ndim == 3
+
+
+def test_attention_in_the_head_alone_is_refused_for_that():
+    class Head(transformers.BertForMaskedLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.more = transformers.models.bert.modeling_bert.BertLayer(config)
+            self.bert.encoder.layer = torch.nn.ModuleList()
+
+        def forward(self, input_ids):
+            return self.more(self.bert(input_ids).last_hidden_state)
+
+    config = transformers.BertConfig(**SMALL, vocab_size=99)
+    with pytest.raises(UnsupportedModelError, match=r"attention in its head only \(BertSelfAttention"):
+        linearize.plan(Head(config).eval())

@@ -1,0 +1,46 @@
+"""Attentions of timm that write softmax out, in forms that call the function: same weights, same output.
+
+Only plain softmax attention has such a form. A bias on the scores (LeViT, MViTv2 ...), talking heads (CaiT)
+or attention between channels (XCiT, EdgeNeXt) are something else, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Form = Callable[[Any, Tensor], Tensor]
+
+
+def _tnt(host: Any, x: Tensor) -> Tensor:
+    """TNT's attention, inside patches and between them: x [B, T, C] -> [B, T, C]."""
+    batch, length, _ = x.shape
+    q, k = host.qk(x).reshape(batch, length, 2, host.num_heads, host.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    v = host.v(x).reshape(batch, length, host.num_heads, -1).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
+    return host.proj_drop(host.proj(out.transpose(1, 2).reshape(batch, length, -1)))
+
+
+def _shvit(host: Any, x: Tensor) -> Tensor:
+    """SHViT's single head over a part of the channels: x [B, C, height, width] -> the same."""
+    batch, _, height, width = x.shape
+    attended, left = torch.split(x, [host.pdim, host.dim - host.pdim], dim=1)
+    qkv = host.qkv(host.pre_norm(attended)).flatten(2).transpose(1, 2)[:, None]
+    q, k, v = torch.split(qkv, [host.qk_dim, host.qk_dim, host.pdim], dim=3)
+    out = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(batch, host.pdim, height, width)
+    return host.proj(torch.cat([out, left], dim=1))
+
+
+_FORMS: dict[tuple[str, str], Form] = {
+    ("timm.models.tnt", "Attention"): _tnt,
+    ("timm.models.shvit", "SHSA"): _shvit,
+}
+
+
+def form(kind: type[nn.Module]) -> Form | None:
+    """Return the form of a class of attentions that calls the function; None where its own does, or none can."""
+    return next((_FORMS[key] for base in kind.__mro__ if (key := (base.__module__, base.__name__)) in _FORMS), None)
