@@ -27,6 +27,11 @@ def reason(result: dict[str, Any]) -> str:
         return "its classes are chosen by the name of the attention implementation"
     if "is not a Transformer" in message:
         return "no attention ran"
+    if "attention in its head only" in message:
+        return "its attention is in the head, and a plan goes by the names of the body"
+    if found := re.search(r"cannot be reached: (\w+) ([^;]*)", message):
+        # One row for all classes that do the same.
+        return found[2].removesuffix(", which a kernel cannot honour")
     found = re.search(r"can be converted: ([^;]*)", message)
     return found[1].removesuffix(", which a kernel cannot honour") if found else message.split(";")[0]
 

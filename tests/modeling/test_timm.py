@@ -83,7 +83,7 @@ TWINS = {
     "img_size": 64,
     "embed_dims": (16, 16, 32, 32),
     "num_heads": (2, 2, 2, 2),
-    "depths": (2, 1, 1, 1),
+    "depths": (1, 1, 1, 2),
     "wss": (7, 7, 7, 7),
 }
 SHVIT = {"embed_dim": (16, 32, 48), "depth": (1, 1, 1), "partial_dim": (8, 16, 24), "types": ("s", "s", "s")}
