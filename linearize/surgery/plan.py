@@ -285,7 +285,7 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
         return f"{name} is not a Transformer: no attention ran in it, so there is nothing to convert"
     reasons = sorted({layer.reason for layer in found})
     if reasons == ["cross-attention"]:
-        return f"{name} has only cross-attention; only self-attention can be converted"
+        return f"{name} has only cross-attention behind the attention interface; only self-attention can be converted"
     more = ""
     if _LOCAL_KEPT in reasons:
         more = "; local_as_full=True (--local-as-full) converts it all the same, as attention without its window"

@@ -9,6 +9,7 @@ timm's attentions have no interface to register with. What they have in common i
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -112,9 +113,14 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     return calls
 
 
+_ATTENTIONS = re.compile("ttention|Attn|XCA|MHSA|GPSA|SHSA|LiteMLA")
+_NO_ATTENTIONS = re.compile("Pool|Block|Split|SelectiveKernel|ChannelAttn|SpatialAttn|NonLocal")
+"""Names of attentions between tokens, and of what is named alike: gates of channels, and what holds attentions."""
+
+
 def _is_attention(module: nn.Module) -> bool:
     name = type(module).__name__
-    return any(word in name for word in ("ttention", "Attn", "XCA")) and "Pool" not in name and "Block" not in name
+    return bool(_ATTENTIONS.search(name)) and not _NO_ATTENTIONS.search(name)
 
 
 def _holds(module: nn.Module, called: set[int]) -> bool:
@@ -128,8 +134,8 @@ def _why_unseen(unseen: list[nn.Module]) -> str:
     names = [name for name, _ in (*example.named_parameters(), *example.named_buffers())]
     if _between_channels(example):
         return f"{kind.__name__} attends between channels, which is linear in the number of patches already"
-    if "Factor" in kind.__name__:
-        return f"{kind.__name__} takes the softmax of its keys alone, which is linear in the number of patches already"
+    if any(word in kind.__name__ for word in _LINEAR):
+        return f"{kind.__name__} never compares two patches, which is linear in their number already"
     if any(word in name for name in names for word in _BIASES):
         return f"{kind.__name__} adds a position bias to the scores, which a kernel cannot honour"
     if "Talking" in kind.__name__:
@@ -137,7 +143,8 @@ def _why_unseen(unseen: list[nn.Module]) -> str:
     return f"{kind.__name__} writes softmax out instead of calling torch's scaled_dot_product_attention"
 
 
-_BIASES = ("attention_bias", "relative_position", "rel_pos", "relative_pos", "pos_proj", "cpb_mlp", "rel_pos_mlp")
+_LINEAR = ("Factor", "Additive", "Linear", "LiteMLA")
+_BIASES = ("attention_bias", "relative_position", "rel_pos", "relative_pos", "pos_proj", "cpb_mlp", "meta_mlp", "_rel")
 _IN_WINDOWS = "attention inside windows of an image, which is linear in their number already"
 _CHANNELS = "attention between channels, which is linear in the number of patches already"
 

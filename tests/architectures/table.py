@@ -29,6 +29,8 @@ def reason(result: dict[str, Any]) -> str:
         return "no attention ran"
     if "attention in its head only" in message:
         return "its attention is in the head, and a plan goes by the names of the body"
+    if "only cross-attention" in message:
+        return "cross-attention"
     if found := re.search(r"cannot be reached: (\w+) ([^;]*)", message):
         # One row for all classes that do the same.
         return found[2].removesuffix(", which a kernel cannot honour")
