@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Form = Callable[[Any, Tensor], Tensor]
+Form = Callable[..., Tensor]
 
 
 def _tnt(host: Any, x: Tensor) -> Tensor:

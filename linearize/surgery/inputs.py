@@ -162,12 +162,12 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         yield {"past_values": _floats(model, 1, length, channels)}
         return
     steps = min(length, 8 * (getattr(config, "patch_length", None) or length))
-    flags: Inputs = {
+    flags = {
         "past_values_padding": torch.zeros(1, steps, dtype=torch.long, device=device),
         "freq": torch.zeros(1, dtype=torch.long, device=device),
     }
-    flags = {key: x for key, x in flags.items() if key in names}
-    yield {"past_values": _floats(model, 1, steps)} | flags
+    made = {"past_values": _floats(model, 1, steps)} | flags
+    yield {key: x for key, x in made.items() if key in names}
 
 
 def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
