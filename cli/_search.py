@@ -15,7 +15,7 @@ def show_search(out: Console, result: SearchResult) -> None:
     from linearize.cli._output import table
 
     rows = [
-        [one.layer, one.module, one.label, f"{one.error:.3f}", f"{one.share:.3f}", one.why] for one in result.layers
+        [one.layer, one.module, one.label, f"{one.error:.3f}", f"{one.share:.3g}", one.why] for one in result.layers
     ]
     columns = ["layer", "module", "becomes", "output error", "of softmax's time", "why"]
     title = f"The plan, within {result.limit:.3g} of softmax's time at {result.length:,} tokens"
@@ -26,7 +26,7 @@ def show_search(out: Console, result: SearchResult) -> None:
             one.kernels,
             f"{one.error:.4g}",
             f"{one.cosine:.4f}",
-            f"{one.share:.3f}",
+            f"{one.share:.3g}",
             f"{one.seconds:.3g}",
             "-" if one.bytes is None else f"{one.bytes / 2**20:,.0f}",
         ]
