@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from linearize.distillation.loop import StepReport
     from linearize.fidelity.measure import Fidelity
     from linearize.finetune.watch import TuneStep
+    from linearize.kernel_search.result import SearchStep
     from linearize.modeling.plan import Plan
 
-    Report = StepReport | AlignStep | TuneStep
+    Report = StepReport | AlignStep | TuneStep | SearchStep
 
 
 class Screen(Console):
@@ -96,13 +97,22 @@ class Heartbeat:
                 self.out.print(f"... {self.what} ({seconds:.0f} s so far)", markup=False, soft_wrap=True)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what was kept."""
+
+
 @contextlib.contextmanager
 def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Have Ctrl-C in the block say what was kept and how to go on, unless it says so itself; `main` prints it."""
+    """Have Ctrl-C in the block say what was kept and how to go on, unless the work says so itself; `main` prints it.
+
+    Of blocks in each other the outer one has the last word: it knows of what was done before.
+    """
     try:
         yield
+    except Interrupted:
+        raise Interrupted(kept()) from None
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(str(interrupt) or kept()) from None
+        raise Interrupted(str(interrupt) or kept()) from None
 
 
 def print_json(data: object) -> None:

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def parse_args(self, args: Sequence[str], namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
         """Refuse an unknown option first: argparse would rather miss what the mistyped one should have given."""
         options = [option for action in self._actions for option in action.option_strings]
         for word in args:
