@@ -25,6 +25,7 @@ import torch
 import transformers
 from architectures.shrink import open_gates
 from architectures.trial import FAILED, Result, build, example_inputs, try_model
+from transformers import PreTrainedModel
 
 from linearize.surgery.timm import wrap
 
@@ -60,11 +61,22 @@ def _weight(name: str) -> int:
 def try_one(name: str) -> Result:
     """Try one architecture by its name in `modeling_files` or `timm_models`."""
     if name.startswith("timm/"):
-        import timm
-
         kind = name.removeprefix("timm/")
-        return try_model(name, lambda: wrap(open_gates(timm.create_model(kind, num_classes=3).eval())))
+        return try_model(name, lambda: _timm_model(kind))
     return try_model(name.partition(".")[0] + _variant(name), lambda: build(name), example_inputs(name))
+
+
+def _timm_model(kind: str) -> PreTrainedModel:
+    """Build one of timm's models, of two layers where it takes a depth."""
+    import timm
+
+    arguments: dict[str, Any] = {"depth": 2}
+    try:
+        model = timm.create_model(kind, num_classes=3, **arguments)
+    except TypeError:
+        arguments = {}
+        model = timm.create_model(kind, num_classes=3)
+    return wrap(open_gates(model.eval()), arguments)
 
 
 def _variant(name: str) -> str:
@@ -115,6 +127,8 @@ def main() -> None:
     names = timm_models() if options.timm else modeling_files()
     if options.only:
         names = [name for name in names if name.startswith(tuple(options.only))]
+    known = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    names = sorted(set(names) - {json.loads(line)["file"] for line in known}, key=names.index)
     number, of = map(int, options.part.split("/"))
     # What all need is imported before the first fork.
     try_one("bert.modeling_bert")
