@@ -25,6 +25,8 @@ EPILOG = """examples:
   linearize bench --causal --backward --lengths 4096 --dtype bfloat16
   linearize bench --features-given --causal
   linearize bench --decode --lengths 8192,32768
+  linearize bench gpt2 --decode --lengths 1024,8192
+  linearize bench google/vit-base-patch16-224 --image-size 224,384,512
   linearize bench bert-base --lengths 128,4096,16384
   linearize bench --stage-one --layers 4 --lengths 512,2048
   linearize bench --alignment --lengths 512,2048
@@ -33,18 +35,26 @@ EPILOG = """examples:
   linearize bench --config mine.yaml --device cpu
 
 Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
-folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. Softmax and
-kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose state softmax's
-turn has pushed out of the caches, has a column of its own. Memory is the peak above what was there before, on the CPU
-in a process of its own for each figure. The native op is compiled first where it is not there (`linearize native`), and
-used unless --no-native says no. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
+folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. A model of
+images is measured at sizes in pixels. MODEL --decode decodes with a whole causal model, beside softmax with its cache,
+and says what each keeps between two tokens.
+
+Softmax and kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose state
+softmax's turn has pushed out of the caches, has a column of its own. Memory is the peak above what was there before, on
+the CPU in a process of its own for each figure. The native op is compiled first where it is not there (`linearize
+native`), and used unless --no-native says no. Columns: seconds (median, and the distance of the quartiles over it) and
+MiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     groups = add_options(parser, BenchOptions)
     add = groups[WHAT].add_argument
-    add("--decode", action="store_true", help="one token through all layers, --lengths being the context")
+    add(
+        "--decode",
+        action="store_true",
+        help="one token behind a context (--lengths): the attentions of all layers, or all of MODEL",
+    )
     add("--goals", action="store_true", help="every figure that this project promises, and whether it is reached here")
     add("--alignment", action="store_true", help="one step of the alignment, beside its bare passes")
     add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
@@ -83,7 +93,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 FREE = (
-    *("model", "kernel", "kernel_arg", "window", "lengths", "causal", "backward", "features_given", "decode"),
+    *(
+        "model",
+        "kernel",
+        "kernel_arg",
+        "window",
+        "lengths",
+        "image_size",
+        "causal",
+        "backward",
+        "features_given",
+        "decode",
+    ),
     *("stage_one", "alignment", "heads", "head_dim", "batch", "layers", "dtype", "memory", "plot"),
 )
 """Options that have no meaning beside --goals."""
@@ -106,12 +127,10 @@ def _suite(given: dict[str, object]) -> str:
     if "goals" in given:
         _refuse(given, FREE, "--goals measures what its table says")
     if "decode" in given:
-        _refuse(
-            given,
-            ("model", "stage_one", "alignment", "causal", "backward", "features_given"),
-            "--decode measures one token",
-        )
-        return "decode"
+        own: tuple[str, ...] = ("stage_one", "alignment", "causal", "backward", "features_given", "image_size")
+        own += ("heads", "head_dim") if "model" in given else ()
+        _refuse(given, own, "--decode measures one token")
+        return "decode-model" if "model" in given else "decode"
     if "model" in given or "stage_one" in given or "alignment" in given:
         names = ("causal", "backward", "features_given", "heads", "head_dim")
         _refuse(given, names, "a whole model is measured as it is")
@@ -174,6 +193,8 @@ def show(out: Console, result: BenchResult | GoalsResult) -> None:
         out.print(_table(what, sorted(rows, key=lambda row: row.tokens)))
     for found in result.crossovers:
         out.print(f"Faster than {found.reference} from: {found.text} ({found.what})", markup=False)
+    for note in getattr(result, "notes", ()):
+        out.print(note, markup=False)
     machine = result.machine
     peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
     out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
@@ -205,6 +226,9 @@ SHOWN = {
     "first_speedup": ("first of 8", "{:.2f} x"),
     "bound_speedup": ("at most", "{:.2f} x"),
     "share_of_least": ("share of least", "{:.0%}"),
+    "image_size": ("pixels", "{:.0f}"),
+    "softmax_kept_mib": ("softmax keeps, MiB", "{:,.2f}"),
+    "linear_kept_mib": ("linear keeps, MiB", "{:,.2f}"),
     "memory_ratio": ("memory / forward's", "{:.2f}"),
     "memory_ratio_above_weights": ("without weights", "{:.2f}"),
 }

@@ -17,6 +17,7 @@ EPILOG = """examples:
   linearize convert mistralai/Mistral-7B-v0.1 --local-as-full     # its sliding windows are left out
   linearize convert ./my-llava --example-inputs one-batch.safetensors
   linearize convert google/vit-base-patch16-224 --dataset ./photos --output vit-linear
+  linearize convert google/vit-base-patch16-224 --image-size 384
   linearize convert roberta-base --save-every 200        # and after a crash the same line with --resume
   linearize convert roberta-base --align-steps 1000      # a longer alignment; 0 skips it
   linearize convert roberta-base --dry-run               # the plan, and what it would cost: time, memory, room

@@ -51,7 +51,7 @@ def option(
         **more: what only the command line asks for: `metavar`; `shown`, what the help says of the default; `group`, the
             title it stands under; `name`, where the option's name is not the field's; `parse`, which makes the value of
             what was typed; `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as
-            argparse has them.
+            argparse has them; `second`, a further field that is made of what was typed, behind a comma.
     """
     limits = {"low": low, "high": high, "above": above, "below": below}
     metadata = {"help": help, **{key: value for key, value in limits.items() if value is not None}, **more}
@@ -219,9 +219,16 @@ def effective(job: object) -> dict[str, object]:
         place, inner = one.places[0]
         owner = getattr(job, place) if place else job
         if hasattr(owner, inner):
-            value = getattr(owner, inner)
+            value = value_of(owner, inner, one.metadata)
             found[name] = list(value) if isinstance(value, tuple) else value
     return found
+
+
+def value_of(owner: Any, inner: str, metadata: Mapping[str, Any]) -> Any:
+    """Return the value of a field as it is typed; of one that two fields are made of, both with a comma."""
+    value = getattr(owner, inner)
+    second = getattr(owner, metadata["second"]) if "second" in metadata else None
+    return value if second is None else f"{value},{second}"
 
 
 OF_THE_PLACE = ("output", "overwrite", "resume", "device")
@@ -356,9 +363,22 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: if it is no list of whole numbers.
     """
+    return _parse_numbers("--lengths", text, "128,512,2048")
+
+
+def parse_image_sizes(text: str) -> tuple[int, ...]:
+    """Read numbers of pixels with commas between them, or `none`.
+
+    Raises:
+        ConfigError: if it is no list of whole numbers.
+    """
+    return _parse_numbers("--image-size", text, "224,384,512")
+
+
+def _parse_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     if text.strip().lower() == "none":
         return ()
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--lengths: got {text!r}, expected numbers such as 128,512,2048, or none") from None
+        raise ConfigError(f"{option}: got {text!r}, expected numbers such as {example}, or none") from None

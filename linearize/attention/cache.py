@@ -246,14 +246,19 @@ class LinearizeCache(DynamicCache):
 
     def nbytes(self) -> int:
         """Return the size in bytes of everything that is remembered."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, LinearStateLayer):
-                total += layer.nbytes()
-                continue
-            kept = (getattr(layer, "keys", None), getattr(layer, "values", None))
-            total += sum(tensor.nbytes for tensor in kept if tensor is not None)
-        return total
+        return cache_nbytes(self)
+
+
+def cache_nbytes(cache: Cache) -> int:
+    """Return the size in bytes of the states, keys and values in a cache of either kind."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, LinearStateLayer):
+            total += layer.nbytes()
+            continue
+        kept = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        total += sum(tensor.nbytes for tensor in kept if tensor is not None)
+    return total
 
 
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
+from linearize.bench.decode_model import DecodeModelSuite
 from linearize.bench.machine import Machine, Noise, NoiseWatch, check_dtype, describe, peak_rate
 from linearize.bench.measure import measure, threads
 from linearize.bench.models import BERT_BASE, BenchModel
 from linearize.bench.options import BenchOptions
 from linearize.bench.rows import Crossover, Row, crossovers
 from linearize.bench.stage_one import StageOneSuite
-from linearize.bench.suite import Suite, check_lengths
-from linearize.bench.whole_model import ModelSuite
+from linearize.bench.suite import Suite, check_image_sizes, check_lengths
+from linearize.bench.whole_model import ModelSuite, OfModel
 from linearize.errors import ConfigError, unknown_name
 from linearize.events import Callback, Event, Started, ignore
 
 LENGTHS = {
     "attention": (512, 4096, 16384),
     "decode": (8192, 32768),
+    "decode-model": (8192, 32768),
     "model": (128, 512, 4096),
     "stage-one": (512, 2048),
     "alignment": (512, 2048),
@@ -31,6 +33,7 @@ LENGTHS = {
 
 OF_MODELS: dict[str, Callable[[BenchModel], Suite]] = {
     "model": ModelSuite,
+    "decode-model": DecodeModelSuite,
     "stage-one": StageOneSuite,
     "alignment": AlignmentSuite,
 }
@@ -53,12 +56,14 @@ class BenchResult:
         noise: how quiet it was.
         rows: one per kernel and length.
         crossovers: from which length on the kernel is faster.
+        notes: what a reader must know.
     """
 
     machine: Machine
     noise: Noise
     rows: list[Row]
     crossovers: list[Crossover]
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
@@ -67,6 +72,7 @@ class BenchResult:
             "noise": self.noise.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
             "crossovers": [asdict(found) for found in self.crossovers],
+            "notes": self.notes,
         }
 
 
@@ -82,17 +88,26 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
     """
     options = checked(options)
     lengths = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)
+    several = len(options.kernels) > 1 or len(options.image_sizes or ()) > 1
+    notes: list[str] = []
     with threads(options.threads):
         suites: Iterable[Suite] = make_suites(options, lengths[-1])
         # Of several, each is made again when it is measured, so that no model is kept longer than that.
-        suites = list(suites) if len(options.kernels) < 2 else suites
+        suites = suites if several else list(suites)
         for suite in suites:
             suite.check()
-        if len(options.kernels) > 1:
+            notes += [suite.note] if suite.note else []
+        if several:
             suites = make_suites(options, lengths[-1])
-        tasks = ((suite, tokens) for suite in suites for tokens in lengths)
+        tasks = ((suite, tokens) for suite in suites for tokens in _lengths_of(suite, lengths))
         machine, noise, rows = run_tasks(tasks, options, on_event)
-    return BenchResult(machine, noise, rows, crossovers(rows))
+    return BenchResult(machine, noise, rows, crossovers(rows), list(dict.fromkeys(notes)))
+
+
+def _lengths_of(suite: Suite, lengths: Sequence[int]) -> Sequence[int]:
+    """Return at which lengths a suite is measured: a picture has one, which follows from its size."""
+    pictures = isinstance(suite, OfModel) and suite.model.image_size is not None
+    return (suite.model.tokens,) if pictures else lengths  # type: ignore[attr-defined]
 
 
 def checked(options: BenchOptions) -> BenchOptions:
@@ -111,17 +126,23 @@ def checked(options: BenchOptions) -> BenchOptions:
             raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected a whole number from 1 to 65536")
     if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
+    if options.image_sizes is not None:
+        check_image_sizes(options.image_sizes)
+        if options.suite != "model" or options.lengths is not None:
+            other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
+            raise ConfigError(f"image-size: got it where nothing is measured by the size of pictures; {other}")
     device = check_device(options.device)
     return replace(options, device=device, dtype=check_dtype(options.dtype, device))
 
 
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
-    """Make the suites one by one, one for each kernel."""
+    """Make the suites one by one, one for each kernel and size of pictures."""
     for kernel in options.kernels or (KERNEL,):
-        yield _suite(options, kernel, longest)
+        for size in sorted(set(options.image_sizes or ())) or (None,):
+            yield _suite(options, kernel, longest, size)
 
 
-def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
+def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | None) -> Suite:
     named: dict[str, Any] = {
         "kernel": kernel,
         "kernel_args": dict(options.kernel_args),
@@ -131,7 +152,10 @@ def _suite(options: BenchOptions, kernel: str, longest: int) -> Suite:
         "device": options.device,
     }
     if options.suite in OF_MODELS:
-        model = BenchModel(options.model or BERT_BASE, layers=options.layers, longest=longest, **named)
+        # A token is decoded behind its context.
+        longest += options.suite == "decode-model"
+        named |= {"layers": options.layers, "longest": longest, "image_size": image_size}
+        model = BenchModel(options.model or BERT_BASE, **named)
         if model.converted and (options.kernels or options.kernel_args or options.window is not None):
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
         return OF_MODELS[options.suite](model)

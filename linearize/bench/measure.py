@@ -118,11 +118,15 @@ def suite_kinds() -> dict[str, type[Suite]]:
     from linearize.bench.alignment import AlignmentSuite
     from linearize.bench.attention import AttentionSuite
     from linearize.bench.decode import DecodeSuite
+    from linearize.bench.decode_model import DecodeModelSuite
     from linearize.bench.public_op import PublicOpSuite
     from linearize.bench.stage_one import StageOneSuite
     from linearize.bench.whole_model import ModelSuite
 
-    kinds = (AlignmentSuite, AttentionSuite, DecodeSuite, ModelSuite, PublicOpSuite, StageOneSuite)
+    kinds = (
+        *(AlignmentSuite, AttentionSuite, DecodeModelSuite, DecodeSuite),
+        *(ModelSuite, PublicOpSuite, StageOneSuite),
+    )
     return {kind.name: kind for kind in kinds}
 
 

@@ -26,7 +26,7 @@ BERT_BASE = "bert-base"
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A text model and its linear form.
+    """A model and its linear form.
 
     Attributes:
         model: Hub name or folder of a checkpoint, converted or not, or `BERT_BASE`.
@@ -35,6 +35,7 @@ class BenchModel:
         window: tokens of a softmax window joined to it, or None.
         layers: layers of `BERT_BASE`; None: its own 12.
         longest: longest input that it will get; learned positions are extended to it.
+        image_size: pixels of the pictures, height and width; None: a text model.
         batch: sequences per input.
         dtype: type of the weights.
         device: where it runs.
@@ -46,21 +47,26 @@ class BenchModel:
     window: int | None = None
     layers: int | None = None
     longest: int = 512
+    image_size: int | None = None
     batch: int = 1
     dtype: str = "float32"
     device: str = "cpu"
 
     @classmethod
-    def of(cls, model: PreTrainedModel, folder: str | None, *, longest: int) -> BenchModel:
+    def of(
+        cls, model: PreTrainedModel, folder: str | None, *, longest: int = 512, image_size: int | None = None
+    ) -> BenchModel:
         """Take a converted model that is loaded already.
 
         Args:
             model: the model.
             folder: where it is saved, for processes that load it again; None: there are none.
             longest: longest input that it will get.
+            image_size: pixels of the pictures that it reads; None: it reads text.
         """
         dtype = str(model.dtype).removeprefix("torch.")
-        made = cls(folder or type(model).__name__, longest=longest, dtype=dtype, device=str(model.device))
+        sizes: dict[str, Any] = {"longest": longest, "image_size": image_size}
+        made = cls(folder or type(model).__name__, **sizes, dtype=dtype, device=str(model.device))
         # What these cached properties would load.
         made.__dict__.update(converted=True, linear=model)
         return made
@@ -91,11 +97,13 @@ class BenchModel:
             CheckpointError: if it cannot be loaded.
         """
         from linearize.loading import move
-        from linearize.surgery.positions import current_length, extend_positions
+        from linearize.surgery.positions import current_length, extend_image_size, extend_positions, runs_beyond_limit
 
         model = self._bert() if self.model == BERT_BASE else self._loaded()
         length = current_length(model)
-        if length is not None and length < self.longest:
+        if self.image_size is not None:
+            extend_image_size(model, self.image_size)
+        elif length is not None and length < self.longest and not runs_beyond_limit(model):
             extend_positions(model, self.longest)
         return move(model.eval(), self.device, DTYPES[self.dtype])
 
@@ -109,14 +117,53 @@ class BenchModel:
         from linearize.loading import load_model
 
         loaded = load_model(self.model)
-        self._check_text(loaded.modality)
+        self._check_reads(loaded.modality)
         return loaded.model
 
-    def _check_text(self, modality: str) -> None:
-        if modality != "text":
+    def _check_reads(self, modality: str) -> None:
+        if modality == ("text" if self.image_size is None else "image"):
+            return
+        if modality == "image":
             raise UnsupportedModelError(
-                f"bench: {self.model!r} reads {modality}, whose length is fixed; choose a text model"
+                f"bench: {self.model!r} reads images, whose size is in pixels; give --image-size N,N, or a text model"
             )
+        if modality != "text":
+            raise UnsupportedModelError(f"bench: {self.model!r} reads {modality}; choose a model of texts or images")
+        raise ConfigError(f"image-size: {self.model!r} reads text, whose length is in tokens; give --lengths N,N")
+
+    @cached_property
+    def softmax(self) -> PreTrainedModel:
+        """The softmax model; of a converted checkpoint the original's class with the checkpoint's weights."""
+        return softmax_model(self.linear) if self.converted else self.original
+
+    @property
+    def note(self) -> str | None:
+        """What is to be said of inputs that the model was not made for; None where there are none."""
+        from linearize.surgery.positions import current_length
+
+        length = None if self.image_size is not None else current_length(self.linear)
+        if length is None or length >= self.longest:
+            return None
+        return (
+            f"{self.model} was made for {length:,} tokens: its rotary positions go on, but what lies behind was never "
+            "trained. What it costs is the same."
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a picture.
+
+        Raises:
+            UnsupportedModelError: if they are not known.
+        """
+        from linearize.surgery.positions import current_length
+
+        found = current_length(self.linear)
+        if found is None:
+            raise UnsupportedModelError(
+                f"bench: the tokens of a picture of {self.model!r} are not known; choose another"
+            )
+        return found
 
     @cached_property
     def linear(self) -> PreTrainedModel:
@@ -130,20 +177,39 @@ class BenchModel:
         if not self.converted:
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, window=self.window).eval()
         from linearize.loading import load_converted, move
-        from linearize.surgery.positions import current_length
 
         loaded = load_converted(self.model, device=self.device)
-        self._check_text(loaded.modality)
-        length = current_length(loaded.model)
-        if length is not None and length < self.longest:
+        self._check_reads(loaded.modality)
+        self._check_size(loaded.model)
+        return move(loaded.model, dtype=DTYPES[self.dtype])
+
+    def _check_size(self, model: PreTrainedModel) -> None:
+        """Refuse inputs of a size that a converted checkpoint does not take."""
+        from linearize.surgery.positions import current_image_size, current_length, runs_beyond_limit
+
+        length, size = current_length(model), current_image_size(model)
+        if self.image_size is not None:
+            if size is not None and size != (self.image_size, self.image_size):
+                raise ConfigError(
+                    f"image-size: got {self.image_size}, but {self.model!r} takes pictures of {size[0]} x {size[1]} "
+                    "pixels; leave it out, or convert with --image-size"
+                )
+            return
+        if length is not None and length < self.longest and not runs_beyond_limit(model):
             raise ConfigError(
                 f"lengths: got {self.longest:,}, but {self.model!r} takes at most {length:,} tokens; leave it out, or "
                 "convert with --max-length"
             )
-        return move(loaded.model, dtype=DTYPES[self.dtype])
 
     def inputs(self, tokens: int) -> dict[str, Tensor]:
-        """Make an input of so many tokens."""
+        """Make an input of so many tokens, or a picture."""
+        if self.image_size is not None:
+            channels = getattr(self.linear.config, "num_channels", None) or 3
+            return {
+                "pixel_values": torch.zeros(self.batch, channels, self.image_size, self.image_size).to(
+                    self.device, DTYPES[self.dtype]
+                )
+            }
         return {"input_ids": torch.full((self.batch, tokens), 5, device=self.device)}
 
     def softmax_forward(self, tokens: int) -> Call:
@@ -186,3 +252,25 @@ def _forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Call:
 def values_only(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Observe by doing no attention at all: each token gets its own value, [B, K, T, V] -> [B, H, T, V]."""
     return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] != k.shape[1] else v
+
+
+def softmax_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the softmax model of a converted one: transformers' own class, with the converted model's weights.
+
+    Raises:
+        UnsupportedModelError: if transformers has no class for it.
+    """
+    import transformers
+
+    from linearize.modeling.config import base_config_class
+
+    name = type(model).__name__.removeprefix("Linearized")
+    base: Any = getattr(transformers, name, None)
+    if base is None:
+        raise UnsupportedModelError(f"bench: transformers has no class {name}; measure the original instead")
+    values = {key: value for key, value in model.config.to_dict().items() if key not in ("linearize", "auto_map")}
+    values["model_type"] = model.config.linearize["base_model_type"]
+    with torch.device(model.device):
+        made: PreTrainedModel = base(base_config_class(values["model_type"]).from_dict(values))
+    made.load_state_dict(model.state_dict(), strict=False, assign=True)
+    return made.eval()

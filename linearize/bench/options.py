@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from linearize.options import option, parse_lengths, parse_pairs
+from linearize.options import option, parse_image_sizes, parse_lengths, parse_pairs
 
 WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
 FEATURES = 128
@@ -38,6 +38,13 @@ class BenchOptions:
     window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
     lengths: tuple[int, ...] | None = option(
         None, "tokens, or contexts to decode behind; by default the suite's own", metavar="N,N", parse=parse_lengths
+    )
+    image_sizes: tuple[int, ...] | None = option(
+        None,
+        "pixels of square pictures, for a MODEL that reads images",
+        name="image_size",
+        metavar="N,N",
+        parse=parse_image_sizes,
     )
     heads: int = option(12, "heads", group=SIZES, metavar="H")
     head_dim: int = option(64, "size of a head", group=SIZES, metavar="D")

@@ -57,19 +57,27 @@ class Comparison:
         return self.softmax_seconds / self.linear_seconds
 
 
-def measure_speed(model: PreTrainedModel, folder: str | None, lengths: Sequence[int], repeats: int = 3) -> list[Row]:
-    """Time one forward of a text model without its head per length, and measure its memory.
+def measure_speed(
+    model: PreTrainedModel,
+    folder: str | None,
+    lengths: Sequence[int],
+    repeats: int = 3,
+    *,
+    image_size: int | None = None,
+) -> list[Row]:
+    """Time one forward of a model without its head per length, and measure its memory.
 
     Args:
-        model: a converted text model.
+        model: a converted model.
         folder: where it is saved, for the memory of each variant in a fresh process; None: no memory.
         lengths: tokens, ascending.
         repeats: forwards per variant; medians are returned.
+        image_size: pixels of the pictures of a model of images, whose one length is their tokens; None: it reads text.
     """
     if not lengths:
         return []
     path = None if folder is None else str(Path(folder).absolute())
-    suite = ModelSuite(BenchModel.of(model, path, longest=max(lengths)))
+    suite = ModelSuite(BenchModel.of(model, path, longest=max(lengths), image_size=image_size))
     memory = {variant: {} if path is None else _memory(suite, variant, lengths) for variant in VARIANTS}
     rows = []
     for tokens in lengths:

@@ -49,6 +49,11 @@ class Suite(abc.ABC):
     def dtype(self) -> str:
         """Type of the numbers."""
 
+    @property
+    def note(self) -> str | None:
+        """What a reader of its figures must know; None where there is nothing. After `check`."""
+        return None
+
     @abc.abstractmethod
     def prepare(self, variant: str, tokens: int) -> Call:
         """Make the inputs and return the call."""
@@ -77,3 +82,14 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
         got = repr(bad[0]) if bad else "none"
         raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
     return sorted(set(lengths))
+
+
+def check_image_sizes(sizes: Sequence[int]) -> None:
+    """Refuse sizes of pictures, in pixels, that are none.
+
+    Raises:
+        ConfigError: if there is none, or one is no size.
+    """
+    bad = [n for n in sizes if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16]
+    if bad or not sizes:
+        raise ConfigError(f"image-size: got {bad[0] if bad else 'none'}, expected pixels such as 224,384,512")

@@ -35,10 +35,15 @@ class OfModel(Suite):
         """See `Suite`."""
         return self.model.dtype
 
+    @property
+    def note(self) -> str | None:
+        """See `Suite`."""
+        return self.model.note
+
 
 @dataclass(frozen=True)
 class ModelSuite(OfModel):
-    """One forward of a text model."""
+    """One forward of a model."""
 
     name: ClassVar[str] = "model"
     variants: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
@@ -62,4 +67,5 @@ class ModelSuite(OfModel):
 
     def figures(self, row: Row, rate: float) -> dict[str, float | None]:
         """See `Suite`: how much faster the model could get at most."""
-        return {"bound_speedup": row.times("softmax", over="no attention")}
+        found = {"bound_speedup": row.times("softmax", over="no attention")}
+        return found if self.model.image_size is None else found | {"image_size": float(self.model.image_size)}

@@ -30,7 +30,10 @@ class DataConfig:
     )
     split: str = option("train", "split to read from a Hub data set or a folder; a single local file is read whole")
     text_column: str | None = option(
-        None, "column of the text, or the two of a pair; found by itself where clear", metavar="C[,D]"
+        None,
+        "column of the text, or the two of a pair; found by itself where clear",
+        metavar="C[,D]",
+        second="text_pair_column",
     )
     text_pair_column: str | None = option(None, "column of the second text, for models that read pairs")
     image_column: str | None = option(None, "column of the image; found by its type when not given", metavar="C")

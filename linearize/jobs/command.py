@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from linearize.options import Option, options_of, without_folder
+from linearize.options import Option, options_of, value_of, without_folder
 
 if TYPE_CHECKING:
     from linearize.finetune.task import Task
@@ -75,13 +75,10 @@ def given_options(job: object) -> dict[str, object]:
         place, inner = one.places[0]
         owner = getattr(job, place) if place else job
         if place != "task" and hasattr(owner, inner):
-            value = getattr(owner, inner)
+            value = value_of(owner, inner, one.metadata)
             if one.required or (value != one.default and value not in (None, (), {})):
                 found[name] = value
     data, task = getattr(job, "data", None), getattr(job, "task", None)
-    if data is not None and getattr(data, "text_pair_column", None):
-        # Typed as one option.
-        found["text_column"] = f"{data.text_column},{data.text_pair_column}"
     if data is not None and task is not None and hasattr(task, "type"):
         # What the length would be otherwise is written in a checkpoint, which may be another one by now.
         return found | task_options(task) | {"max_length": data.max_length}

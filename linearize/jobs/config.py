@@ -206,6 +206,9 @@ class ConvertJob(StageOneJob):
     )
     revision: str | None = option(None, "branch, tag or commit on the Hub", metavar="REV")
     max_length: int | None = option(None, "longest input that the result shall take, in tokens")
+    image_size: int | None = option(
+        None, "pixels a side of the square images that the result shall take, for models of images", metavar="P", low=1
+    )
     positions: str = option("tile", "how learned positions are extended: tile or interpolate", metavar="HOW")
     search: SearchConfig = section(
         SearchConfig, SEARCH, prefix="search", shared=(*SAME, *SEARCHED), leave_out=("folder",)
@@ -221,6 +224,14 @@ class ConvertJob(StageOneJob):
         shown={"steps": "two fifths of those of stage one"},
     )
     output: str | None = option(None, "folder to make (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_size is not None and self.max_length is not None:
+            raise ConfigError(
+                f"image-size: got {self.image_size} beside max-length {self.max_length}, which says the same in "
+                "tokens; drop one of them"
+            )
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<model-name>-<kernel>`."""

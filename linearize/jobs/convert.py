@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
-from linearize.errors import TrainingError
+from linearize.errors import ConfigError, TrainingError
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
 from linearize.jobs.config import AUTO, ConvertJob, StageOneJob
@@ -34,7 +34,7 @@ from linearize.surgery.apply import convert_model
 from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
 from linearize.surgery.plan_file import apply_file, read_plan
-from linearize.surgery.positions import extend_processor
+from linearize.surgery.positions import extend_processor, tokens_of_image_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,12 +157,28 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         layers=job.layers,
         keep_softmax=job.keep_softmax,
         window=job.window,
-        max_length=job.max_length,
+        max_length=longest_input(job, loaded),
         seed=job.seed,
         local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
     return loaded, decided, inputs
+
+
+def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
+    """Return the tokens of the longest input that the result shall take; None: as many as the model takes now.
+
+    Raises:
+        ConfigError: if a size of images is given that is smaller than now or no multiple of the patches', or for a
+            model that reads none.
+    """
+    if job.image_size is None:
+        return job.max_length
+    if loaded.modality != "image":
+        raise ConfigError(
+            f"image-size: got {job.image_size}, but {job.model!r} reads {loaded.modality}; give --max-length, in tokens"
+        )
+    return tokens_of_image_size(loaded.model, job.image_size)
 
 
 def put_in_kernels(context: Context, decided: Plan) -> None:
@@ -172,7 +188,7 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
     report = convert_model(
         loaded.model,
         decided,
-        max_length=job.max_length,
+        max_length=longest_input(job, loaded),
         positions=job.positions,
         example_inputs=context.example_inputs,
     )
@@ -188,6 +204,7 @@ def _made_from(job: ConvertJob) -> dict[str, object]:
     # A folder's name alone must not be taken for a name on the Hub later.
     local = on_disk(job.model)
     found = {"base_model": name_of(job.model), "base_is_local": local, "max_length": job.max_length}
+    found |= {} if job.image_size is None else {"image_size": job.image_size}
     return found | {"options": recorded(job), "commands": [command_of("convert", job, travels=True)]}
 
 

@@ -79,6 +79,9 @@ class TuneJob(Job):
     teacher: str | None = option(
         None, "the softmax original tuned for the same task, which guides the model", metavar="DIR"
     )
+    keep_adapter: bool = option(
+        False, "with --lora: keep the low-rank updates by themselves too, in OUTPUT/adapter, for peft", group="tuning"
+    )
     data: DataOptions = section(
         DataOptions, only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "seed")
     )

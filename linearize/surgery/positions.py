@@ -94,6 +94,26 @@ def current_length(model: nn.Module) -> int | None:
     return min((table.num_embeddings - _reserved(table, limit) for table in _tables(model).values()), default=limit)
 
 
+def current_image_size(model: nn.Module) -> tuple[int, int] | None:
+    """Say what images, height and width in pixels, an image model takes now; None for other models."""
+    image = _image(model)
+    return None if image is None else image.size
+
+
+def tokens_of_image_size(model: nn.Module, image_size: int) -> int:
+    """Return how many tokens a square image of some pixels a side is to an image model: what `extend_positions` takes.
+
+    Raises:
+        ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
+        UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
+    """
+    old, length = _image(model), current_length(model)
+    if old is None or length is None:
+        raise _no_length(model)
+    new = _grown(old, image_size)
+    return length - math.prod(old.grid) + math.prod(new.grid)
+
+
 def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile") -> PositionReport:
     """Let a model take inputs of up to `max_length` tokens, changing it and its config in place.
 
@@ -143,9 +163,7 @@ def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> Po
     old, length = _image(model), current_length(model)
     if old is None or length is None:
         raise _no_length(model)
-    new = old._replace(size=_pair(image_size))
-    if any(n % p or n < o for n, p, o in zip(new.size, old.patch, old.size, strict=True)):
-        raise ConfigError(f"got image size {new.size}, expected multiples of {old.patch}, not below {old.size}")
+    new = _grown(old, image_size)
     if new == old:
         return PositionReport(length, length, "bicubic", (), f"the model already takes {old.size} pixels", old.size)
     changed = (_extend_images if _timm(model) is None else _extend_timm)(model, old, new)
@@ -294,6 +312,13 @@ def _image(model: nn.Module) -> _Image | None:
         return _Image(_pair(size), _pair(patch))
     except ConfigError:  # None, or the three sides of a video: not an image whose size is known.
         return None
+
+
+def _grown(old: _Image, image_size: int | tuple[int, int]) -> _Image:
+    new = old._replace(size=_pair(image_size))
+    if any(n % p or n < o for n, p, o in zip(new.size, old.patch, old.size, strict=True)):
+        raise ConfigError(f"got image size {new.size}, expected multiples of {old.patch}, not below {old.size}")
+    return new
 
 
 def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:

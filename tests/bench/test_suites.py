@@ -1,5 +1,7 @@
 """Every suite on tiny sizes: that it runs and that its numbers belong together. Nothing here is timed."""
 
+import copy
+import dataclasses
 import math
 import sys
 from dataclasses import asdict
@@ -9,18 +11,22 @@ import pytest
 import torch
 from support.tiny import converted, original
 from support.weights_loss import weights_loss
+from transformers.cache_utils import DynamicCache
 
+import linearize
+from linearize.attention.interface import linear_attentions
 from linearize.bench import machine
 from linearize.bench import measure as measuring
 from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
-from linearize.bench.decode import DecodeSuite
+from linearize.bench.decode import PREFILL, DecodeSuite
+from linearize.bench.decode_model import DecodeModelSuite, set_context
 from linearize.bench.goals import Goal, _judge, goals, run_goals
 from linearize.bench.job import BenchOptions, Measured, run_bench
 from linearize.bench.machine import Noise
 from linearize.bench.measure import measure
 from linearize.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
-from linearize.bench.models import BenchModel
+from linearize.bench.models import BenchModel, softmax_model
 from linearize.bench.plot import check_picture, short_names, write_plot
 from linearize.bench.public_op import PublicOpSuite
 from linearize.bench.stage_one import StageOneSuite, naive_loss
@@ -38,6 +44,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     original("bert").save_pretrained(root / "bert")
     original("vit").save_pretrained(root / "vit")
+    original("gpt2", "AutoModelForCausalLM").save_pretrained(root / "gpt2")
     converted("bert").save_pretrained(root / "linear")
     return root
 
@@ -312,3 +319,82 @@ def test_pictures(tmp_path):
 
 def test_spread_of_no_probe_is_a_number():
     assert math.isfinite(Noise([]).spread)
+
+
+def test_decoding_with_a_whole_model(folders):
+    """The steps are those of the models themselves behind a real context, and what is kept has its exact size."""
+    suite = DecodeModelSuite(BenchModel(str(folders / "gpt2"), longest=41))
+    suite.check()
+    row = measure(suite, 40, rate=RATE, repeats=1)
+    consistent(row)
+    # Keys and values: 2 layers, 4 heads of size 8, 40 tokens in fp32.
+    assert row.figures["softmax_kept_mib"] == 2 * 2 * 4 * 8 * 40 * 4 / 2**20
+    assert row.figures["linear_kept_mib"] == suite.kept["linear", 40] / 2**20
+    suite.prepare("linear", 20)
+    suite.prepare("softmax", 20)
+    assert suite.kept["linear", 20] == suite.kept["linear", 40]
+    assert suite.kept["softmax", 20] * 2 == suite.kept["softmax", 40]
+    assert "first_speedup" in row.figures and row.variants["softmax"].bytes is None
+
+
+def test_a_context_of_made_up_keys_is_behind_the_token():
+    """The token's position is that of the context, with one of as many tokens as are read also the logits."""
+    model = original("gpt2", "AutoModelForCausalLM")
+    suite = DecodeModelSuite(BenchModel("gpt2", longest=PREFILL + 1))
+    suite.model.__dict__.update(converted=False, original=model, linear=linearize.convert(copy.deepcopy(model), "elu"))
+    whole = {"input_ids": torch.full((1, PREFILL + 1), 5)}
+    for variant, its in (("softmax", model), ("linear", suite.model.linear)):
+        step = suite.prepare(variant, PREFILL)
+        with torch.no_grad():
+            expected = its(**whole).logits[:, -1:]
+        torch.testing.assert_close(step(), expected, rtol=1e-4, atol=1e-5)
+    # Softmax's cache is as before its step: the next one is the same again.
+    again = suite.prepare("softmax", PREFILL)
+    torch.testing.assert_close(again(), again())
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.full((1, 7), 5), past_key_values=cache, use_cache=True)
+    set_context(cache, 20)
+    assert cache.get_seq_length() == 20 and torch.equal(
+        cache.layers[0].keys[:, :, 14:20], cache.layers[0].keys[:, :, :6]
+    )
+
+
+def test_decoding_with_a_converted_checkpoint(folders, tmp_path):
+    """Its softmax side is the original's class with its weights; rotary models go beyond their length, with a note."""
+    llama = original("llama", "AutoModelForCausalLM")
+    linear = linearize.convert(copy.deepcopy(llama), "hedgehog")
+    batch = {"input_ids": torch.arange(5, 15)[None]}
+    with torch.no_grad():
+        torch.testing.assert_close(softmax_model(linear)(**batch).logits, llama(**batch).logits)
+    linear.save_pretrained(tmp_path / "linear")
+    result = run_bench(BenchOptions("decode-model", str(tmp_path / "linear"), lengths=(100,), repeats=1))
+    assert [row.tokens for row in result.rows] == [100] and result.rows[0].speedup > 0
+    assert len(result.notes) == 1 and "was made for 64 tokens: its rotary positions go on" in result.notes[0]
+    assert result.to_dict()["notes"] == result.notes
+    model = BenchModel("llama", longest=100)
+    model.__dict__.update(converted=False, linear=linear)
+    assert model.note and BenchModel.of(linear, None, longest=64).note is None
+    with pytest.raises(UnsupportedModelError, match="no causal decoder"):
+        run_bench(BenchOptions("decode-model", str(folders / "bert"), lengths=(8,)))
+    suite = DecodeModelSuite(model)
+    suite.check()
+    mixer = next(iter(linear_attentions(linear).values())).mixer
+    mixer.info = dataclasses.replace(mixer.info, streamable=False)
+    with pytest.raises(UnsupportedModelError, match="'hedgehog' cannot decode in constant memory"):
+        suite.check()
+
+
+def test_models_of_images_are_measured_by_pixels(folders):
+    result = run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(30, 40), repeats=1, memory=False))
+    # Patches of 10 x 10 pixels, and the class token.
+    assert [(row.tokens, row.figures["image_size"]) for row in result.rows] == [(10, 30.0), (17, 40.0)]
+    for row in result.rows:
+        consistent(row)
+    with pytest.raises(ConfigError, match="expected multiples of"):
+        run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(35,)))
+    with pytest.raises(ConfigError, match="reads text, whose length is in tokens"):
+        run_bench(BenchOptions("model", str(folders / "bert"), image_sizes=(30,)))
+    with pytest.raises(ConfigError, match="got 0, expected pixels"):
+        run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(0,)))
+    with pytest.raises(ConfigError, match="leave --lengths out"):
+        run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(30,), lengths=(8,)))

@@ -38,7 +38,9 @@ def test_what_can_be_measured(options, capsys):
     "options, text",
     [
         (["--decode", "--causal"], "leave --causal out"),
-        (["--decode", "bert-base"], "leave MODEL out"),
+        (["--decode", "bert-base", "--heads", "3"], "leave --heads out"),
+        (["--decode", "--image-size", "8"], "leave --image-size out"),
+        (["--image-size", "many"], "--image-size: got 'many'"),
         (["--decode", "--stage-one"], "leave --stage-one out"),
         (["--goals", "--kernel", "elu"], "leave --kernel out"),
         (["bert-base", "--heads", "3"], "leave --heads out"),

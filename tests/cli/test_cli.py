@@ -79,6 +79,26 @@ def test_longer_inputs_and_json(folders, tmp_path, capsys):
         assert model(torch.randint(0, 90, (1, 200))).last_hidden_state.shape[1] == 200
 
 
+def test_larger_images_are_asked_for_in_pixels(folders, tmp_path, capsys):
+    """In tokens one had to know the patches, and the class token."""
+    line = ["convert", folders / "vit", "--distill-steps", 0, "--align-steps", 0, "--device", "cpu"]
+    code, text, _ = run(capsys, *line, "--image-size", 50, "--output", tmp_path / "large", "--json")
+    assert code == 0
+    assert json.loads(text)["positions"] | {"changed": [], "note": ""} == {
+        "old_length": 10, "new_length": 26, "method": "bicubic", "changed": [], "note": "", "image_size": [50, 50]
+    }  # fmt: skip
+    size = transformers.AutoImageProcessor.from_pretrained(tmp_path / "large").size
+    assert (size["height"], size["width"]) == (50, 50)
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "large")
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, 50, 50)).logits.shape == (1, 2)
+    for size, words in ((45, "multiples of (10, 10)"), (20, "not below (30, 30)"), (0, "at least 1")):
+        assert words in run(capsys, *line, "--image-size", size)[2]
+    assert "drop one of them" in run(capsys, *line, "--image-size", 50, "--max-length", 26)[2]
+    code, _, err = run(capsys, "convert", folders / "gpt2", "--image-size", 50)
+    assert code == 2 and "reads text; give --max-length, in tokens" in err
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--keep-softmax", "0")

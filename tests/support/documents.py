@@ -40,6 +40,7 @@ FOLDERS = {
     "MINILM": ("bert", "AutoModel", {}),
     "gpt2": ("gpt2", "AutoModelForCausalLM", {}),
     "google/vit-base-patch16-224": ("vit", "AutoModelForImageClassification", {}),
+    "my-vit": ("vit", "AutoModelForImageClassification", {"image_size": 32, "patch_size": 32}),
 }
 CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
 """Converted checkpoints under the names that README.md gives them, for the other documents."""
@@ -61,6 +62,8 @@ QUICK = {
     "demo": "--steps 2 --tokens 200", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
 }  # fmt: skip
+OF_MODEL = "--device cpu --repeats 1 --no-memory"
+"""Behind `bench MODEL`, whose heads are its own; and whose lengths are, where it reads images."""
 ONLY_PARSED = {
     "--goals": "measures every figure that the project promises, which takes minutes",
     "bert-base": "a model of real size",
@@ -199,9 +202,15 @@ def run_linearize(line, words, capsys):
             w for w in words[2:] if "=" not in w
         ]]  # fmt: skip
     searched = SMALL_SEARCH.split() if words[0] == "convert" and "auto" in words else []
-    code = main([*words, *QUICK[words[0]].split(), *searched])
+    code = main([*words, *quick(words).split(), *searched])
     captured = capsys.readouterr()
     assert code == 0, f"{line!r} ends with {code}: {captured.err[-600:]}"
+
+
+def quick(words):
+    if words[0] != "bench" or words[1].startswith("-"):
+        return QUICK[words[0]]
+    return OF_MODEL if "--image-size" in words else f"{OF_MODEL} --lengths 16,32"
 
 
 def run_example(line, file, words):
