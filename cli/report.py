@@ -14,7 +14,11 @@ EPILOG = """examples:
   linearize report ./roberta-base-hedgehog --lengths 512,4096,16384
 
 The page is one file without scripts that needs no network. The pictures lie beside it as PNG files, the numbers in
-report.json. Without --dataset the inputs are the built-in ones of `linearize convert`."""
+report.json. It opens with a sentence: how close, how fast, at what length.
+
+Without --dataset the inputs are of the data that the checkpoint names as what it was taught on, looked for in this
+folder, beside the checkpoint and on the Hub; else they are the built-in ones of `linearize convert`. Of a classifier or
+regression the page lists the texts whose prediction changed most (--original names the tuned original)."""
 
 
 def add_output(parser: argparse.ArgumentParser, default: str) -> None:
@@ -35,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the report and print the fidelity table."""
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
+    from linearize.report.answer import answer
     from linearize.report.write import PAGE, write_report
 
     options = take_options(args, ReportOptions)
@@ -44,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [[y.module, y.kernel, *(number(getattr(y, f)) for f in figures)] for y in found.fidelity.layers]
     rows.append(["mean", "", *(number(found.fidelity.mean(f)) for f in figures)])
     columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
+    out.print(answer(found), markup=False)
     out.print(table(f"Kernel against softmax ({found.inputs})", columns, rows, right=(2, 3, 4, 5)))
     for line in (*found.notes, *(f"Left out: {what}" for what in found.left_out)):
         out.print(line, markup=False)

@@ -82,6 +82,10 @@ class Source:
             )
         return self._batches(start, rank, world_size)
 
+    def holdout_examples(self, most: int) -> list[Example]:
+        """Give the first held-out examples as they were read; fewer where fewer are held out."""
+        return self._fetch_held(self._held[:most])
+
     def holdout_batches(self) -> list[dict[str, Tensor]]:
         """Give all held-out examples as batches; the last one may be smaller. The same on every process."""
         size = self._config.batch_size

@@ -19,6 +19,7 @@ from linearize.errors import DataError
 from linearize.fidelity.maps import LayerMaps, rank_correlation
 from linearize.fidelity.measure import Fidelity
 from linearize.fidelity.plots_style import (
+    DISTANCE_SCALE,
     FIGURES,
     LINEAR,
     SOFTMAX,
@@ -46,13 +47,16 @@ POINTS = 1500
 
 
 def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
-    """Show KL, total variation, negative share and output error per layer and head; bright is far from softmax."""
+    """Show KL, total variation, negative share and output error per layer and head; bright is far from softmax.
+
+    All are on one scale, from 0 to 1 and more; the numbers in the cells go on beyond.
+    """
     shown = [name for name in FIDELITY_FIGURES if any(name in layer.heads for layer in fidelity.layers)]
     if not shown:
         raise DataError("fidelity heat maps: got no converted layer, expected at least one; measure a converted model")
     heads = max(len(layer.heads["output_error"]) for layer in fidelity.layers)
     names = layer_names([layer.module for layer in fidelity.layers])
-    figure = new_figure(max(7.5, 0.9 * heads), 1.2 + 2 * (0.28 * len(names) + 0.5))
+    figure = new_figure(max(8.0, 1.0 * heads), 1.2 + 2 * max(1.5, 0.28 * len(names) + 0.5))
     for axes, name in zip(axes_grid(figure, len(shown), 2), shown, strict=True):
         table = np.full((len(names), heads), np.nan)
         for row, layer in enumerate(fidelity.layers):
@@ -65,13 +69,12 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
 def heatmap(
     figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
 ) -> None:
-    """Draw a table [layers, heads] with its numbers in the cells, where there is room for them."""
-    image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=min(0.0, float(np.nanmin(table))))
-    if not np.nanmax(np.abs(table)):
-        image.set_clim(0.0, 1.0)
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02).ax
-    bar.tick_params(labelsize=6)
-    bar.yaxis.get_offset_text().set_fontsize(6)
+    """Draw a table of distances [layers, heads] on the scale of all of them, with its numbers where there is room."""
+    image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
+    bar.set_ticks([0, 0.5, 1], labels=["0", "0.5", "≥1"])
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(DISTANCE_SCALE, fontsize=6.5)
     tidy(axes, title, "head")
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
     if numbers:
@@ -84,7 +87,7 @@ def heatmap(
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
             ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
-            axes.text(column, row, _brief(float(value)), ha="center", va="center", fontsize=5.5, color=ink)
+            axes.text(column, row, _brief(float(value)), ha="center", va="center", fontsize=6.5, color=ink)
 
 
 def _brief(value: float) -> str:

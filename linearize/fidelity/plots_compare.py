@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linearize.errors import DataError
+from linearize.errors import DataError, printable
 from linearize.fidelity.plots_style import FIGURES, axes_grid, new_figure, tidy, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.typing import ColorType as Colour
 
 COLUMNS = 3
+NAME, TITLE = 100, 36
+"""Characters per line of a conversion's name and of a panel's title."""
+SIZE = 9
+"""Points of all writing: on a page 880 pixels wide it is still as large as the page's small print."""
 MARKERS, DASHES = "os^Dv<>P", ("-", "--", ":", "-.")
 PER_LAYER = ("kl", "total_variation", "output_error")
 """Figures of single layers that are shown; the share of negative weights is zero for most kernels."""
@@ -25,7 +31,7 @@ def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]],
     """Show several conversions beside each other.
 
     Args:
-        names: of the conversions.
+        names: of the conversions; they stand above the panels, which have their numbers.
         rows: their figures by key, None where there is none; under "layers" a list with the figures of every layer.
         labels: key -> title, of the figures to show as bars. Those of `PER_LAYER` are shown layer by layer too.
 
@@ -36,22 +42,43 @@ def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]],
         raise DataError("comparison: got no conversion, expected one or more; measure one first")
     single = [key for key in PER_LAYER if key in labels and any(_of_layers(row, key) for row in rows)]
     bar_rows, line_rows = -(-len(labels) // COLUMNS), -(-len(single) // COLUMNS)
-    heights = [0.3 * len(names) + 0.7] * bar_rows + [2.5] * line_rows
-    figure = new_figure(9.0, 0.5 + sum(heights))
+    heights = [0.24 * len(names) + 0.8] * bar_rows + [2.6] * line_rows
+    shown = [printable(name).replace("$", r"\$") for name in names]
+    called = [textwrap.fill(f"{number}: {name}", NAME) for number, name in enumerate(shown, start=1)]
+    lines_of_names = sum(text.count("\n") + 1 for text in called)
+    figure = new_figure(9.5, 0.6 + 0.19 * lines_of_names + sum(heights))
     cells = axes_grid(figure, (bar_rows + line_rows) * COLUMNS, COLUMNS, heights)
     colours = _colours(len(names))
     for number, (key, label) in enumerate(labels.items()):
-        _bars(cells[number], names if number % COLUMNS == 0 else None, [row.get(key) for row in rows], colours)
-        tidy(cells[number], label)
+        _bars(cells[number], [row.get(key) for row in rows], colours)
+        _title(cells[number], label)
     lines = cells[bar_rows * COLUMNS :]
     for axes, key in zip(lines, single, strict=False):
-        _lines(axes, names, [_of_layers(row, key) for row in rows], colours)
-        tidy(axes, f"{labels[key]}, by layer", "converted layer")
-    if single:
-        lines[0].legend(fontsize=6, frameon=False)
+        _lines(axes, [_of_layers(row, key) for row in rows], colours)
+        _title(axes, f"{labels[key]}, by layer", "converted layer")
     for empty in [*cells[len(labels) : bar_rows * COLUMNS], *lines[len(single) :]]:
         empty.set_axis_off()
+    handles = [_line(number, colours) for number in range(len(names))]
+    # Above all panels, where a name of any length has room: inside them it would leave none for the bars.
+    figure.legend(handles, called, loc="outside upper left", ncols=1, fontsize=SIZE, frameon=False, handlelength=3)
     return figure
+
+
+def _title(axes: Axes, title: str, xlabel: str = "") -> None:
+    tidy(axes, textwrap.fill(title, TITLE), xlabel)
+    axes.title.set_fontsize(SIZE)
+    axes.xaxis.label.set_fontsize(SIZE)
+    axes.tick_params(labelsize=SIZE)
+
+
+def _line(number: int, colours: Sequence[Colour]) -> Line2D:
+    """Return how a conversion's line looks."""
+    from matplotlib.lines import Line2D
+
+    return Line2D(
+        [], [], color=colours[number], marker=MARKERS[number % len(MARKERS)], linestyle=DASHES[number % len(DASHES)],
+        markersize=5, linewidth=1.4,
+    )  # fmt: skip
 
 
 def _of_layers(row: Mapping[str, Any], key: str) -> list[tuple[int, float]]:
@@ -67,32 +94,36 @@ def _colours(count: int) -> list[Colour]:
     return [colormaps[FIGURES](place) for place in np.linspace(0.05, 0.85, count)]
 
 
-def _bars(axes: Axes, names: Sequence[str] | None, values: Sequence[float | None], colours: Sequence[Colour]) -> None:
+def _bars(axes: Axes, values: Sequence[float | None], colours: Sequence[Colour]) -> None:
     """Draw one bar per conversion with its number, a dash where there is none."""
     places = range(len(values))
-    axes.barh(places, [value or 0.0 for value in values], color=colours, height=0.6)
+    axes.barh(places, [value or 0.0 for value in values], color=colours, height=0.7)
     for place, value in zip(places, values, strict=True):
         text = "-" if value is None else f"{value:.3g}"
-        axes.annotate(text, (value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
-    axes.set_yticks(places, names or [""] * len(values), fontsize=7)
+        axes.annotate(
+            text, (value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=SIZE
+        )
+    axes.set_yticks(places, [str(place + 1) for place in places])
     axes.invert_yaxis()
-    axes.margins(x=0.2)
+    if not any(values):
+        axes.set_xlim(0, 1)
+    axes.margins(x=0.25)
+    axes.locator_params(axis="x", nbins=4)
 
 
-def _lines(
-    axes: Axes, names: Sequence[str], lines: Sequence[Sequence[tuple[int, float]]], colours: Sequence[Colour]
-) -> None:
+def _lines(axes: Axes, lines: Sequence[Sequence[tuple[int, float]]], colours: Sequence[Colour]) -> None:
     """Draw one line over the layers per conversion that has the figure."""
-    for number, (name, points) in enumerate(zip(names, lines, strict=True)):
+    for number, points in enumerate(lines):
         if points:
-            axes.plot(
-                *zip(*points, strict=True), color=colours[number], marker=MARKERS[number % len(MARKERS)],
-                linestyle=DASHES[number % len(DASHES)], markersize=4, linewidth=1.2, label=name,
-            )  # fmt: skip
+            line = _line(number, colours)
+            line.set_data(*np.array(points).T)
+            axes.add_line(line)
+    axes.autoscale_view()
     heights = [value for points in lines for _, value in points]
     # One conversion that is far off would press all others onto the axis.
     if min(heights) > 0 and max(heights) > 20 * min(heights):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
     whole_numbers(axes)

@@ -72,8 +72,10 @@ def hedgehog_weights(maps: Sequence[LayerMaps]) -> Figure:
         size = weight.shape[-1]
         distances.append(((weight - torch.eye(size)).norm(dim=(-2, -1)) / size**0.5).numpy())
         head = _most_changed(weight)
-        image = axes.imshow(weight[head].numpy(), cmap=FIGURES, interpolation="nearest")
-        figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02).ax.tick_params(labelsize=6)
+        image = axes.imshow(weight[head].numpy(), cmap=FIGURES, interpolation="nearest", vmin=-1.0, vmax=1.0)
+        bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+        bar.set_ticks([-1, 0, 1], labels=["≤-1", "0", "≥1"])
+        bar.ax.tick_params(labelsize=6)
         tidy(axes, f"{name}, head {head}: W")
     heatmap(figure, cells[-1], np.stack(distances), names, "|W - I| / |I|", numbers=False)
     return figure
@@ -154,8 +156,8 @@ def _spectrum(axes: Axes, layer: LayerMaps) -> None:
 register_picture(
     "hedgehog",
     hedgehog_weights,
-    "Hedgehog's learned W of the head that left the identity furthest, layer by layer; last panel: how far W is from "
-    "the identity in every head.",
+    "Hedgehog's learned W of the head that left the identity furthest, layer by layer, all on "
+    "one scale from -1 to 1; last panel: how far W is from the identity in every head.",
 )
 register_picture(
     "luna",

@@ -10,7 +10,19 @@ from torch import Tensor
 
 from linearize.errors import DataError
 from linearize.fidelity.maps import LayerMaps
-from linearize.fidelity.plots_style import NEGATIVE, WEIGHTS, axes_grid, layer_names, new_figure, safe_label, tidy
+from linearize.fidelity.plots_style import (
+    FIGURES,
+    LEAST_WEIGHT,
+    NEGATIVE,
+    WEIGHTS,
+    axes_grid,
+    layer_names,
+    new_figure,
+    safe_label,
+    shade,
+    tidy,
+    weight_bar,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +38,8 @@ HEADS_PER_ROW = 16
 def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     """Show all layers and heads: for every layer a row of softmax maps and below it the row of the kernel's.
 
-    A map's queries run down, its keys to the right. Both maps of a head share one scale, from 0 to its largest weight;
-    shades are the square root of the share of it. Negative weights are red.
+    A map's queries run down, its keys to the right. All share the scale of weights, which is logarithmic. Negative
+    weights are red.
     """
     blocks = [
         (layer, name, range(start, min(start + HEADS_PER_ROW, len(layer.softmax))))
@@ -36,21 +48,23 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     ]
     columns = max(len(heads) for _, _, heads in blocks)
     cell = min(1.0, 10.0 / columns)
-    figure = new_figure(1.0 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
-    for axes, (layer, name, heads) in zip(axes_grid(figure, len(blocks), 1), blocks, strict=True):
-        _mosaic(axes, layer, name, heads, columns)
+    figure = new_figure(1.8 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
+    places = axes_grid(figure, len(blocks), 1)
+    images = [
+        _mosaic(axes, layer, name, heads, columns) for axes, (layer, name, heads) in zip(places, blocks, strict=True)
+    ]
+    weight_bar(figure, images[0], places)
     return figure
 
 
-def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> None:
+def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> Any:
     tokens = layer.softmax.shape[-1]
     step = tokens + max(1, round(GAP * tokens))
     canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
     for place, head in enumerate(heads):
-        largest = max(float(layer.softmax[head].max()), float(layer.linear[head].max()), 1e-30)
         for row, weights in enumerate((layer.softmax[head], layer.linear[head])):
-            canvas[row * step : row * step + tokens, place * step : place * step + tokens] = _shade(weights, largest)
-    axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+            canvas[row * step : row * step + tokens, place * step : place * step + tokens] = shade(weights)
+    image = axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
     tidy(axes, f"{name} ({layer.kernel})")
     middles = [place * step + tokens / 2 for place in range(len(heads))]
     axes.set_xticks(middles, [f"head {head}" for head in heads], fontsize=6)
@@ -64,11 +78,7 @@ def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int)
         for row in range(2):
             corner = (place * step - 0.5, row * step - 0.5)
             axes.add_patch(Rectangle(corner, tokens, tokens, fill=False, edgecolor="#999999", linewidth=0.4))
-
-
-def _shade(weights: Tensor, largest: float) -> np.ndarray:
-    share = (weights / largest).numpy()
-    return np.where(share < -1e-4, -1.0, np.sqrt(np.clip(share, 0.0, 1.0)))
+    return image
 
 
 def _colours() -> Colormap:
@@ -87,15 +97,14 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         title: above both; by default layer and head.
     """
     side = min(7.0, max(3.0, 0.14 * len(tokens) + 1.0))
-    figure = new_figure(2 * side + 0.6, side + 0.5)
-    largest = max(float(layer.softmax[head].max()), float(layer.linear[head].max()), 1e-30)
+    figure = new_figure(2 * side + 0.8, side + 0.5)
     panels = figure.subplots(1, 2)
     image: AxesImage | None = None
     for axes, weights, name in zip(
         panels, (layer.softmax[head], layer.linear[head]), ("softmax", layer.kernel), strict=True
     ):
-        image = axes.imshow(_shade(weights, largest), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
-        rows, columns = np.nonzero((weights < -1e-4 * largest).numpy())
+        image = axes.imshow(shade(weights), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+        rows, columns = np.nonzero((weights < -LEAST_WEIGHT).numpy())
         axes.scatter(columns, rows, marker="x", s=8, c="black", linewidths=0.6)
         tidy(axes, name, "key", "query" if name == "softmax" else "")
         size = 7 if len(tokens) <= 32 else 5.5
@@ -103,9 +112,7 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)
     assert image is not None
-    bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.01)
-    bar.set_ticks([0, 0.5, 1], labels=["0", f"{largest / 4:.2g}", f"{largest:.2g}"])
-    bar.ax.tick_params(labelsize=7)
+    weight_bar(figure, image, panels)
     figure.suptitle(title or f"{layer.module}, head {head}", fontsize=10)
     return figure
 
@@ -150,47 +157,53 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
     shown = to_picture(picture)
     cells[0].imshow(shown)
     tidy(cells[0], "the picture")
+    image: Any = None
     for number, (layer, name) in enumerate(zip(maps, layer_names([m.module for m in maps]), strict=True)):
         pair = (layer.softmax.mean(dim=0), layer.linear.mean(dim=0))
         places = cells[1 + 2 * number : 3 + 2 * number]
-        _overlay(places, shown, pair)
+        image = _overlay(places, shown, pair)
         for axes, side in zip(places, ("softmax", "linear"), strict=True):
             tidy(axes, f"{name}, {side}")
     for axes in cells:
         axes.set_xticks([])
         axes.set_yticks([])
+    weight_bar(figure, image, cells)
     return figure
 
 
 def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") -> Figure:
     """Lay one head's attention over the picture, softmax beside linear."""
-    figure = new_figure(7.5, 3.1)
+    figure = new_figure(8.3, 3.1)
     shown = to_picture(picture)
     panels = figure.subplots(1, 3)
     panels[0].imshow(shown)
     tidy(panels[0], "the picture")
-    _overlay(panels[1:], shown, (layer.softmax[head], layer.linear[head]))
+    image = _overlay(panels[1:], shown, (layer.softmax[head], layer.linear[head]))
     tidy(panels[1], "softmax")
     tidy(panels[2], layer.kernel)
     for axes in panels:
         axes.set_xticks([])
         axes.set_yticks([])
+    weight_bar(figure, image, panels)
     figure.suptitle(title or f"{layer.module}, head {head}", fontsize=10)
     return figure
 
 
-def _overlay(places: Sequence[Axes], picture: np.ndarray, weights: Sequence[Tensor]) -> None:
-    """Lay maps [T, T] over a picture, all on one scale: from their smallest to their largest weight."""
+def _overlay(places: Sequence[Axes], picture: np.ndarray, weights: Sequence[Tensor]) -> Any:
+    """Lay maps [T, T] over a picture, all on the scale of weights; returns the last one laid."""
+    from matplotlib import colormaps
+
     height, width = picture.shape[:2]
     before, rows, columns = patch_grid(weights[0].shape[-1], height, width)
-    heats = [(w[0] if before else w.mean(dim=0))[before:].reshape(rows, columns).numpy() for w in weights]
-    low, high = min(float(h.min()) for h in heats), max(float(h.max()) for h in heats)
+    heats = [shade((w[0] if before else w.mean(dim=0))[before:].reshape(rows, columns)) for w in weights]
+    image: Any = None
     for axes, heat in zip(places, heats, strict=True):
         # The picture is pale and grey, so that brightness is the attention's alone to tell.
         axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
-        axes.imshow(
-            heat, cmap="cividis", alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), vmin=low, vmax=high
-        )
+        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+        colours = colormaps[FIGURES].with_extremes(under=NEGATIVE)
+        image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
+    return image
 
 
 def to_picture(pixels: Tensor) -> np.ndarray:

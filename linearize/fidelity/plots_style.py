@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
 """Dark blue and orange differ in brightness as well as in hue; lines differ in their dashes too."""
@@ -17,6 +19,11 @@ WEIGHTS = "Blues"
 """Light to dark: none to much."""
 FIGURES = "cividis"
 NEGATIVE = "#d7301f"
+LEAST_WEIGHT = 1e-3
+"""Lower end of the scale of weights, which is logarithmic and ends at 1: the same for all maps of attention."""
+WEIGHT_SCALE = "weight: 0.001 or less to 1, logarithmic"
+DISTANCE_SCALE = "0: equal to softmax, 1: 1 or more"
+"""Names of the scales, written beside the maps."""
 MAX_PIXELS = 2200
 """Longest side of a saved picture, so that a model of many layers gives a page that still opens."""
 
@@ -45,6 +52,25 @@ def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> Non
     axes.tick_params(labelsize=7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def shade(weights: Tensor) -> np.ndarray:
+    """Place weights on the scale of all maps of attention: 0 to 1, and -1 where a weight is negative by as much."""
+    import numpy as np
+
+    values = weights.numpy()
+    decades = -np.log10(LEAST_WEIGHT)
+    # Rounding must not take what is nothing for negative.
+    places = np.clip(1 + np.log10(np.clip(values, LEAST_WEIGHT, 1.0)) / decades, 0.0, 1.0)
+    return np.where(values < -LEAST_WEIGHT, -1.0, places)
+
+
+def weight_bar(figure: Figure, image: Any, axes: Sequence[Axes]) -> None:
+    """Put the scale of weights beside maps that `shade` has made."""
+    bar = figure.colorbar(image, ax=list(axes), pad=0.01, fraction=0.025, aspect=30)
+    bar.set_ticks([0, 1 / 3, 2 / 3, 1], labels=["≤0.001", "0.01", "0.1", "1"])
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(WEIGHT_SCALE, fontsize=7)
 
 
 def whole_numbers(axes: Axes, ticks: int = 9) -> None:

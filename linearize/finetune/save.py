@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.output import atomic_folder
-from linearize.checkpoint.save import save
+from linearize.checkpoint.save import save, write_files
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import RECORD, read_record
 from linearize.finetune.prepared import TaskData
@@ -32,7 +32,7 @@ def save_model(
     *,
     overwrite: bool = False,
     stage: Mapping[str, object] | None = None,
-    extra_files: dict[str, str] | None = None,
+    extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Save a model of either kind, all or nothing.
 
@@ -42,13 +42,13 @@ def save_model(
         processor: tokenizer or image processor.
         overwrite: whether a folder that holds something may be replaced.
         stage: what a converted model's provenance says beside what it says already.
-        extra_files: further text files, by name.
+        extra_files: further files, texts or bytes by name, which may lead into folders.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
     move(model, "cpu")
-    files = extra_files or {}
+    files = dict(extra_files or {})
     if is_linearized(model):
         provenance = {**(model.config.linearize.get("provenance") or {}), **(stage or {})}
         with quiet():
@@ -64,8 +64,7 @@ def save_model(
         model.save_pretrained(folder)
         if processor is not None:
             processor.save_pretrained(folder)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        write_files(folder, files)
     return Path(target)
 
 
@@ -76,6 +75,10 @@ def tuning_record(
     return {
         "task": data.task.name,
         "data": without_folders(data.description),
+        "columns": list(data.task.columns),
+        "label_column": data.task.label,
+        "split": data.task.validation[0] if data.task.exact_validation else None,
+        "seed": None if data.options is None else data.options.seed,
         "facts": data.facts,
         "max_length": None if data.options is None else data.options.max_length,
         "metrics": result.metrics,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from linearize.fidelity.spread import LayerSpread
     from linearize.fidelity.whole import OutputDifference
     from linearize.loading import Loaded
+    from linearize.report.inputs import Inputs
+    from linearize.report.predictions import Changes
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
@@ -45,6 +47,7 @@ class Gathered:
         tokens: its tokens' labels; empty for a picture.
         picture: the picture as the model gets it, [C, height, width], or None.
         outputs: whole outputs against the original's (`OutputDifference`), or None.
+        changes: predictions beside the original's (`linearize.report.predictions.Changes`), or None.
         speeds: one `linearize.bench.rows.Row` per length.
         log: lines of the log that lies in the folder.
         notes: what the reader has to know.
@@ -60,6 +63,7 @@ class Gathered:
     tokens: list[str]
     picture: Tensor | None
     outputs: OutputDifference | None
+    changes: Changes | None
     speeds: list[Row]
     log: list[dict[str, object]]
     notes: list[str]
@@ -68,17 +72,20 @@ class Gathered:
     def to_dict(self) -> dict[str, object]:
         """Return the numbers as plain data."""
         from linearize.bench.side_by_side import Comparison
+        from linearize.report.answer import answer
 
         speeds = [Comparison.of(row) for row in self.speeds]
         plan = None if self.info.plan is None else self.info.plan.to_dict()
         info = {name: value for name, value in vars(self.info).items() if name not in ("plan", "provenance")}
         info["name"] = Path(self.info.name).name or self.info.name
         return {
+            "answer": answer(self),
             "checkpoint": info | {"plan": plan},
             "inputs": self.inputs,
             "fidelity": self.fidelity.to_dict(),
             "spread": [spread.to_dict() for spread in self.spreads],
             "outputs": None if self.outputs is None else asdict(self.outputs),
+            "predictions": None if self.changes is None else asdict(self.changes),
             "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in speeds],
             "notes": self.notes,
             "left_out": self.left_out,
@@ -109,7 +116,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     on_event(Started("reading the checkpoint"))
     loaded = load_converted(options.checkpoint, device=device)
     info = inspect_checkpoint(options.checkpoint)
-    inputs = load_inputs(loaded, options.inputs, seed=_seed(info))
+    inputs = load_inputs(loaded, options.inputs, seed=_seed(info), provenance=info.provenance)
     notes = list(inputs.notes)
     if weights_were_trained(info.provenance):
         notes.append(OTHER_SOFTMAX)
@@ -132,12 +139,13 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         outputs = output_difference(original.model, loaded.model, inputs.batches)
         if outputs is None:
             left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
+    changes = _changes(original, loaded, inputs, left_out)
     speeds = _speeds(options, loaded, notes, left_out, on_event)
     log = _log(options.checkpoint, left_out)
     picture = first["pixel_values"][0] if loaded.modality == "image" else None
     return Gathered(
-        info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, speeds, log,
-        notes, left_out,
+        info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, changes, speeds,
+        log, notes, left_out,
     )  # fmt: skip
 
 
@@ -157,27 +165,53 @@ def _maps(loaded: Loaded, first: dict[str, Tensor], left_out: list[str]) -> list
         return []
 
 
+def _changes(original: Loaded | None, loaded: Loaded, inputs: Inputs, left_out: list[str]) -> Changes | None:
+    from linearize.report.predictions import compare_predictions, has_predictions, why_not
+
+    if not has_predictions(loaded):
+        return None
+    reason = why_not(original, loaded, inputs.texts)
+    if reason is not None or original is None:
+        left_out.append(f"The texts whose prediction changed most: {reason}.")
+        return None
+    return compare_predictions(original, loaded, inputs.texts, inputs.length)
+
+
 def _speeds(
     options: ReportOptions, loaded: Loaded, notes: list[str], left_out: list[str], on_event: Callback
 ) -> list[Row]:
     from linearize.bench.side_by_side import measure_speed
     from linearize.report.lengths import check_lengths
-    from linearize.surgery.positions import current_length
+    from linearize.surgery.positions import current_image_size, current_length, runs_beyond_limit
 
-    if loaded.modality != "text":
-        left_out.append("Time and memory against length: the length of a picture is fixed.")
-        return []
-    lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
-    notes += dropped
+    size: int | None = None
+    if loaded.modality == "text":
+        limit = current_length(loaded.model)
+        beyond = limit is not None and runs_beyond_limit(loaded.model)
+        lengths, dropped = check_lengths(options.lengths, None if beyond else limit)
+        notes += dropped
+        if beyond and limit is not None and lengths and lengths[-1] > limit:
+            notes.append(
+                f"Time was measured beyond the {limit:,} tokens that this checkpoint was made for: its rotary "
+                "positions go on, but what lies behind was never trained."
+            )
+        what = f"{', '.join(f'{length:,}' for length in lengths)} tokens"
+    else:
+        height, width = current_image_size(loaded.model) or (0, 1)
+        tokens = current_length(loaded.model)
+        if height != width or tokens is None:
+            left_out.append("Time and memory: pictures are not square here, or their tokens are not known.")
+            return []
+        size, lengths, what = height, [tokens] if options.lengths else [], f"{height} x {width} pixels"
     if not lengths:
         left_out.append("Time and memory against length: no length to measure at (--lengths).")
         return []
-    on_event(Started(f"time and memory at {', '.join(f'{length:,}' for length in lengths)} tokens"))
+    on_event(Started(f"time and memory at {what}"))
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
     if folder is None:
         left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
-    return measure_speed(loaded.model, folder, lengths)
+    return measure_speed(loaded.model, folder, lengths, image_size=size)
 
 
 def _log(checkpoint: str, left_out: list[str]) -> list[dict[str, object]]:

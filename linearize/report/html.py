@@ -18,19 +18,28 @@ TEMPLATE = "page.html"
 
 
 def page(
-    title: str, lead: str, sections: Sequence[Section], notes: Sequence[str], left_out: Sequence[str], foot: str
+    title: str,
+    lead: str,
+    what: str,
+    sections: Sequence[Section],
+    notes: Sequence[str],
+    left_out: Sequence[str],
+    foot: str,
 ) -> str:
     """Write the page.
 
     Args:
         title: heading.
-        lead: one line below it.
+        lead: the sentence that the page opens with.
+        what: one line below it.
         sections: what is shown.
         notes: what the reader has to know.
         left_out: what is not there, and why.
         foot: last line.
     """
-    return _template().render(title=title, lead=lead, sections=sections, notes=notes, left_out=left_out, foot=foot)
+    return _template().render(
+        title=title, lead=lead, what=what, sections=sections, notes=notes, left_out=left_out, foot=foot
+    )
 
 
 @functools.cache

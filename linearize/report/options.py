@@ -16,13 +16,16 @@ class InputOptions:
 
     dataset: str | None = option(
         None,
-        "Hub data set, local file or folder to take the inputs from; by default the built-in data",
+        "Hub data set, local file or folder to take the inputs from",
         metavar="NAME_OR_PATH",
+        shown="the built-in data",
     )
-    text_column: str | None = option(None, "column of the text; found by itself where it is clear", metavar="C")
+    text_column: str | None = option(
+        None, "column of the text, or the two of a pair; found by itself where it is clear", metavar="C[,D]"
+    )
     image_column: str | None = option(None, "column of the image", metavar="C")
     inputs: int = option(8, "how many inputs to measure on", low=1)
-    max_length: int = option(128, "tokens per input", low=1)
+    max_length: int | None = option(None, "tokens per input", low=1, shown="128")
 
     def __post_init__(self) -> None:
         check(self, "report")
@@ -46,13 +49,19 @@ def _lengths() -> Any:
     )
 
 
+OF_RECORD = {
+    "dataset": "what the checkpoint was taught on, where that is here; else the built-in data",
+    "max_length": "as many as it was taught on, 512 at most",
+}
+
+
 @dataclass(frozen=True)
 class ReportOptions:
     """What a user may say about a report."""
 
     checkpoint: str = option(help="folder or Hub name of a converted checkpoint", positional=True, metavar="DIR")
     original: str | None = _original()
-    inputs: InputOptions = section(InputOptions)
+    inputs: InputOptions = section(InputOptions, shown=OF_RECORD)
     lengths: Sequence[int] = _lengths()
     device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
 

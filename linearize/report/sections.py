@@ -13,14 +13,19 @@ from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.errors import DataError
 from linearize.fidelity import plots, plots_kernels, plots_maps
-from linearize.fidelity.plots_style import layer_names, to_png
+from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 from linearize.report.gather import Gathered
+from linearize.report.predictions import CLASS, NUMBER, SEVERAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from linearize.fidelity.maps import LayerMaps
 
+SCALES = {
+    "weight": "Maps of attention share the weight scale on the whole page: logarithmic, from 0.001 or less to 1.",
+    "distance": "Maps of distances share the distance scale on the whole page: 0 (equal, dark) to 1 or more (bright).",
+}
 LARGE = 2
 """How many of the best and of the worst heads are shown large."""
 
@@ -39,11 +44,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column names the row."""
+    """A table of text; the first column names the row. `kind` is what its cells are: facts, numbers or texts."""
 
     caption: str
     columns: list[str]
     rows: list[list[str]]
+    kind: str = "numbers"
+
+    @property
+    def wide(self) -> bool:
+        """Whether it is wider than a narrow screen, where facts wrap."""
+        return self.kind != "facts"
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
 
 def make_sections(found: Gathered) -> list[Section]:
     """Draw all sections for which there is something to show, in the order of the page."""
-    makers = (_checkpoint, _fidelity, _maps, _heads, _scatter, _spread, _kernels, _training, _speed)
+    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _scatter, _spread, _kernels, _training, _speed)
     return [section for make in makers for section in make(found)]
 
 
@@ -76,7 +87,7 @@ def _checkpoint(found: Gathered) -> Iterator[Section]:
     rows[0] = [rows[0][0], Path(found.info.name).name or found.info.name]
     rows.append(["inputs of this report", found.inputs])
     text = "What was converted into what, as the checkpoint itself says."
-    yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows),))
+    yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows, "facts"),))
 
 
 def _number(value: float | None) -> str:
@@ -106,8 +117,36 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
             f"{found.outputs.cosine:.3f}, relative error {found.outputs.relative_error:.3f}."
         )
     alt = "Heat maps of KL divergence, total variation, negative share and output error per layer and head."
-    picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} Bright is far from softmax.")
+    picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} {SCALES['distance']}")
     yield Section("fidelity", "How close", text, (picture,), (table,))
+
+
+def _predictions(found: Gathered) -> Iterator[Section]:
+    changes = found.changes
+    if changes is None:
+        return
+    rows = [
+        [
+            change.text,
+            _prediction(change.original, change.original_probability),
+            _prediction(change.converted, change.converted_probability),
+            _number(change.difference),
+        ]
+        for change in changes.largest
+    ]
+    text = f"Of {changes.texts:,} texts, those whose prediction the conversion changed most"
+    text += "." if changes.same is None else f"; {changes.same:,} of all got the same answer as from the original."
+    text += {
+        CLASS: " The difference is half the sum of the probabilities' differences: 0 is equal, 1 the opposite.",
+        SEVERAL: " The difference is the largest one of a label's probability: 0 is equal, 1 the opposite.",
+        NUMBER: " The difference is that of the two numbers.",
+    }[changes.kind]
+    table = Table("Texts whose prediction changed most", ["text", "original", "converted", "difference"], rows, "texts")
+    yield Section("predictions", "Changed predictions", text, tables=(table,))
+
+
+def _prediction(said: str, probability: float | None) -> str:
+    return said if probability is None else f"{said} ({probability:.2f})"
 
 
 def _maps(found: Gathered) -> Iterator[Section]:
@@ -115,8 +154,8 @@ def _maps(found: Gathered) -> Iterator[Section]:
         return
     of = "the first picture" if found.picture is not None else f"the first {len(found.tokens)} tokens of the first text"
     text = (
-        f"Attention of {of}: softmax above, the kernel below. Queries run down, keys to the right. Both maps of a "
-        "head share one scale; shades are the square root of the share of its largest weight; negative is red."
+        f"Attention of {of}: softmax above, the kernel below. Queries run down, keys to the right. "
+        f"{SCALES['weight']} Negative weights (below -{LEAST_WEIGHT:g}) are red."
     )
     alt = f"Attention maps of all {len(found.maps)} converted layers and their heads, softmax above linear."
     pictures = [draw("maps", plots_maps.attention_grid(found.maps), alt)]
@@ -124,9 +163,7 @@ def _maps(found: Gathered) -> Iterator[Section]:
         try:
             figure = plots_maps.picture_maps(found.maps, found.picture)
             alt = "The class token's attention laid over the picture, per layer, softmax beside linear."
-            pictures.append(
-                draw("picture", figure, alt, f"{alt} Mean over heads; bright is much; a pair shares its scale.")
-            )
+            pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is much. {SCALES['weight']}"))
         except DataError as error:
             found.left_out.append(f"Maps over the picture: {error}.")
     yield Section("maps", "Attention maps", text, tuple(pictures))
@@ -216,7 +253,7 @@ def _training(found: Gathered) -> Iterator[Section]:
             found.left_out.append(f"{str(error).partition(';')[0]}.".capitalize())
     rows = [[label, value] for label, value in training_rows(found.info.provenance)]
     if pictures or rows:
-        tables = (Table("What the checkpoint says about its training", ["", "value"], rows),) if rows else ()
+        tables = (Table("What the checkpoint says about its training", ["", "value"], rows, "facts"),) if rows else ()
         yield Section("training", "Training", "From the log that lies beside the weights.", tuple(pictures), tables)
 
 

@@ -36,6 +36,7 @@ def write_report(
 def _write(options: ReportOptions, target: str, overwrite: bool, on_event: Callback) -> Gathered:
     from linearize import __version__
     from linearize.checkpoint.output import atomic_folder
+    from linearize.report.answer import answer
     from linearize.report.html import page
     from linearize.report.sections import make_sections
 
@@ -44,9 +45,9 @@ def _write(options: ReportOptions, target: str, overwrite: bool, on_event: Callb
     sections = make_sections(found)
     name = Path(options.checkpoint).name
     kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))
-    lead = f"{found.info.architecture or found.info.model_type}: linear attention ({kernels}) beside its softmax."
+    what = f"{found.info.architecture or found.info.model_type}: linear attention ({kernels}) beside its softmax."
     foot = f"Made by linearize {__version__}. The numbers are in report.json, the pictures in the folder images."
-    text = page(f"{name}: report", lead, sections, found.notes, found.left_out, foot)
+    text = page(f"{name}: report", answer(found), what, sections, found.notes, found.left_out, foot)
     with atomic_folder(target, overwrite=overwrite) as folder:
         (folder / PAGE).write_text(text, encoding="utf-8")
         (folder / "report.json").write_text(

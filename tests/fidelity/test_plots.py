@@ -11,7 +11,7 @@ from support.tiny import converted, inputs_of
 from linearize.errors import DataError
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
 from linearize.fidelity.maps import attention_maps, rank_correlation
-from linearize.fidelity.plots_style import layer_names, safe_label, to_png
+from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
 from linearize.fidelity.spread import RATIOS, measure_spread
 
 KERNELS = ("hedgehog", "luna", "flexformer_s", "flexformer_n", "norm_elu", "diag_softmax")
@@ -169,6 +169,44 @@ def test_conversions_are_compared_by_figure_and_by_layer():
     assert error_layers.lines[1].get_color() == error.patches[1].get_facecolor() and not empty.axison
     with pytest.raises(DataError, match="no conversion"):
         plots_compare.compare_conversions([], [], labels)
+
+
+def test_names_of_conversions_of_any_length_leave_room():
+    """Names stood beside the bars of a third of the picture, and pressed all panels to slivers."""
+    names = ["a-conversion-with-a-long-name-" * 6, "$x$ \x1b[31m"]
+    rows = [{"kl": 0.4, "error": 0.2, "speed": 2.0, "layers": [{"kl": 0.4}]}] * 2
+    figure = plots_compare.compare_conversions(names, rows, {"kl": "KL", "error": "error", "speed": "x" * 60})
+    to_png(figure, dpi=50)
+    (legend,) = figure.legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown[0].replace("\n", "") == f"1: {names[0]}" and shown[1] == "2: \\$x\\$ \ufffd[31m"
+    width, height = figure.get_size_inches() * figure.dpi
+    for text in (*legend.get_texts(), *(axes.title for axes in figure.axes)):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
+    assert all(axes.get_position().width > 0.22 for axes in figure.axes)
+
+
+def test_all_maps_of_a_kind_have_one_scale():
+    """Pale in one map and dark in another were the same weight, as each had a scale of its own."""
+    weights = torch.tensor([[1.0, 0.1, 0.01], [1e-3, 1e-9, 0.0], [-1e-4, -0.5, 3.0]])
+    expected = [[1.0, 2 / 3, 1 / 3], [0.0, 0.0, 0.0], [0.0, -1.0, 1.0]]
+    np.testing.assert_allclose(shade(weights), expected, atol=1e-6)
+    model = converted("bert")
+    batch = one(model)
+    maps, fidelity = attention_maps(model, batch), measure(None, model, [batch])
+    pixels = {"pixel_values": torch.rand(1, 3, 30, 30)}
+    pictures = attention_maps(converted("vit"), pixels)
+    of_weights = [
+        plots_maps.attention_grid(maps),
+        plots_maps.head_map(maps[0], 1, list("abcdefghi")),
+        plots_maps.picture_maps(pictures, pixels["pixel_values"][0]),
+        plots_maps.picture_head(pictures[0], 1, pixels["pixel_values"][0]),
+    ]
+    for figures, scale in ((of_weights, WEIGHT_SCALE), ([plots.fidelity_heatmaps(fidelity)], DISTANCE_SCALE)):
+        for figure in figures:
+            bars = [axes for axes in figure.axes if axes.get_ylabel() == scale]
+            assert bars and all(axes.get_ylim() == (0.0, 1.0) for axes in bars)
 
 
 def test_numbers_in_cells_are_brief():

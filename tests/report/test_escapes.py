@@ -81,7 +81,7 @@ def test_every_place_of_the_page_is_escaped():
     """Also those that today's makers fill with words of their own."""
     picture = Picture("p", EVIL, EVIL, b"\x89PNG", 3, 4)
     section = Section(EVIL, EVIL, EVIL, (picture,), (Table(EVIL, [EVIL] * 3, [[EVIL] * 3]),))
-    text = page(EVIL, EVIL, [section], [EVIL], [EVIL], EVIL)
+    text = page(EVIL, EVIL, EVIL, [section], [EVIL], [EVIL], EVIL)
     found = read(text)
     assert [tag for tag, _ in found.tags].count("img") == 1 and "script" not in {tag for tag, _ in found.tags}
     assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]

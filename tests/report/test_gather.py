@@ -12,6 +12,7 @@ from support.forks import in_forked_process
 from linearize.errors import CheckpointError, ConfigError, DataError
 from linearize.fidelity.whole import output_difference
 from linearize.loading import load_converted, load_model
+from linearize.report.answer import answer
 from linearize.report.compare import CompareOptions, compare_checkpoints
 from linearize.report.gather import ReportOptions, gather
 from linearize.report.inputs import InputOptions
@@ -115,7 +116,23 @@ def test_other_kinds(name, made, tmp_path):
         assert any("no picture for kernel 'norm_elu'" in what for what in found.left_out)
         assert found.fidelity.mean("kl") is None
     if name == "vit":
-        assert any("length of a picture" in what for what in found.left_out)
+        assert any("no length to measure at" in what for what in found.left_out)
+
+
+def test_pictures_are_timed_at_their_own_size(made, monkeypatch):
+    monkeypatch.setattr("linearize.bench.measure.in_fresh_process", in_forked_process)
+    found = gather(options(made, "vit", lengths=(128,)))
+    assert [row.tokens for row in found.speeds] == [10] and found.speeds[0].speedup > 0
+    assert found.to_dict()["speed"][0]["linear_bytes"] is not None
+    assert answer(found).endswith("of the time that it takes with softmax; it reads pictures of 30 x 30 pixels.")
+
+
+def test_rotary_models_are_timed_beyond_their_length(made, tmp_path):
+    make_text(tmp_path / "llama", "llama", "hedgehog", "AutoModelForCausalLM")
+    inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=1, max_length=8)
+    found = gather(ReportOptions(str(tmp_path / "llama"), inputs=inputs, lengths=(100,), device="cpu"))
+    assert [row.tokens for row in found.speeds] == [100]
+    assert any("beyond the 64 tokens that this checkpoint was made for" in note for note in found.notes)
 
 
 def test_bad_input(made, tmp_path):

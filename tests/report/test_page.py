@@ -3,6 +3,7 @@
 Needs Chromium (Debian, Ubuntu: apt-get install chromium); skipped where there is none, see CONTRIBUTING.
 """
 
+import html
 import os
 import re
 import shutil
@@ -27,8 +28,15 @@ window.addEventListener('load', () => {
   const facts = i => [i.complete, i.naturalWidth, i.naturalHeight, i.width, i.height, i.alt.length];
   const outside = performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:'));
   document.body.dataset.images = JSON.stringify([...document.images].map(facts));
+  const areas = [...document.querySelectorAll('.scroll')].filter(a => a.scrollWidth > a.clientWidth + 1);
+  const hinted = a => a.previousElementSibling !== null && a.previousElementSibling.offsetHeight > 0;
+  document.body.dataset.width = window.innerWidth;
   document.body.dataset.wide = document.documentElement.scrollWidth > window.innerWidth;
+  document.body.dataset.hints = [...document.querySelectorAll('.hint')].filter(h => h.offsetHeight > 0).length;
+  document.body.dataset.slid = areas.length;
+  document.body.dataset.lost = areas.filter(a => !hinted(a)).length;
   document.body.dataset.requests = outside.length;
+  parent.postMessage(document.body.cloneNode(false).outerHTML, '*');
 });
 </script></head>"""
 
@@ -59,15 +67,22 @@ def browse(file, profile, *flags):
     return out, err
 
 
-@pytest.mark.parametrize("size", ["1280,900", "500,800"])
-def test_the_page_in_chromium(page, size, tmp_path):
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_page_in_chromium(page, width, tmp_path):
+    """At 420 pixels in a frame: a window of the browser is never so narrow."""
     probed = page.with_name("probed.html")
     probed.write_text(page.read_text().replace("</head>", PROBE))
-    out, err = browse(probed, tmp_path / "profile", f"--window-size={size}", "--dump-dom")
+    frame = page.with_name("frame.html")
+    frame.write_text(f"""<body><iframe src="probed.html" style="width:{width}px;height:900px;border:0"></iframe><script>
+    window.addEventListener('message', e => {{ document.body.setAttribute('data-probe', e.data); }});</script>""")
+    out, err = browse(frame, tmp_path / "profile", "--window-size=1400,900", "--dump-dom")
     assert "CONSOLE" not in err
-    body = re.search(r"<body[^>]*>", out).group(0)
+    body = html.unescape(re.search(r"<body[^>]*>", out).group(0))
     assert "data-errors" not in body
+    assert f'data-width="{width}"' in body
     assert 'data-wide="false"' in body, "the page is wider than the window"
+    shown, inside, outside = (int(re.search(rf'data-{name}="(\d+)"', body)[1]) for name in ("hints", "slid", "lost"))
+    assert (shown > 0 and inside > 0) == (width == 420) and outside == 0, "what is wide scrolls, and says so"
     assert 'data-requests="0"' in body
     images = re.findall(r"\[(true|false),(\d+),(\d+),(\d+),(\d+),(\d+)\]", body)
     assert len(images) == page.read_text().count("<img ") >= 9

@@ -1,0 +1,214 @@
+"""A report answers: its first sentence, the data that the model was taught on, the texts whose prediction changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.checkpoints import WORDS, tokenizer
+from support.tiny import converted, original
+
+import linearize
+from linearize.finetune.config import DataOptions
+from linearize.finetune.prepare import prepare
+from linearize.finetune.save import tuning_record
+from linearize.finetune.tasks import task
+from linearize.finetune.trainer import TuneConfig
+from linearize.jobs.config import ConvertJob
+from linearize.loading import load_converted, load_model
+from linearize.options import recorded
+from linearize.report.answer import answer
+from linearize.report.gather import gather
+from linearize.report.inputs import InputOptions, load_inputs
+from linearize.report.options import ReportOptions
+from linearize.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
+from linearize.report.recorded import recorded_data, taught_length
+from linearize.report.write import write_report
+
+NAMES = {0: "<b>bad", 1: "<b>so", 2: "<b>good"}
+
+
+def rows(count):
+    return [
+        {"text": " ".join([*WORDS[i % 7 :], *WORDS[: i % 5], *WORDS[: i % 3]]), "other": f"the {i}", "label": i % 3}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A classifier of three names, its original, and the data that its record names, beside them."""
+    root = tmp_path_factory.mktemp("answer")
+    head = "AutoModelForSequenceClassification"
+    config = {
+        "num_labels": 3,
+        "id2label": NAMES,
+        "label2id": {n: i for i, n in NAMES.items()},
+        "initializer_range": 0.3,
+    }
+    plain = original("bert", head, **config)
+    plain.save_pretrained(root / "original")
+    turned = original("bert", head, **config | {"id2label": {0: NAMES[2], 1: NAMES[0], 2: NAMES[1]}})
+    turned.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for tensor in (turned.classifier.weight, turned.classifier.bias):
+            tensor.copy_(tensor[[2, 0, 1]])
+    turned.save_pretrained(root / "turned")
+    original("bert", "AutoModelForMaskedLM").save_pretrained(root / "untuned")
+    for name in ("original", "turned", "untuned"):
+        tokenizer().save_pretrained(root / name)
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(150)))
+    job = ConvertJob.of(model=str(root / "original"), dataset=str(root / "rows.jsonl"), text_column="text")
+    provenance = {"base_model": "nobody/nothing", "options": recorded(job), "seed": 0, "longest_row": 31}
+    linearize.save(
+        converted("bert", head, config=config), root / "linear", processor=tokenizer(), provenance=provenance
+    )
+    return root
+
+
+def options(made, original="original", **inputs):
+    given = InputOptions(**{"inputs": 3} | inputs)
+    return ReportOptions(str(made / "linear"), original and str(made / original), given, lengths=(), device="cpu")
+
+
+def test_the_page_opens_with_the_answer_and_lists_the_texts(made, tmp_path):
+    found = write_report(options(made), str(tmp_path / "out"))
+    numbers, page = (json.loads((tmp_path / "out/report.json").read_text()), (tmp_path / "out/index.html").read_text())
+    assert found.inputs == "3 held-out examples of file rows.jsonl, which stage one learned from"
+    changes = found.changes
+    cosine = found.outputs.cosine
+    assert numbers["answer"] == (
+        f"It gives {changes.same} of 64 texts the same label as the original and its outputs have a mean cosine of "
+        f"{cosine:.3f} to the original's; how fast it is was not measured here; it takes up to 64 tokens, and it was "
+        "taught on rows of up to 31."
+    )
+    assert page.index("It gives") < page.index("<nav") and '<section id="predictions">' in page
+    assert "<b>" not in page and page.count("<td>&lt;b&gt;") == 2 * len(changes.largest)
+    assert all(change.text in page for change in changes.largest)
+    assert numbers["predictions"]["largest"][0]["difference"] == pytest.approx(changes.largest[0].difference)
+
+
+def test_changed_predictions_are_the_models_own(made):
+    """Written out: each text alone through transformers' own model; labels by name, in whatever order they stand."""
+    linear, plain = load_converted(str(made / "linear")), load_model(str(made / "original"))
+    texts = load_inputs(linear, InputOptions(), provenance=linear.model.config.linearize["provenance"]).texts
+    assert len(texts) == 64
+    found = compare_predictions(plain, linear, texts, 31)
+    expected = []
+    with torch.no_grad():
+        for example in texts:
+            one = tokenizer()(example.value, return_tensors="pt", truncation=True, max_length=31)
+            one = {name: value for name, value in one.items() if name != "token_type_ids"}
+            sides = [model.model(**one).logits.softmax(-1)[0] for model in (plain, linear)]
+            apart = 0.5 * float((sides[0] - sides[1]).abs().sum())
+            expected.append((example.value, [NAMES[int(side.argmax())] for side in sides], apart))
+    assert found.same == sum(labels[0] == labels[1] for _, labels, _ in expected)
+    best = sorted({text: (apart, labels) for text, labels, apart in expected}.items(), key=lambda item: -item[1][0])
+    assert [change.difference for change in found.largest] == pytest.approx([one[0] for _, one in best[:8]], abs=1e-5)
+    assert [found.largest[0].original, found.largest[0].converted] == best[0][1][1]
+    turned = compare_predictions(load_model(str(made / "turned")), linear, texts, 31)
+    assert (turned.same, turned.largest[0].original) == (found.same, found.largest[0].original)
+
+
+def test_other_kinds_of_predictions(made):
+    linear, plain = load_converted(str(made / "linear")), load_model(str(made / "original"))
+    texts = load_inputs(linear, InputOptions(), provenance=linear.model.config.linearize["provenance"]).texts[:5]
+    same = compare_predictions(plain, plain, texts, 31)
+    assert same.same == 5 and same.largest[0].difference == 0
+    linear.model.config.problem_type = SEVERAL
+    several = compare_predictions(plain, linear, texts, 31)
+    assert {change.original_probability for change in several.largest} == {None} and several.same <= 5
+    linear.model.config.problem_type = NUMBER
+    assert compare_predictions(plain, linear, texts, 31).same is None
+
+
+def test_without_predictions_it_says_why(made):
+    found = gather(options(made, "untuned"))
+    assert found.changes is None
+    assert any("BertForMaskedLM, without a trained head" in what for what in found.left_out)
+    found = gather(options(made, None))
+    assert any("prediction changed most: there is no original" in what for what in found.left_out)
+    assert answer(found).startswith("This model's attention was compared with its own softmax only (total variation 0.")
+    linear = load_converted(str(made / "linear"))
+    assert "built-in" in why_not(linear, linear, ())
+    assert why_not(None, load_model(str(made / "untuned")), ()) is None
+
+
+def test_the_data_of_the_record_is_found_again_or_not(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    linear = load_converted(str(made / "linear"))
+    provenance = linear.model.config.linearize["provenance"]
+    assert provenance["options"]["dataset"] == "rows.jsonl"
+    assert recorded_data(provenance, str(made / "linear")).names == ((str(made / "rows.jsonl"), 1.0),)
+    # In the current folder first; and nothing outside of these two, whatever a record says.
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
+    assert recorded_data(provenance, str(made / "linear")).names == (("rows.jsonl", 1.0),)
+    os.remove("rows.jsonl")
+    for name in (str(made / "rows.jsonl"), f"../{made.name}/rows.jsonl", "..", "~/rows.jsonl", "x.jsonl", "a/b/c"):
+        assert recorded_data({"options": {"dataset": name}}, "elsewhere").missing == name
+    assert recorded_data({"options": {"dataset": {"glue:sst2": 1, "o/n": 2}}}, "x").names == (
+        ("glue:sst2", 1),
+        ("o/n", 2),
+    )
+    for nothing in ({}, {"options": {"dataset": None}}, {"options": 3}, {"options": {"dataset": {"a": "b"}}}):
+        assert recorded_data(nothing, "x") is None
+    linear.name = "elsewhere"
+    inputs = load_inputs(linear, InputOptions(inputs=2), provenance=provenance)
+    assert "built-in" in inputs.description and inputs.texts == ()
+    assert "'rows.jsonl', which the checkpoint names as the data of stage one, is not here" in inputs.notes[0]
+
+
+def test_a_tasks_rows_are_those_it_is_measured_on(made, monkeypatch):
+    """Also with columns and a seed of its own, as the record of stage two has them."""
+    chosen = task("text-classification", columns=("other", "text"))
+    asked = DataOptions(max_length=20, seed=3)
+    data = prepare(chosen, tokenizer(), asked, data=str(made / "rows.jsonl"))
+    result = SimpleNamespace(metrics={}, score=0.5, steps=1, best_step=1, selection=None, stopped="steps", seconds=1.0)
+    record = tuning_record(data, TuneConfig(), result)
+    linear = load_converted(str(made / "linear"))
+    inputs = load_inputs(linear, InputOptions(inputs=4), provenance={"finetuning": json.loads(json.dumps(record))})
+    assert inputs.description == "4 rows to measure on of rows.jsonl, which stage two learned from"
+    assert [batch["input_ids"].shape[0] for batch in inputs.batches] == [4] and inputs.length == 20
+    held = [data.validation[place]["input_ids"] for place in range(len(data.validation))]
+    mask = inputs.batches[0]["attention_mask"].bool()
+    assert [ids[keep].tolist() for ids, keep in zip(inputs.batches[0]["input_ids"], mask, strict=True)] == held[:4]
+    assert len(inputs.texts) == len(held) == 15
+
+
+def test_lengths_are_those_it_was_taught_on():
+    assert taught_length({}) is None and taught_length({"longest_row": 99}) == 99
+    record = {"longest_row": 99, "finetuning": {"max_length": 512, "facts": {"longest_row": 300}}}
+    assert taught_length(record) == 300
+
+
+def test_the_sentence_says_only_what_is_known():
+    speeds = [
+        SimpleNamespace(tokens=tokens, speedup=speedup) for tokens, speedup in ((128, 0.5), (512, 1.0), (2048, 3))
+    ]
+    provenance = {"longest_row": 512, "finetuning": {"score": 0.9, "task": "sst2", "original": {"score": 0.95}}}
+    info = SimpleNamespace(max_length=4096, provenance=provenance)
+    outputs, fidelity = SimpleNamespace(cosine=0.98), SimpleNamespace(mean=lambda name: 0.25)
+    found = SimpleNamespace(
+        info=info, speeds=speeds, changes=None, outputs=outputs, fidelity=fidelity, picture=None, spreads=[]
+    )
+    assert answer(found) == (
+        "By its own record this model reaches 0.900 on sst2, the original 0.950 and its outputs have a mean cosine of "
+        "0.980 to the original's; one input of 2,048 tokens is read 3.00 times as fast as with softmax, one of 512 is "
+        "not faster; it takes up to 4,096 tokens, and it was taught on rows of up to 512."
+    )
+    found.speeds, found.outputs, info.provenance, info.max_length = speeds[:1], None, {}, None
+    assert answer(found) == (
+        "This model's attention was compared with its own softmax only (total variation 0.250, 0 is equal); one input "
+        "of 128 tokens takes 2.00 times as long as with softmax; no limit of its length is known, and the checkpoint "
+        "does not say what lengths it was taught on."
+    )
+    found.picture, found.speeds = torch.zeros(3, 24, 32), []
+    assert answer(found).endswith("how fast it is was not measured here; it reads pictures of 24 x 32 pixels.")
+
+
+def test_the_two_columns_of_a_pair_are_recorded(made):
+    job = ConvertJob.of(model="m", dataset=str(made / "rows.jsonl"), text_column="text,other")
+    assert recorded(job)["text_column"] == "text,other"
