@@ -142,7 +142,12 @@ _linearize() {{
 {chr(10).join(cases)}
   esac
 }}
-compdef _linearize linearize
+if [[ $funcstack[1] == _linearize ]]; then
+  # Loaded by the first completion, which it has to answer.
+  _linearize "$@"
+else
+  compdef _linearize linearize
+fi
 """
 
 

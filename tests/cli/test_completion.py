@@ -63,6 +63,59 @@ def test_the_other_shells_read_theirs(shell, known, tmp_path):
     subprocess.run([shell, "-n", str(file)], check=True)
 
 
+ZSH = r"""
+zmodload zsh/zpty
+zpty line "zsh -f -i"
+zpty -w line "PS1=; RPS1=; fpath=($1 \$fpath); autoload -Uz compinit; compinit -u -D
+show() { print -r -- \"\$BUFFER\" >> $1/shown; zle kill-whole-line }; zle -N show; bindkey '^T' show; echo REA''DY"
+zpty -r line said '*READY*'
+for typed in "${@[2,-1]}"; do
+  zpty -w -n line "$typed"$'\t\x14'
+done
+zpty -w line "echo DO''NE"
+zpty -r line said '*DONE*'
+zpty -d line
+"""
+"""Types lines into a zsh that finds the script as a user's does, presses the tab key, and writes down what is there."""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
+def test_zsh_completes(known, tmp_path):
+    """Also at the first time, when the script is loaded: it defined its function and answered nothing."""
+    (tmp_path / "_linearize").write_text(zsh(known))
+    expected = {
+        "linearize con": "linearize convert ",
+        "linearize convert m --distill-st": "linearize convert m --distill-steps ",
+        "linearize convert --kernel hedg": "linearize convert --kernel hedgehog ",
+        "linearize run minilm-g": "linearize run minilm-glue ",
+        "linearize results x --format l": "linearize results x --format latex ",
+    }
+    command = ["zsh", "-f", "-c", ZSH, "zsh", str(tmp_path), *expected]
+    subprocess.run(command, check=True, timeout=50, stdin=subprocess.DEVNULL, capture_output=True, cwd=tmp_path)
+    assert (tmp_path / "shown").read_text().splitlines() == list(expected.values())
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
+def test_fish_completes(known, tmp_path):
+    (tmp_path / "script.fish").write_text(fish(known))
+    expected = {
+        "linearize con": ["convert"],
+        "linearize convert m --distill-st": ["--distill-steps"],
+        "linearize convert --kernel flex": ["flexformer_n", "flexformer_s"],
+        "linearize finetune x --task col": ["cola"],
+        "linearize run minilm-g": ["minilm-glue"],
+        "linearize results x --format l": ["latex"],
+    }
+    code = "source script.fish; for line in $argv; complete -C $line; echo -- --; end"
+    command = ["fish", "--no-config", "-c", code, *expected]
+    done = subprocess.run(
+        command, check=True, timeout=50, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path
+    )
+    # A candidate, a tab, and what it is.
+    parts = done.stdout.split("--\n")[:-1]
+    assert [[line.partition("\t")[0] for line in part.splitlines()] for part in parts] == list(expected.values())
+
+
 def test_the_verb(capsys, known):
     for shell, make in zip(SHELLS, (bash, zsh, fish), strict=True):
         code, out, _ = run(capsys, "completion", shell)
