@@ -21,6 +21,7 @@ EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola
   linearize finetune bert-hedgehog --task text-classification --dataset a.jsonl --columns review --label-column mood
   linearize finetune gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --lora r=8,alpha=16
+  linearize finetune bert-hedgehog --task cola --lora r=8 --keep-adapter --output bert-cola  # bert-cola/adapter: peft's
   linearize finetune llama-hedgehog --task chat --dataset chats.jsonl --max-length 4096       # column `messages`
   linearize finetune bert-hedgehog --task cola --output bert-cola --resume
   linearize finetune bert-base --task mrpc --output bert-mrpc                     # the teacher: the original, tuned
@@ -30,7 +31,11 @@ EPILOG = """examples:
   torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
 
 With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the labels
-join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported."""
+join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported.
+
+Low-rank updates (--lora) are merged into the weights that are saved. --keep-adapter keeps them by themselves too, with
+kernels and head, in OUTPUT/adapter: peft.PeftModel.from_pretrained(MODEL, "OUTPUT/adapter") puts them on the model that
+was tuned, loaded with the head of the task."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

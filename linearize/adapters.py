@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+PEFT = "base_model.model."
+"""What peft puts before the names of a model's weights."""
+ADAPTER_CONFIG = "adapter_config.json"
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank updates instead of full tuning; kernels and new heads are tuned in full in any case."""
@@ -66,15 +71,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     import peft
 
     targets = target_modules(model, config.targets)
-    adapter = peft.LoraConfig(
-        r=config.r,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.dropout,
-        target_modules=targets,
-        fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in targets),
-    )
     model.requires_grad_(False)
-    peft.inject_adapter_in_model(adapter, model)
+    peft.inject_adapter_in_model(_peft_config(model, config, targets), model)
     body = f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters():
         inside = name.startswith(body)
@@ -85,6 +83,66 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     if embedding is not None:
         embedding.weight.requires_grad_(False)
     return targets
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> Any:
+    """Return the options as peft has them."""
+    import peft
+
+    modules = [model.get_submodule(name) for name in targets]
+    return peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(type(getattr(one, "base_layer", one)).__name__ == "Conv1D" for one in modules),
+        **more,
+    )
+
+
+def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict[str, bytes]:
+    """Return the updates as files that `peft.PeftModel.from_pretrained(base, folder)` reads, before they are merged.
+
+    Beside the updates they hold what was trained in full, the kernels and the head (peft's `modules_to_save`).
+
+    Args:
+        model: with the updates that `add_lora` put into it, as they shall be kept.
+        config: what `add_lora` was given.
+        base: name of the model that they belong to.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from safetensors.torch import save
+
+    targets = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    whole = _trained_modules(model)
+    tensors = {
+        f"{PEFT}{name.replace('.default.', '.')}": tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_" in name
+    }
+    for module in whole:
+        found = model.get_submodule(module).state_dict()
+        tensors |= {f"{PEFT}{module}.{name}": tensor for name, tensor in found.items()}
+    made = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        written = (Path(folder) / ADAPTER_CONFIG).read_bytes()
+    # A tensor under two names is written twice: safetensors keeps none shared.
+    plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
+
+
+def _trained_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the modules beside the updates that are trained: kernels, and what stands behind the body."""
+    found: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" not in name:
+            before, kernel, _ = name.partition(".linear_attention.")
+            found[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
+    return list(found)
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:

@@ -65,10 +65,15 @@ def save(
         # What a load would refuse is refused here, where the model is still in memory.
         check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        for name, text in (extra_files or {}).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(text.encode("utf-8") if isinstance(text, str) else text)
+        write_files(folder, extra_files or {})
         for one in processors:
             if one is not None:
                 one.save_pretrained(folder)
     return Path(target)
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Write texts or bytes by name into a folder; names may lead into folders below."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

@@ -22,6 +22,11 @@ def is_main() -> bool:
     return not several() or os.environ.get("RANK", "0") == "0"
 
 
+def under_fsdp() -> bool:
+    """Tell whether this is one of several processes among which the weights are shared out (FSDP)."""
+    return several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+
+
 def own_device(name: str) -> str:
     """Return the device of this process: of several that share a machine, "auto" gives each a GPU of its own.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.adapters import add_lora, merge_lora
+from linearize.adapters import adapter_files, add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
 from linearize.errors import CheckpointError, ConfigError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from linearize.finetune.tuner import Tuner
 
-NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files without which a checkpoint of the trainer is a half-written one (the weights come first)."""
 
 
@@ -47,6 +48,7 @@ class TuneResult:
         stopped: "steps" or "early stopping".
         history: the trainer's log.
         seconds: duration; after a resume, of the last part only.
+        adapter: files of the low-rank updates as peft has them, by name; None where they were not asked for.
     """
 
     metrics: dict[str, float]
@@ -57,6 +59,7 @@ class TuneResult:
     history: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
     selection: dict[str, object] = field(default_factory=dict)
+    adapter: dict[str, bytes] | None = None
 
 
 def finetune(
@@ -70,6 +73,7 @@ def finetune(
     tensorboard: str | Path | None = None,
     teacher: PreTrainedModel | None = None,
     on_step: Callable[[TuneStep], None] | None = None,
+    adapter_of: str | None = None,
 ) -> TuneResult:
     """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
 
@@ -88,6 +92,7 @@ def finetune(
         teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None: labels
             alone.
         on_step: called after every step (progress bars).
+        adapter_of: name of the model, where its low-rank updates are wanted by themselves too; None: merged alone.
 
     Returns:
         What was done.
@@ -101,6 +106,7 @@ def finetune(
     """
     config = config or TuneConfig()
     start = time.perf_counter()
+    check_adapter(config, adapter_of)
     check_trains(data)
     data = hold_out(data, config.selection_rows, seed=config.seed)
     if teacher is not None:
@@ -123,7 +129,9 @@ def finetune(
         _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)
+    adapter = None
     if config.lora is not None:
+        adapter = None if adapter_of is None else adapter_files(model, config.lora, adapter_of)
         merge_lora(model)
     elif config.freeze_kernels:
         model.requires_grad_(True)
@@ -134,14 +142,24 @@ def finetune(
     seconds = time.perf_counter() - start
     chosen = selection_record(data, config, teacher is not None, state.best_metric)
     score = main_metric(data.task, metrics)
-    return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen)
+    return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen, adapter)
+
+
+def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
+    """Refuse to keep low-rank updates where there are none.
+
+    Raises:
+        ConfigError: if they are wanted and the options have none.
+    """
+    if adapter_of is not None and config.lora is None:
+        raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
 
 
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
-    """Choose what is trained: low-rank updates, or all but the kernels where they are frozen, or everything."""
+    """Choose what is trained: low-rank updates with kernels and head, or everything; no kernels where they are frozen."""
     if config.lora is not None:
         add_lora(model, config.lora)
-    elif config.freeze_kernels:
+    if config.freeze_kernels:
         for layer in linear_attentions(model).values():
             layer.requires_grad_(False)
 
@@ -364,7 +382,10 @@ def last_checkpoint(folder: str | Path) -> Path | None:
 
 
 def _whole(path: Path) -> bool:
-    if not all((path / name).is_file() for name in NEEDED) or not any(path.glob("*.safetensors")):
+    ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
+    # Of several processes each writes its own.
+    draws = [f"rng_state_{rank}.pth" for rank in ranks] if len(ranks) > 1 else ["rng_state.pth"]
+    if not all((path / name).is_file() for name in (*NEEDED, *draws)) or not any(path.glob("*.safetensors")):
         return False
     try:
         state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))

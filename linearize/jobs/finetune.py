@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
-from linearize.distillation.processes import is_main, own_device, wait_for_all
+from linearize.distillation.processes import is_main, own_device, under_fsdp, wait_for_all
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.load import check_length, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
@@ -20,7 +20,14 @@ from linearize.finetune.report_to import check_report_to
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.selection import hold_out
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import TuneResult, check_checkpointing, check_trains, finetune, last_checkpoint
+from linearize.finetune.trainer import (
+    TuneResult,
+    check_adapter,
+    check_checkpointing,
+    check_trains,
+    finetune,
+    last_checkpoint,
+)
 from linearize.finetune.work import check_work, remove_work
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_tuning
@@ -29,11 +36,16 @@ from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved
 from linearize.jobs.findings import Findings
 from linearize.jobs.task_config import TuneJob
 from linearize.loading import move
+from linearize.options import name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.types import Processor
+
+
+ADAPTER = "adapter"
+"""The folder of kept low-rank updates in a checkpoint: beside its weights transformers would load them on top."""
 
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
@@ -64,6 +76,19 @@ def sources_of(job: TuneJob) -> list[str | None]:
     return [None if in_place else job.model, job.dataset, job.teacher]
 
 
+def check_processes() -> None:
+    """Refuse FSDP: the trainer's states would be shards, and the saved model no model.
+
+    Raises:
+        ConfigError: if the processes were started with it.
+    """
+    if under_fsdp():
+        raise ConfigError(
+            "stage two: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, with "
+            "--lora and --gradient-checkpointing where memory is short"
+        )
+
+
 @dataclass(frozen=True)
 class Opened:
     """What a tuning begins with.
@@ -88,7 +113,9 @@ class Opened:
 def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     """Do what comes before the first step: all that can be refused is, and nothing is written."""
     target = job.target()
+    check_processes()
     device = own_device(job.device)
+    check_adapter(job.tune, _adapter_of(job))
     check_report_to(job.tune.report_to)
     if job.data.extra_pairs and job.teacher is None:
         raise ConfigError(
@@ -113,6 +140,23 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     return Opened(work, earlier, model, processor, data, teacher)
 
 
+def _adapter_of(job: TuneJob) -> str | None:
+    """Return the name of the model that kept low-rank updates belong to; None where none are kept.
+
+    Raises:
+        ConfigError: if that model would be replaced by the result.
+    """
+    if not job.keep_adapter:
+        return None
+    target = job.target()
+    if os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model):
+        raise ConfigError(
+            f"keep_adapter: got the model itself as the output, {str(target)!r}, but the adapter belongs to the model "
+            "as it is; choose another output"
+        )
+    return name_of(job.model)
+
+
 def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResult, Findings]:
     opened = open_tuning(job, on_event)
     work, model, data = opened.work, opened.model, opened.data
@@ -131,15 +175,18 @@ def _finetune(job: TuneJob, target: Path, on_event: Callback) -> tuple[TuneResul
         on_step=lambda step: on_event(StepDone(step)),
         tensorboard=target.with_name(f"{target.name}.tensorboard"),
         teacher=opened.teacher,
+        adapter_of=_adapter_of(job),
     )
     record = tuning_record(data, job.tune, result, job.teacher)
     if is_main():
-        _save(job, opened, record, tuning_files(record, result, opened.earlier))
+        files: dict[str, str | bytes] = {**tuning_files(record, result, opened.earlier)}
+        files |= {f"{ADAPTER}/{name}": content for name, content in (result.adapter or {}).items()}
+        _save(job, opened, record, files)
     wait_for_all()
     return result, after_tuning(model, job, data, result)
 
 
-def _save(job: TuneJob, opened: Opened, record: dict[str, object], files: dict[str, str]) -> None:
+def _save(job: TuneJob, opened: Opened, record: dict[str, object], files: dict[str, str | bytes]) -> None:
     """Write the result, and drop the trainer's checkpoints.
 
     Raises:

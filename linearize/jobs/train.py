@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from linearize.checkpoint.sentence import pools_first
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
-from linearize.distillation.processes import is_main, several
+from linearize.distillation.processes import is_main, under_fsdp
 from linearize.errors import TrainingError
 from linearize.jobs.context import Context
 from linearize.jobs.events import Aligned, Distilled, Noted, StepDone
@@ -56,7 +55,7 @@ def align_behind_stage_one(context: Context, config: AlignConfig) -> None:
     """
     if context.source is None or not config.steps:
         return
-    if several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+    if under_fsdp():
         text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
         context.on_event(Noted(text))
         return

@@ -329,6 +329,67 @@ def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path)
     assert measure_task(model, data) == pytest.approx(result.metrics, abs=1e-6)
 
 
+@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
+    """On the model as it was it gives, to the bit of the merged weights' rounding, what was saved beside it."""
+    import peft
+
+    base = bert
+    if kernel:
+        model = linearize.convert(load_for_task(bert, data_for("cola", bert, glue)), kernel)
+        base = str(linearize.save(model, tmp_path / "base", processor=load_processor(bert, "text")))
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, steps=3, lora=LoraConfig(r=2, alpha=4, targets="query"))
+    options = {"data": SHORT, "tune": config, "keep_adapter": True}
+    job = TuneJob(base, task("cola"), str(glue), str(tmp_path / "out"), **options)
+    target, _ = finetune_checkpoint(job)
+    assert sorted(path.name for path in (target / "adapter").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors"
+    ]  # fmt: skip
+    said = json.loads((target / "adapter" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == base.rpartition("/")[2] and said["peft_type"] == "LORA"
+    data = data_for("cola", str(target), glue)
+    batch = {name: value for name, value in data.collate(data.validation.rows[:4]).items() if name != "labels"}
+    merged, plain = load_for_task(str(target), data).eval(), load_for_task(base, data).eval()
+    with torch.no_grad():
+        before = plain(**batch).logits
+        again = peft.PeftModel.from_pretrained(plain, str(target / "adapter")).eval()
+        torch.testing.assert_close(again(**batch).logits, merged(**batch).logits, rtol=1e-5, atol=1e-6)
+        assert (again(**batch).logits - before).abs().max() > 1e-3
+    # It is no strange file to --overwrite, and goes with the checkpoint.
+    finetune_checkpoint(replace(job, overwrite=True, keep_adapter=False, tune=replace(config, steps=1)))
+    assert not (target / "adapter").exists()
+    with pytest.raises(ConfigError, match="give --lora"):
+        finetune_checkpoint(replace(job, overwrite=True, tune=replace(config, lora=None)))
+    with pytest.raises(ConfigError, match="belongs to the model as it is; choose another output"):
+        finetune_checkpoint(replace(job, model=str(target), overwrite=True))
+
+
+def test_kernels_stay_as_they_are_beside_low_rank_updates(bert, glue, tmp_path):
+    """`freeze_kernels` was passed over where there was `lora`."""
+    data = data_for("cola", bert, glue)
+    model = linearize.convert(load_for_task(bert, data), "hedgehog")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, steps=2, lora=LoraConfig(r=2), freeze_kernels=True)
+    finetune(model, data, config, folder=tmp_path / "work")
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved and not any("linear_attention" in name for name in moved)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_states_of_several_processes_are_found_again(tmp_path, monkeypatch):
+    """Each process writes the state of its own random numbers; a resume took such a state for a half-written one."""
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "model.safetensors"):
+        (folder / name).write_bytes(b"")
+    (folder / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(folder)}))
+    assert last_checkpoint(tmp_path) is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert last_checkpoint(tmp_path) == folder
+    (folder / "rng_state_1.pth").unlink()
+    assert last_checkpoint(tmp_path) is None
+
+
 def test_merging_changes_no_output(bert, glue):
     data = data_for("cola", bert, glue)
     model = load_for_task(bert, data).eval()

@@ -13,6 +13,9 @@ from support.forks import together
 
 from linearize.distillation.processes import own_device
 from linearize.errors import ConfigError
+from linearize.jobs.config import TuneJob
+from linearize.jobs.events import ignore
+from linearize.jobs.finetune import open_tuning
 
 OPTIONS = {
     "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,
@@ -63,3 +66,12 @@ def test_each_process_has_a_device_of_its_own(monkeypatch):
         own_device("cuda:0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert own_device("auto") == "cpu"
+
+
+def test_fsdp_is_refused_before_anything_is_read(monkeypatch, tmp_path):
+    """Every process went on, and what was saved were shards."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    options = {"task": "cola", "max_length": 8, "output": str(tmp_path / "out")}
+    with pytest.raises(ConfigError, match="stage two: got FSDP, expected one process or plain data parallelism"):
+        open_tuning(TuneJob.of(model="./nowhere", **options), ignore)
