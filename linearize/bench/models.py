@@ -65,8 +65,13 @@ class BenchModel:
             image_size: pixels of the pictures that it reads; None: it reads text.
         """
         dtype = str(model.dtype).removeprefix("torch.")
-        sizes: dict[str, Any] = {"longest": longest, "image_size": image_size}
-        made = cls(folder or type(model).__name__, **sizes, dtype=dtype, device=str(model.device))
+        made = cls(
+            folder or type(model).__name__,
+            longest=longest,
+            image_size=image_size,
+            dtype=dtype,
+            device=str(model.device),
+        )
         # What these cached properties would load.
         made.__dict__.update(converted=True, linear=model)
         return made
@@ -265,7 +270,7 @@ def softmax_model(model: PreTrainedModel) -> PreTrainedModel:
     from linearize.modeling.config import base_config_class
 
     name = type(model).__name__.removeprefix("Linearized")
-    base: Any = getattr(transformers, name, None)
+    base: type[PreTrainedModel] | None = getattr(transformers, name, None)
     if base is None:
         raise UnsupportedModelError(f"bench: transformers has no class {name}; measure the original instead")
     values = {key: value for key, value in model.config.to_dict().items() if key not in ("linearize", "auto_map")}

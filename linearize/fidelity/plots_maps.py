@@ -57,7 +57,7 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     return figure
 
 
-def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> Any:
+def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> AxesImage:
     tokens = layer.softmax.shape[-1]
     step = tokens + max(1, round(GAP * tokens))
     canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
@@ -157,7 +157,7 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
     shown = to_picture(picture)
     cells[0].imshow(shown)
     tidy(cells[0], "the picture")
-    image: Any = None
+    image: AxesImage | None = None
     for number, (layer, name) in enumerate(zip(maps, layer_names([m.module for m in maps]), strict=True)):
         pair = (layer.softmax.mean(dim=0), layer.linear.mean(dim=0))
         places = cells[1 + 2 * number : 3 + 2 * number]
@@ -189,20 +189,21 @@ def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") 
     return figure
 
 
-def _overlay(places: Sequence[Axes], picture: np.ndarray, weights: Sequence[Tensor]) -> Any:
+def _overlay(places: Sequence[Axes], picture: np.ndarray, weights: Sequence[Tensor]) -> AxesImage:
     """Lay maps [T, T] over a picture, all on the scale of weights; returns the last one laid."""
     from matplotlib import colormaps
 
     height, width = picture.shape[:2]
     before, rows, columns = patch_grid(weights[0].shape[-1], height, width)
     heats = [shade((w[0] if before else w.mean(dim=0))[before:].reshape(rows, columns)) for w in weights]
-    image: Any = None
+    image: AxesImage | None = None
     for axes, heat in zip(places, heats, strict=True):
         # The picture is pale and grey, so that brightness is the attention's alone to tell.
         axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         colours = colormaps[FIGURES].with_extremes(under=NEGATIVE)
         image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
+    assert image is not None
     return image
 
 

@@ -156,7 +156,7 @@ def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
 
 
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
-    """Choose what is trained: low-rank updates with kernels and head, or everything; no kernels where they are frozen."""
+    """Choose what is trained: low-rank updates with kernels and head, or everything; never frozen kernels."""
     if config.lora is not None:
         add_lora(model, config.lora)
     if config.freeze_kernels:

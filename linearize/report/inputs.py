@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linearize.errors import ConfigError, DataError
 from linearize.loading import Loaded
+from linearize.options import name_of
 from linearize.report.options import InputOptions
 from linearize.report.recorded import RecordedData, recorded_data, taught_length
 
@@ -154,13 +155,13 @@ def _recorded(
     if known is None:
         return None
     reason = "is not here" if known.missing is not None else None
-    called = known.missing or " and ".join(Path(name).name if "/" not in name else name for name, _ in known.names)
+    called = known.missing or " and ".join(name_of(name) for name, _ in known.names)
     if reason is None:
         try:
             chosen = _read_recorded(loaded, options, config, known)
             return dataclasses.replace(chosen, description=f"{chosen.description}, which {known.stage} learned from")
         except (DataError, ConfigError) as error:
-            reason = f"cannot be read now ({error})"
+            reason = f"cannot be read now ({_bare(str(error), [name for name, _ in known.names])})"
     notes.append(
         f"The inputs are of the built-in data: {called!r}, which the checkpoint names as the data of {known.stage}, "
         f"{reason}; name data with --dataset."

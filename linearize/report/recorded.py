@@ -15,8 +15,8 @@ from typing import Any
 from linearize.data.local import looks_local
 from linearize.options import on_disk
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
-"""Name of a data set on the Hub, with its configuration."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+"""Name of a data set on the Hub, with its owner and configuration: a bare name may have been that of a folder."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from support.forks import together
 
 from linearize.distillation.processes import own_device
 from linearize.errors import ConfigError
-from linearize.jobs.config import TuneJob
 from linearize.jobs.events import ignore
 from linearize.jobs.finetune import open_tuning
+from linearize.jobs.task_config import TuneJob
 
 OPTIONS = {
     "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,

@@ -147,14 +147,24 @@ def test_the_data_of_the_record_is_found_again_or_not(made, tmp_path, monkeypatc
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
     assert recorded_data(provenance, str(made / "linear")).names == (("rows.jsonl", 1.0),)
     os.remove("rows.jsonl")
-    for name in (str(made / "rows.jsonl"), f"../{made.name}/rows.jsonl", "..", "~/rows.jsonl", "x.jsonl", "a/b/c"):
+    for name in (
+        str(made / "rows.jsonl"),
+        f"../{made.name}/rows.jsonl",
+        "..",
+        "~/rows.jsonl",
+        "x.jsonl",
+        "a/b/c",
+        "bare",
+    ):
         assert recorded_data({"options": {"dataset": name}}, "elsewhere").missing == name
-    assert recorded_data({"options": {"dataset": {"glue:sst2": 1, "o/n": 2}}}, "x").names == (
-        ("glue:sst2", 1),
-        ("o/n", 2),
-    )
+    several = {"options": {"dataset": {"owner/glue:sst2": 1, "o/n": 2}}}
+    assert recorded_data(several, "x").names == (("owner/glue:sst2", 1.0), ("o/n", 2.0))
     for nothing in ({}, {"options": {"dataset": None}}, {"options": 3}, {"options": {"dataset": {"a": "b"}}}):
         assert recorded_data(nothing, "x") is None
+    (tmp_path / "rows.jsonl").write_text("{")
+    inputs = load_inputs(linear, InputOptions(inputs=2), provenance=provenance)
+    assert "'rows.jsonl', which the checkpoint names" in inputs.notes[0] and "cannot be read now" in inputs.notes[0]
+    os.remove("rows.jsonl")
     linear.name = "elsewhere"
     inputs = load_inputs(linear, InputOptions(inputs=2), provenance=provenance)
     assert "built-in" in inputs.description and inputs.texts == ()
