@@ -66,7 +66,7 @@ class DecodeModelSuite(OfModel):
 
     def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`; `tokens` is the context."""
-        model = self.model.softmax if variant == "softmax" else self.model.linear
+        model: Any = self.model.softmax if variant == "softmax" else self.model.linear
         cache = DynamicCache(config=model.config) if variant == "softmax" else model.new_cache()
         token = self.model.inputs(1)["input_ids"]
         with torch.no_grad():

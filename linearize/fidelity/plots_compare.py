@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,8 @@ NAME, TITLE = 100, 36
 """Characters per line of a conversion's name and of a panel's title."""
 SIZE = 9
 """Points of all writing: on a page 880 pixels wide it is still as large as the page's small print."""
-MARKERS, DASHES = "os^Dv<>P", ("-", "--", ":", "-.")
+MARKERS = "os^Dv<>P"
+DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 PER_LAYER = ("kl", "total_variation", "output_error")
 """Figures of single layers that are shown; the share of negative weights is zero for most kernels."""
 

@@ -228,6 +228,7 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders
     from linearize.data.load import load_source, open_records
 
     modality: Any = loaded.modality
+    processor: Any = loaded.processor
     most = _most(loaded, options)
     if len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
@@ -235,7 +236,7 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders
             count = min(options.inputs, len(part.data.sizes))
             examples = part.data.fetch(list(range(min(most, len(part.data.sizes)))))
             return _Chosen(examples, f"the first {count} examples of {_bare(part.origin, folders)}", True)
-    source = load_source(config, loaded.processor, modality)
+    source = load_source(config, processor, modality)
     called = _bare(source.description.partition(": ")[0], folders)
     examples = source.holdout_examples(most)
     return _Chosen(examples, f"{options.inputs} held-out examples of {called}", bool(config.sources))

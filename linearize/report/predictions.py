@@ -99,12 +99,11 @@ def compare_predictions(original: Loaded, converted: Loaded, texts: Sequence[Exa
     from linearize.surgery.positions import current_length
 
     config = converted.model.config
-    names = [str(config.id2label[number]) for number in range(config.num_labels)]
+    names = _names(converted.model)
     kind = config.problem_type or (NUMBER if config.num_labels == 1 else CLASS)
     batches = encode(converted, texts, min(length, current_length(original.model) or length))
     logits = [torch.cat([_logits(one.model, batch) for batch in batches]) for one in (original, converted)]
-    theirs = original.model.config.id2label
-    order = label_order([str(theirs[number]) for number in range(len(names))], names)
+    order = label_order(_names(original.model), names)
     first, second = logits[0] if order is None else logits[0][:, order], logits[1]
     probabilities = [
         x if kind == NUMBER else x.sigmoid() if kind == SEVERAL else x.softmax(dim=-1) for x in (first, second)
@@ -117,15 +116,22 @@ def compare_predictions(original: Loaded, converted: Loaded, texts: Sequence[Exa
     largest = list({_shown(texts[place]): place for place in reversed(order_of_change)}.values())[::-1][:SHOWN]
     changes = [
         Change(
-            _shown(texts[place]),
-            *(side[place][0] for side in said),
-            *(side[place][1] for side in said),
-            float(differences[place]),
+            text=_shown(texts[place]),
+            original=said[0][place][0],
+            converted=said[1][place][0],
+            original_probability=said[0][place][1],
+            converted_probability=said[1][place][1],
+            difference=float(differences[place]),
         )
         for place in largest
     ]
     same = None if kind == NUMBER else sum(one[0] == two[0] for one, two in zip(*said, strict=True))
     return Changes(kind, len(texts), same, tuple(changes))
+
+
+def _names(model: Any) -> list[str]:
+    """Return what a model calls its outputs, in their order."""
+    return [str(model.config.id2label[number]) for number in range(model.config.num_labels)]
 
 
 def _logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
