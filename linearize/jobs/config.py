@@ -225,6 +225,10 @@ class ConvertJob(StageOneJob):
     )
     output: str | None = option(None, "folder to make (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
 
+    def target(self) -> str:
+        """Return the output folder: as asked, or `<model-name>-<kernel>`."""
+        return _target(self.output, self.model, _ending(self.kernel, self.plan))
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.image_size is not None and self.max_length is not None:
@@ -232,13 +236,6 @@ class ConvertJob(StageOneJob):
                 f"image-size: got {self.image_size} beside max-length {self.max_length}, which says the same in "
                 "tokens; drop one of them"
             )
-
-    def target(self) -> str:
-        """Return the output folder: as asked, or `<model-name>-<kernel>`."""
-        return _target(self.output, self.model, _ending(self.kernel, self.plan))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         chosen: dict[str, Any] = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
         if self.plan is not None:
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}

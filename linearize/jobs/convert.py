@@ -106,7 +106,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
         return context, decided
     if job.plan is not None:
         file = read_plan(job.plan)
-        decided = apply_file(loaded.model, decided, file, job.max_length)
+        decided = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     on_event(Planned(decided))
     if job.distill.steps or job.align.steps:
@@ -119,7 +119,7 @@ def search_and_put_in(context: Context, base: Plan) -> Plan:
     """Search the plan, carry it out, and begin with what the search has taught the kernels."""
     job = context.job
     assert isinstance(job, ConvertJob)
-    result = choose_plan(context, job.search, base, job.max_length)
+    result = choose_plan(context, job.search, base, longest_input(job, context.loaded))
     context.provenance["search"] = record_of(result)
     context.on_event(Planned(result.plan))
     put_in_kernels(context, result.plan)

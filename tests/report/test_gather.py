@@ -127,7 +127,8 @@ def test_pictures_are_timed_at_their_own_size(made, monkeypatch):
     assert answer(found).endswith("of the time that it takes with softmax; it reads pictures of 30 x 30 pixels.")
 
 
-def test_rotary_models_are_timed_beyond_their_length(made, tmp_path):
+def test_rotary_models_are_timed_beyond_their_length(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("linearize.bench.measure.in_fresh_process", in_forked_process)
     make_text(tmp_path / "llama", "llama", "hedgehog", "AutoModelForCausalLM")
     inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=1, max_length=8)
     found = gather(ReportOptions(str(tmp_path / "llama"), inputs=inputs, lengths=(100,), device="cpu"))
