@@ -103,8 +103,9 @@ class _Writer(nn.Module):
         super().__init__()
         self.model = model
         cache = self.model.new_cache()
+        mask = torch.ones(1, 2, dtype=torch.long)
         with torch.no_grad():
-            model(input_ids=_ids(model, 1, 2), attention_mask=torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
+            self.model(input_ids=_ids(model, 1, 2), attention_mask=mask, past_key_values=cache)
         self.keys = [_layer_keys(model, layer) for layer in cache.layers]
         self.masked = any(keys == _KEYS for keys in self.keys)
         self.output = "logits" if "logits" in self._output_names() else "last_hidden_state"

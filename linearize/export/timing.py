@@ -59,11 +59,13 @@ def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None)
     cache, token = model.new_cache(), inputs["input_ids"][:, -1:]
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
+    # The same place every time, so that no turn leaves the model's length.
+    place = torch.full((1, 1), inputs["input_ids"].shape[1] - 1)
     feed = {"input_ids": token, **state_of(run(opened["model"], inputs))}
 
     @torch.no_grad()
     def decode() -> object:
-        return model(token, past_key_values=cache)
+        return model(token, position_ids=place, past_key_values=cache)
 
     return _pair("step", tokens, decode, lambda: run(opened["step"], feed))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.errors import ConfigError
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.loading import load_converted
@@ -63,6 +64,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
     with claim(job.output, overwrite=job.overwrite, sources=[job.model]):
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
+        _check_lengths(job.time, model)
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:
@@ -86,11 +88,21 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         return ExportResult(job.output, described, checked, times)
 
 
+def _longest(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model takes by its config; some positions are left for padding, as of RoBERTa."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found - 4 if isinstance(found, int) else None
+
+
 def _tokens(model: PreTrainedModel) -> int:
-    """Return how many tokens the check takes; some positions are kept for padding, as of RoBERTa."""
-    config = model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or CHECKED_TOKENS + 4
-    return int(min(CHECKED_TOKENS, longest - 4))
+    """Return how many tokens the check takes."""
+    return min(CHECKED_TOKENS, _longest(model) or CHECKED_TOKENS)
+
+
+def _check_lengths(lengths: tuple[int, ...], model: PreTrainedModel) -> None:
+    longest = _longest(model)
+    if longest is not None and lengths and max(lengths) > longest:
+        raise ConfigError(f"time: got {max(lengths)} tokens, expected at most {longest}: the model takes no more")
 
 
 def _described(graph: Graph) -> dict[str, object]:

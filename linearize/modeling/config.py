@@ -32,6 +32,19 @@ class LinearizeConfig(PreTrainedConfig):
     model_type = MODEL_TYPE
     linearize: dict[str, Any] | None = None
 
+    def __new__(cls, *args: object, **kwargs: Any) -> LinearizeConfig:
+        """Become the config class of the original here too: so does a model of several parts make each part's config.
+
+        Raises:
+            CheckpointError: as `from_dict`.
+            ConfigError: as `from_dict`.
+        """
+        if cls is LinearizeConfig and kwargs.get("linearize") is not None:
+            section = check_section(kwargs["linearize"])
+            cls = config_class(base_config_class(section["base_model_type"]))
+        made: LinearizeConfig = super().__new__(cls)
+        return made
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the config of the right class.

@@ -314,7 +314,10 @@ def _default_cache(
     use_cache = getattr(root.config, "use_cache", False) if use_cache is None else use_cache
     if not use_cache or root.training or kwargs.get("past_key_values") is not None or own:
         return None
-    made = LinearizeCache(root.config.get_text_config(decoder=True), _cache_indices(root))
+    made: Cache = LinearizeCache(root.config.get_text_config(decoder=True), _cache_indices(root))
+    if kwargs.get("encoder_hidden_states") is not None:
+        # A decoder with cross-attention (in an EncoderDecoderModel): what it reads of the encoder is kept beside.
+        made = EncoderDecoderCache(made, DynamicCache())
     return args, kwargs | {"past_key_values": made}
 
 
