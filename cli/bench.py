@@ -28,6 +28,7 @@ EPILOG = """examples:
   linearize bench gpt2 --decode --lengths 1024,8192
   linearize bench google/vit-base-patch16-224 --image-size 224,384,512
   linearize bench bert-base --lengths 128,4096,16384
+  linearize bench bert-base --train --lengths 2048,4096 --batch-tokens 4096
   linearize bench --stage-one --layers 4 --lengths 512,2048
   linearize bench --alignment --lengths 512,2048
   linearize bench --goals --json
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--goals", action="store_true", help="every figure that this project promises, and whether it is reached here")
     add("--alignment", action="store_true", help="one step of the alignment, beside its bare passes")
+    add("--train", action="store_true", help="a training step of the whole MODEL: forward, backward and AdamW")
     add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
     add = groups[HOW].add_argument
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
@@ -93,19 +95,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 FREE = (
-    *(
-        "model",
-        "kernel",
-        "kernel_arg",
-        "window",
-        "lengths",
-        "image_size",
-        "causal",
-        "backward",
-        "features_given",
-        "decode",
-    ),
-    *("stage_one", "alignment", "heads", "head_dim", "batch", "layers", "dtype", "memory", "plot"),
+    *("model", "kernel", "kernel_arg", "window", "lengths", "image_size", "causal", "backward", "features_given"),
+    *("decode", "train", "stage_one", "alignment", "heads", "head_dim", "batch", "batch_tokens", "layers", "dtype"),
+    *("memory", "plot"),
 )
 """Options that have no meaning beside --goals."""
 
@@ -127,13 +119,16 @@ def _suite(given: dict[str, object]) -> str:
     if "goals" in given:
         _refuse(given, FREE, "--goals measures what its table says")
     if "decode" in given:
-        own: tuple[str, ...] = ("stage_one", "alignment", "causal", "backward", "features_given", "image_size")
+        own: tuple[str, ...] = ("train", "stage_one", "alignment", "causal", "backward", "features_given", "image_size")
         own += ("heads", "head_dim") if "model" in given else ()
         _refuse(given, own, "--decode measures one token")
         return "decode-model" if "model" in given else "decode"
-    if "model" in given or "stage_one" in given or "alignment" in given:
+    if {"model", "train", "stage_one", "alignment"} & given.keys():
         names = ("causal", "backward", "features_given", "heads", "head_dim")
         _refuse(given, names, "a whole model is measured as it is")
+        if "train" in given:
+            _refuse(given, ("stage_one", "alignment", "image_size"), "--train measures a step of its own")
+            return "train"
         if "stage_one" in given:
             _refuse(given, ("alignment",), "--stage-one measures another step")
         return "stage-one" if "stage_one" in given else "alignment" if "alignment" in given else "model"

@@ -17,6 +17,7 @@ from linearize.bench.options import BenchOptions
 from linearize.bench.rows import Crossover, Row, crossovers
 from linearize.bench.stage_one import StageOneSuite
 from linearize.bench.suite import Suite, check_image_sizes, check_lengths
+from linearize.bench.train import TrainSuite
 from linearize.bench.whole_model import ModelSuite, OfModel
 from linearize.errors import ConfigError, unknown_name
 from linearize.events import Callback, Event, Started, ignore
@@ -26,6 +27,7 @@ LENGTHS = {
     "decode": (8192, 32768),
     "decode-model": (8192, 32768),
     "model": (128, 512, 4096),
+    "train": (512, 2048, 4096),
     "stage-one": (512, 2048),
     "alignment": (512, 2048),
 }
@@ -33,6 +35,7 @@ LENGTHS = {
 
 OF_MODELS: dict[str, Callable[[BenchModel], Suite]] = {
     "model": ModelSuite,
+    "train": TrainSuite,
     "decode-model": DecodeModelSuite,
     "stage-one": StageOneSuite,
     "alignment": AlignmentSuite,
@@ -120,10 +123,13 @@ def checked(options: BenchOptions) -> BenchOptions:
 
     if options.suite not in LENGTHS:
         raise unknown_name("suite", options.suite, LENGTHS)
-    for name in ("repeats", "threads", "batch", "heads", "head_dim", "layers"):
+    for name in ("repeats", "threads", "batch", "batch_tokens", "heads", "head_dim", "layers"):
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536):
             raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected a whole number from 1 to 65536")
+    if options.batch_tokens is not None and (options.suite not in OF_MODELS or options.batch != 1):
+        other = "measure a MODEL" if options.suite not in OF_MODELS else "leave batch out"
+        raise ConfigError(f"batch-tokens: got {options.batch_tokens}, which says how many sequences; {other}")
     if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:
@@ -154,7 +160,12 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
     if options.suite in OF_MODELS:
         # A token is decoded behind its context.
         longest += options.suite == "decode-model"
-        named |= {"layers": options.layers, "longest": longest, "image_size": image_size}
+        named |= {
+            "batch_tokens": options.batch_tokens,
+            "layers": options.layers,
+            "longest": longest,
+            "image_size": image_size,
+        }
         model = BenchModel(options.model or BERT_BASE, **named)
         if model.converted and (options.kernels or options.kernel_args or options.window is not None):
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")

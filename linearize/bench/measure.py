@@ -121,11 +121,12 @@ def suite_kinds() -> dict[str, type[Suite]]:
     from linearize.bench.decode_model import DecodeModelSuite
     from linearize.bench.public_op import PublicOpSuite
     from linearize.bench.stage_one import StageOneSuite
+    from linearize.bench.train import TrainSuite
     from linearize.bench.whole_model import ModelSuite
 
     kinds = (
         *(AlignmentSuite, AttentionSuite, DecodeModelSuite, DecodeSuite),
-        *(ModelSuite, PublicOpSuite, StageOneSuite),
+        *(ModelSuite, PublicOpSuite, StageOneSuite, TrainSuite),
     )
     return {kind.name: kind for kind in kinds}
 

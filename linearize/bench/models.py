@@ -37,6 +37,7 @@ class BenchModel:
         longest: longest input that it will get; learned positions are extended to it.
         image_size: pixels of the pictures, height and width; None: a text model.
         batch: sequences per input.
+        batch_tokens: as many sequences instead as have so many tokens, one at least.
         dtype: type of the weights.
         device: where it runs.
     """
@@ -49,6 +50,7 @@ class BenchModel:
     longest: int = 512
     image_size: int | None = None
     batch: int = 1
+    batch_tokens: int | None = None
     dtype: str = "float32"
     device: str = "cpu"
 
@@ -215,7 +217,8 @@ class BenchModel:
                     self.device, DTYPES[self.dtype]
                 )
             }
-        return {"input_ids": torch.full((self.batch, tokens), 5, device=self.device)}
+        rows = self.batch if self.batch_tokens is None else max(1, self.batch_tokens // tokens)
+        return {"input_ids": torch.full((rows, tokens), 5, device=self.device)}
 
     def softmax_forward(self, tokens: int) -> Call:
         """Return a forward of the softmax model; of a converted checkpoint, whose own weights compute softmax."""

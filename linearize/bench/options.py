@@ -49,6 +49,9 @@ class BenchOptions:
     heads: int = option(12, "heads", group=SIZES, metavar="H")
     head_dim: int = option(64, "size of a head", group=SIZES, metavar="D")
     batch: int = option(1, "sequences", group=SIZES, metavar="B")
+    batch_tokens: int | None = option(
+        None, "as many sequences as have so many tokens, one at least; of whole models", group=SIZES, metavar="N"
+    )
     layers: int | None = option(None, "layers to decode through, or of bert-base (12)", group=SIZES, metavar="L")
     causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
     backward: bool = option(False, "forward and backward", group=WHAT)

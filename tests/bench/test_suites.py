@@ -30,6 +30,7 @@ from linearize.bench.models import BenchModel, softmax_model
 from linearize.bench.plot import check_picture, short_names, write_plot
 from linearize.bench.public_op import PublicOpSuite
 from linearize.bench.stage_one import StageOneSuite, naive_loss
+from linearize.bench.train import TrainSuite
 from linearize.bench.whole_model import ModelSuite
 from linearize.distillation.targets import Targets
 from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
@@ -176,6 +177,29 @@ def test_alignment(folders, monkeypatch):
     # How many times the passes a step takes.
     assert row.figures["step_over_passes"] == pytest.approx(row.seconds("step") / row.seconds("passes"))
     assert 0 < row.figures["blockwise_memory_ratio"] < 1
+
+
+@pytest.mark.parametrize("name", ["bert", "linear"])
+def test_a_training_step_is_one_of_softmax_or_of_kernels(folders, monkeypatch, name):
+    monkeypatch.setattr(measuring, "in_fresh_process", lambda _, asked: dict.fromkeys(asked["lengths"], 1000))
+    suite = TrainSuite(BenchModel(str(folders / name), "hedgehog", longest=64, batch_tokens=100))
+    suite.check()
+    row = measure(suite, 40, rate=RATE, repeats=2)
+    consistent(row)
+    assert row.figures["bound_speedup"] == pytest.approx(row.seconds("softmax") / row.seconds("no attention"))
+    assert [suite.model.inputs(tokens)["input_ids"].shape for tokens in (40, 101)] == [(2, 40), (1, 101)]
+    found = {}
+    for variant in suite.variants:
+        model = suite.model.original if (name, variant) == ("bert", "softmax") else suite.model.linear
+        step = suite.prepare(variant, 40)
+        weights = next(weight for key, weight in model.named_parameters() if key.endswith("query.weight"))
+        before = weights.detach().clone()
+        step()
+        found[variant] = weights.grad.clone()
+        # Without attention nothing depends on the queries.
+        assert torch.equal(weights, before) == (variant == "no attention")
+        assert not any(layer.observer for layer in linear_attentions(model).values())
+    assert not found["no attention"].any() and not torch.allclose(found["softmax"], found["linear"], rtol=0.1, atol=0)
 
 
 def test_the_naive_way_is_the_loss_of_stage_one():
