@@ -63,7 +63,7 @@ def test_quick_leaves_out_single_tests(pytester, monkeypatch):
     pytester.makeconftest('pytest_plugins = ["support.sampling"]')
     pytester.makeini("[pytest]\nmarkers = slow\naddopts = --strict-markers -p no:cacheprovider")
     pytester.makepyfile(
-        test_parts="""
+        test_of_two="""
         import pytest
 
         @pytest.mark.parametrize("a", range(3))
@@ -74,7 +74,7 @@ def test_quick_leaves_out_single_tests(pytester, monkeypatch):
             pass
         """
     )
-    monkeypatch.setattr("support.sampling.NOT_QUICK", ("test_parts.py::test_one",))
+    monkeypatch.setattr("support.sampling.NOT_QUICK", ("test_of_two.py::test_one",))
     assert pytester.inline_run("--quick").countoutcomes()[0] == 1
-    monkeypatch.setattr("support.sampling.NOT_QUICK", ("test_parts.py",))
+    monkeypatch.setattr("support.sampling.NOT_QUICK", ("test_of_two.py",))
     assert pytester.inline_run("--quick").countoutcomes()[0] == 0

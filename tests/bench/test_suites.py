@@ -224,14 +224,14 @@ def test_stage_one_needs_weights_to_learn(folders):
 
 def test_memory_is_that_of_the_tensors():
     suite = AttentionSuite(AttentionSizes("elu", heads=4, head_dim=64))
-    taken = measuring._memory(suite, "linear", 4096).bytes
+    taken = measuring.memory_of(suite, "linear", 4096).bytes
     # The output alone is 4 heads of 4,096 tokens of 64 numbers.
     assert 4 * 4096 * 64 * 4 <= taken < 40 * 4 * 4096 * 64 * 4
 
 
 def test_memory_that_runs_out_is_a_result(monkeypatch):
     huge = AttentionSuite(AttentionSizes("elu", heads=4096))
-    assert measuring._memory(huge, "softmax", 1 << 24).problem == "out of memory"
+    assert measuring.memory_of(huge, "softmax", 1 << 24).problem == "out of memory"
     with pytest.raises(LinearizeError, match="process of its own failed: KeyError"):
         in_fresh_process(measuring.measure_memory, {})
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))

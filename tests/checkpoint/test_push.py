@@ -12,6 +12,7 @@ from support.tiny import converted, original
 
 import linearize
 from linearize.checkpoint.push import check_repo
+from linearize.cli import main
 from linearize.errors import ConfigError
 
 CODE = """
@@ -135,7 +136,7 @@ def test_names_that_are_fine():
     assert check_repo("alice/bert-hedgehog_v1.0") == "alice/bert-hedgehog_v1.0"
 
 
-def test_the_command_line_pushes(hub, folder, tmp_path):
+def test_the_command_line_pushes(hub, folder, tmp_path, capsys):
     """`linearize push`, and `convert --push-to-hub`, end in the same upload."""
     environment = {
         **os.environ,
@@ -163,12 +164,6 @@ def test_the_command_line_pushes(hub, folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "alice/other" in hub.repos
     assert hub.files["config.json"] == (tmp_path / "out" / "config.json").read_bytes()
-    done = subprocess.run(
-        [*cli, *arguments[:-1], tmp_path / "no", "--push-to-hub", "alice"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "expected USER/NAME" in done.stderr
+    assert main([*map(str, arguments[:-1]), str(tmp_path / "no"), "--push-to-hub", "alice"]) == 2
+    assert "expected USER/NAME" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
