@@ -16,6 +16,7 @@ from linearize.registry import kernel_infos
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (CHECKOUT / "docs").glob("*.md"))]
 TEXTS = {name: (CHECKOUT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
 ALL = "\n".join(TEXTS.values())
+FIGURES = "docs/benchmarks.md"
 
 
 @pytest.fixture
@@ -26,8 +27,13 @@ def place(tmp_path, monkeypatch, request):
     return tmp_path
 
 
+def in_order(name):
+    """One document; the page of figures, whose lines do much alike, is run by `make slow`."""
+    return pytest.param(name, name, id=name, marks=[pytest.mark.slow] if name == FIGURES else [])
+
+
 @pytest.mark.parametrize(
-    ("document", "place"), [(name, name) for name in DOCUMENTS if blocks(TEXTS[name])], indirect=["place"]
+    ("document", "place"), [in_order(name) for name in DOCUMENTS if blocks(TEXTS[name])], indirect=["place"]
 )
 def test_everything_runs_in_order(document, place, capsys):
     for number, (language, content) in enumerate(blocks(TEXTS[document])):
@@ -36,8 +42,18 @@ def test_everything_runs_in_order(document, place, capsys):
             continue
         for line in lines(content):
             run_line(line, capsys)
+    for span in inline(TEXTS[FIGURES]) if document == FIGURES else ():
+        if len(span.split()) > 2:
+            run_line(span, capsys)
     if document == "README.md":
         assert (place / "roberta-base-hedgehog" / "log.jsonl").is_file() and (place / "roberta-linear-tuned").is_dir()
+
+
+def test_lines_of_figures_can_be_read(capsys):
+    for language, content in blocks(TEXTS[FIGURES]):
+        assert language == "bash"
+        for line in lines(content):
+            run_line(line, capsys, parse_only=True)
 
 
 def test_nothing_got_lost():
@@ -57,6 +73,7 @@ def test_readme_begins_with_make_and_has_one_table_of_figures():
 
 def test_commands_in_sentences(place, capsys):
     """Each of them once, however often it stands there; those that stand in blocks have been run."""
+    figures = set(inline(TEXTS[FIGURES]))
     shown = {line for text in TEXTS.values() for _, block in blocks(text) for line in lines(block)}
     for span in sorted(set(inline(ALL)) - {line.partition("#")[0].strip() for line in shown}):
         words = span.split()
@@ -64,7 +81,7 @@ def test_commands_in_sentences(place, capsys):
             # A verb that is only spoken of.
             assert words[1] in VERBS, f"{span!r} is no verb"
         else:
-            run_line(span, capsys)
+            run_line(span, capsys, parse_only=span in figures)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
+@pytest.mark.slow
 def test_memory_counts_what_takes_the_place_of_something_freed():
     """At 1,024 tokens the output alone is 3 MiB; it used to hide, now and then, in what drawing the inputs had left."""
     suite = AttentionSuite(AttentionSizes())

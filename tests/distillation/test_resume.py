@@ -106,6 +106,7 @@ def child(states, result):
     return process
 
 
+@pytest.mark.slow
 def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
     """Kills runs at random moments, again and again; they always go on, and end where an unharmed one ends."""
     first = child(tmp_path / "whole", tmp_path / "whole.safetensors")

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from support.checkpoints import WORDS, make_original
 from support.documents import CHECKOUT, RECIPES, make_cheap, write_glue
 from support.scripts import script
@@ -13,6 +14,7 @@ def example(name):
     return script(name, CHECKOUT / "examples")
 
 
+@pytest.mark.slow  # The story runs in docs/command-line.md too.
 def test_an_engineer_with_long_documents(tmp_path, capsys):
     model = make_original(tmp_path / "bert")
     rows = [{"body": " ".join(WORDS * 4 + WORDS[i % 9 :]), "outcome": ("bad", "good")[i % 2]} for i in range(48)]

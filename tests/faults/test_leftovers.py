@@ -95,7 +95,7 @@ def test_the_longest_name_that_is_taken_works(models, tmp_path, cli):
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-@pytest.mark.parametrize("verb", ["convert", "finetune"])
+@pytest.mark.parametrize("verb", ["convert", pytest.param("finetune", marks=pytest.mark.slow)])
 def test_a_file_too_large_is_seen_before_the_first_step(verb, models, tmp_path):
     def small():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))

@@ -223,7 +223,7 @@ def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+@pytest.mark.parametrize("kernel", [pytest.param(None, marks=pytest.mark.slow), "hedgehog"])
 def test_weights_that_are_saved_under_other_names_come_back(vit, tmp_path, kernel):
     """transformers saves ViT under older names than its modules have; a resume and the best step must find them."""
     folder = photos(tmp_path)
