@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
     from torch import Tensor
 
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
@@ -65,8 +66,9 @@ def shade(weights: Tensor) -> np.ndarray:
     return np.where(values < -LEAST_WEIGHT, -1.0, places)
 
 
-def weight_bar(figure: Figure, image: Any, axes: Sequence[Axes]) -> None:
+def weight_bar(figure: Figure, image: AxesImage | None, axes: Sequence[Axes]) -> None:
     """Put the scale of weights beside maps that `shade` has made."""
+    assert image is not None, "there is a map to draw the scale of"
     bar = figure.colorbar(image, ax=list(axes), pad=0.01, fraction=0.025, aspect=30)
     bar.set_ticks([0, 1 / 3, 2 / 3, 1], labels=["≤0.001", "0.01", "0.1", "1"])
     bar.ax.tick_params(labelsize=7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.report.predictions import SEVERAL
 from linearize.report.recorded import taught_length
@@ -38,7 +38,7 @@ def _close(found: Gathered) -> str:
     return f"this model's attention was compared with its own softmax only ({how})"
 
 
-def _score(provenance: Mapping[str, Any]) -> str | None:
+def _score(provenance: Mapping[str, object]) -> str | None:
     """Say what stage two reached, and the original, by the checkpoint's own record."""
     tuned = provenance.get("finetuning")
     if not isinstance(tuned, dict) or not _number(tuned.get("score")):
@@ -90,5 +90,5 @@ def _length(found: Gathered) -> str:
     return f"{reads}, and it was taught on rows of up to {taught:,}"
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

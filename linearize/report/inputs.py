@@ -71,7 +71,7 @@ class _Chosen:
 
 
 def load_inputs(
-    loaded: Loaded, options: InputOptions, *, seed: int = 0, provenance: Mapping[str, Any] | None = None
+    loaded: Loaded, options: InputOptions, *, seed: int = 0, provenance: Mapping[str, object] | None = None
 ) -> Inputs:
     """Read the inputs for a model.
 
@@ -113,7 +113,7 @@ def encode(loaded: Loaded, examples: Sequence[Example], length: int) -> list[dic
     return [encoder(bare[begin : begin + BATCH], slice(None)) for begin in range(0, len(bare), BATCH)]
 
 
-def _length(loaded: Loaded, options: InputOptions, provenance: Mapping[str, Any] | None, notes: list[str]) -> int:
+def _length(loaded: Loaded, options: InputOptions, provenance: Mapping[str, object] | None, notes: list[str]) -> int:
     """Return the tokens per input: as asked, else as many as the model was taught on; no more than it takes."""
     from linearize.surgery.positions import current_length
 
@@ -148,7 +148,7 @@ def _config(options: InputOptions, length: int, seed: int) -> DataConfig:
 
 
 def _recorded(
-    loaded: Loaded, options: InputOptions, config: DataConfig, provenance: Mapping[str, Any], notes: list[str]
+    loaded: Loaded, options: InputOptions, config: DataConfig, provenance: Mapping[str, object], notes: list[str]
 ) -> _Chosen | None:
     """Read the data that the checkpoint names; None, and a note, where it cannot be read now."""
     known = recorded_data(provenance, loaded.name)
@@ -197,7 +197,9 @@ def _of_task(loaded: Loaded, options: InputOptions, known: RecordedData) -> _Cho
     if not isinstance(name, str) or name not in TASKS or TASKS[name].modality != loaded.modality:
         raise DataError(f"its task {name!r} is not known")
     named = options.text_column or options.image_column
-    columns = named.split(",") if named else [column for column in record.get("columns") or () if column]
+    listed = record.get("columns")
+    recorded = listed if isinstance(listed, list | tuple) else ()
+    columns = named.split(",") if named else [column for column in recorded if column]
     label, split, seed = (record.get(key) for key in ("label_column", "split", "seed"))
     chosen = task(
         name,

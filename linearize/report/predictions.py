@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from linearize.loading import Loaded
 from linearize.report.inputs import encode
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from linearize.data.records import Example
 
 SHOWN = 8
@@ -129,12 +131,12 @@ def compare_predictions(original: Loaded, converted: Loaded, texts: Sequence[Exa
     return Changes(kind, len(texts), same, tuple(changes))
 
 
-def _names(model: Any) -> list[str]:
+def _names(model: PreTrainedModel) -> list[str]:
     """Return what a model calls its outputs, in their order."""
-    return [str(model.config.id2label[number]) for number in range(model.config.num_labels)]
+    return [str(name) for _, name in sorted((model.config.id2label or {}).items())]
 
 
-def _logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     device = next(model.parameters()).device
     return model(**{name: value.to(device) for name, value in batch.items()}).logits.double().cpu()
 

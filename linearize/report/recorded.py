@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from linearize.data.local import looks_local
 from linearize.options import on_disk
@@ -37,10 +36,10 @@ class RecordedData:
     missing: str | None
     text_column: str | None = None
     image_column: str | None = None
-    task: Mapping[str, Any] | None = None
+    task: Mapping[str, object] | None = None
 
 
-def recorded_data(provenance: Mapping[str, Any], checkpoint: str) -> RecordedData | None:
+def recorded_data(provenance: Mapping[str, object], checkpoint: str) -> RecordedData | None:
     """Return the data of the last stage that names some; None where none does, as with the built-in data.
 
     Args:
@@ -63,7 +62,7 @@ def recorded_data(provenance: Mapping[str, Any], checkpoint: str) -> RecordedDat
     return None
 
 
-def taught_length(provenance: Mapping[str, Any]) -> int | None:
+def taught_length(provenance: Mapping[str, object]) -> int | None:
     """Return the tokens of the longest row that a checkpoint was taught on, as it says; None where it does not."""
     tuned = _mapping(provenance.get("finetuning"))
     facts = _mapping(tuned.get("facts"))
@@ -73,7 +72,7 @@ def taught_length(provenance: Mapping[str, Any]) -> int | None:
     return min(of_task) if of_task else before if type(before) is int and before > 0 else None
 
 
-def _stages(provenance: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _stages(provenance: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Give the options of the stages that say some, the last stage first; those of a conversion are its own."""
     for stage, name in (("alignment", "alignment"), ("stage one", "distillation")):
         yield stage, _mapping(_mapping(provenance.get(name)).get("options"))
@@ -96,9 +95,9 @@ def _place(name: str, checkpoint: str) -> str | None:
     return name if on_hub else None
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _weight(value: Any) -> bool:
+def _weight(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
