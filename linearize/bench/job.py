@@ -40,6 +40,8 @@ OF_MODELS: dict[str, Callable[[BenchModel], Suite]] = {
     "stage-one": StageOneSuite,
     "alignment": AlignmentSuite,
 }
+IN_BATCHES = ("model", "train")
+"""Those whose batch may be counted in tokens: stage one, the alignment and decoding are measured on what they say."""
 KERNEL = "hedgehog"
 
 
@@ -127,8 +129,8 @@ def checked(options: BenchOptions) -> BenchOptions:
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536):
             raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected a whole number from 1 to 65536")
-    if options.batch_tokens is not None and (options.suite not in OF_MODELS or options.batch != 1):
-        other = "measure a MODEL" if options.suite not in OF_MODELS else "leave batch out"
+    if options.batch_tokens is not None and (options.suite not in IN_BATCHES or options.batch != 1):
+        other = "measure a MODEL's forward, or --train" if options.suite not in IN_BATCHES else "leave batch out"
         raise ConfigError(f"batch-tokens: got {options.batch_tokens}, which says how many sequences; {other}")
     if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")

@@ -46,6 +46,8 @@ def test_what_can_be_measured(options, capsys):
         (["--train", "--backward"], "leave --backward out"),
         (["--batch-tokens", "64"], "batch-tokens: got 64, which says how many sequences; measure a MODEL"),
         (["--train", "--batch-tokens", "64", "--batch", "2"], "leave batch out"),
+        (["--stage-one", "--batch-tokens", "64"], "measure a MODEL's forward, or --train"),
+        (["--alignment", "--batch-tokens", "64"], "measure a MODEL's forward, or --train"),
         (["--goals", "--kernel", "elu"], "leave --kernel out"),
         (["bert-base", "--heads", "3"], "leave --heads out"),
         (["--layers", "3"], "leave --layers out"),
