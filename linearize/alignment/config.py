@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linearize.distillation.config import LARGEST, PRECISIONS
+from linearize.distillation.config import LARGEST, PRECISIONS, check_states
 from linearize.errors import ConfigError
 from linearize.options import check, option
 
@@ -66,8 +66,7 @@ class AlignConfig:
 
     def __post_init__(self) -> None:
         check(self, "alignment")
-        if (self.save_every or self.resume) and self.folder is None:
-            raise ConfigError("alignment: save_every and resume need a folder for the states; set folder")
+        check_states(self, "alignment")
         if not any(getattr(self, name) for name in WEIGHTS):
             raise ConfigError(f"alignment: got {', '.join(WEIGHTS)} all 0, expected at least one above; raise one")
 

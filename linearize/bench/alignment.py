@@ -39,10 +39,6 @@ class AlignmentSuite(OfModel):
         """See `Suite`."""
         return f"alignment, {self.model.label}, one step, {self.model.dtype}"
 
-    def check(self) -> None:
-        """See `Suite`."""
-        _ = self.model.linear
-
     def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
         if variant == "softmax":

@@ -18,9 +18,8 @@ from torch import Tensor
 from linearize.attention.interface import observed
 from linearize.attention.layer import Observer
 from linearize.bench.models import values_only
-from linearize.bench.rows import Row
 from linearize.bench.timing import Call
-from linearize.bench.whole_model import OfModel
+from linearize.bench.whole_model import ModelSuite
 
 LEARNING_RATE = 1e-6
 """Small enough that a model which is measured for minutes stays what it is."""
@@ -29,21 +28,16 @@ FIRST = 8
 
 
 @dataclass(frozen=True)
-class TrainSuite(OfModel):
+class TrainSuite(ModelSuite):
     """One step."""
 
     name: ClassVar[str] = "train"
-    variants: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
     may_run_out_of_memory: ClassVar[tuple[str, ...]] = ("softmax",)
 
     @property
     def what(self) -> str:
         """See `Suite`."""
         return f"{self.model.label}, training step, {self.model.dtype}"
-
-    def check(self) -> None:
-        """See `Suite`."""
-        _ = self.model.linear
 
     def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""
@@ -66,7 +60,3 @@ class TrainSuite(OfModel):
         # Gradients and moments, as large as the weights on either side, are there before the first step that counts.
         step(self.model.inputs(FIRST))
         return functools.partial(step, self.model.inputs(tokens))
-
-    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
-        """See `Suite`: how much faster a step could get at most."""
-        return {"bound_speedup": row.times("softmax", over="no attention")}

@@ -40,6 +40,10 @@ class OfModel(Suite):
         """See `Suite`."""
         return self.model.note
 
+    def check(self) -> None:
+        """See `Suite`: a model that can be loaded, converted and made long enough."""
+        _ = self.model.linear
+
 
 @dataclass(frozen=True)
 class ModelSuite(OfModel):
@@ -52,10 +56,6 @@ class ModelSuite(OfModel):
     def what(self) -> str:
         """See `Suite`."""
         return f"{self.model.label}, forward, {self.model.dtype}"
-
-    def check(self) -> None:
-        """See `Suite`."""
-        _ = self.model.linear
 
     def prepare(self, variant: str, tokens: int) -> Call:
         """See `Suite`."""

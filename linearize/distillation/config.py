@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from linearize.errors import ConfigError
 from linearize.options import check, option
@@ -14,6 +15,32 @@ DISTILL_LENGTH = 256
 FEEDS = ("teacher", "student")
 LARGEST = 1e6
 """Of a rate or weight: a larger one is a slip."""
+
+
+class KeepsStates(Protocol):
+    """What options say of the states on disk that a run goes on from."""
+
+    @property
+    def save_every(self) -> int | None:
+        """Steps between them."""
+
+    @property
+    def resume(self) -> bool:
+        """Whether to go on from the newest."""
+
+    @property
+    def folder(self) -> str | None:
+        """Where they are kept."""
+
+
+def check_states(config: KeepsStates, where: str) -> None:
+    """Refuse states without a folder.
+
+    Raises:
+        ConfigError: naming `where`.
+    """
+    if (config.save_every or config.resume) and config.folder is None:
+        raise ConfigError(f"{where}: save_every and resume need a folder for the states; set folder")
 
 
 @dataclass(frozen=True)
@@ -52,5 +79,4 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         check(self, "stage one")
-        if (self.save_every or self.resume) and self.folder is None:
-            raise ConfigError("stage one: save_every and resume need a folder for the states; set folder")
+        check_states(self, "stage one")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from linearize.distillation.config import PRECISIONS
+from linearize.distillation.config import PRECISIONS, check_states
 from linearize.errors import ConfigError, unknown_name
 from linearize.options import check, option, parse_names
 
@@ -117,8 +117,7 @@ class SearchConfig:
             object.__setattr__(self, "candidates", parse_names(self.candidates))
         object.__setattr__(self, "candidates", tuple(self.candidates))
         check(self, "search")
-        if (self.save_every or self.resume) and self.folder is None:
-            raise ConfigError("search: save_every and resume need a folder for the states; set folder")
+        check_states(self, "search")
 
     @property
     def cost(self) -> float | None:

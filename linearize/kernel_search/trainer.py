@@ -138,15 +138,11 @@ def errors(
         number = bench.number_of[id(layer)]
         with torch.autocast(device_type=q.device.type, enabled=False):
             target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
-            valid = target.new_ones(()) if mask is None else mask[:, None, :, None].to(target.dtype)
-            power[number] += (target.square() * valid).sum().double().cpu()
+            padding = None if mask is None else ~mask[:, None, :, None].bool()
+            power[number] += _square_sum(target, padding)
             for key in wanted.get(number, []):
                 out = bench.modules[key](q, k, v, mask, scaling).float()
-                # Filled, not multiplied: whatever stands in the padding must not come through.
-                difference = (out - target).square()
-                if mask is not None:
-                    difference = difference.masked_fill(~mask[:, None, :, None].bool(), 0.0)
-                error[key] += difference.sum().double().cpu()
+                error[key] += _square_sum(out - target, padding)
         # The host's own way would make a T x T mask of a causal one with padding.
         return target.to(v.dtype) if layer.shape.causal else None
 
@@ -164,6 +160,12 @@ def errors(
         for module, mode in zip(modules, training, strict=True):
             module.train(mode)
     return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
+
+
+def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
+    """Sum squares outside the padding: filled, not multiplied, so that whatever stands there does not come through."""
+    squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
+    return squares.sum().double().cpu()
 
 
 __all__ = ["Bench", "Key", "SearchTrainer", "errors"]

@@ -107,11 +107,7 @@ def tokens_of_image_size(model: nn.Module, image_size: int) -> int:
         ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
         UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
     """
-    old, length = _image(model), current_length(model)
-    if old is None or length is None:
-        raise _no_length(model)
-    new = _grown(old, image_size)
-    return length - math.prod(old.grid) + math.prod(new.grid)
+    return _with_image_size(model, image_size)[3]
 
 
 def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile") -> PositionReport:
@@ -160,14 +156,10 @@ def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> Po
         ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
         UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
     """
-    old, length = _image(model), current_length(model)
-    if old is None or length is None:
-        raise _no_length(model)
-    new = _grown(old, image_size)
+    old, new, length, tokens = _with_image_size(model, image_size)
     if new == old:
         return PositionReport(length, length, "bicubic", (), f"the model already takes {old.size} pixels", old.size)
     changed = (_extend_images if _timm(model) is None else _extend_timm)(model, old, new)
-    tokens = length - math.prod(old.grid) + math.prod(new.grid)
     note = f"{new.size} instead of {old.size} pixels: the table of patches was interpolated"
     return PositionReport(length, tokens, "bicubic", changed, note, new.size)
 
@@ -312,6 +304,20 @@ def _image(model: nn.Module) -> _Image | None:
         return _Image(_pair(size), _pair(patch))
     except ConfigError:  # None, or the three sides of a video: not an image whose size is known.
         return None
+
+
+def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
+    """Return the image size now and as asked for, and the tokens of both.
+
+    Raises:
+        ConfigError: as `_grown`.
+        UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
+    """
+    old, length = _image(model), current_length(model)
+    if old is None or length is None:
+        raise _no_length(model)
+    new = _grown(old, image_size)
+    return old, new, length, length - math.prod(old.grid) + math.prod(new.grid)
 
 
 def _grown(old: _Image, image_size: int | tuple[int, int]) -> _Image:
