@@ -11,7 +11,7 @@ from typing import Any
 
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build, kind_of
-from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, Recipe, Step, Tune
+from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, LayerKernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
@@ -262,9 +262,20 @@ def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None
 
 def _check_kernel(kernel: Kernel, where: str) -> None:
     if kernel.name == SOFTMAX:
-        if kernel.args or kernel.window is not None or kernel.keep_softmax:
-            raise ConfigError(f"{where}: softmax takes no arguments; leave them out")
+        if kernel.args or kernel.window is not None or kernel.keep_softmax or kernel.layers:
+            raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
         return
+    _check_arguments(LayerKernel(kernel.name, kernel.args, kernel.window), where)
+    for number, one in kernel.single_layers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ConfigError(f"{where}.layers: got {number!r}, expected numbers of layers from 0")
+        if one.name != SOFTMAX:
+            _check_arguments(one, f"{where}.layers.{number}")
+        elif one.arguments():
+            raise ConfigError(f"{where}.layers.{number}: softmax takes no arguments; leave them out")
+
+
+def _check_arguments(kernel: LayerKernel, where: str) -> None:
     try:
         info = kernel_info(kernel.name)
         make_config(info, kernel.args)

@@ -33,6 +33,19 @@ class Paper:
 
 
 @dataclass(frozen=True)
+class LayerKernel:
+    """The kernel of one layer where it is another one than the row's; "softmax" leaves the layer as it is."""
+
+    name: str
+    args: dict[str, object] = field(default_factory=dict)
+    window: int | None = None
+
+    def arguments(self) -> dict[str, object]:
+        """The kernel's arguments, the window among them."""
+        return dict(self.args) | ({} if self.window is None else {"window": self.window})
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One row of the table.
 
@@ -44,6 +57,8 @@ class Kernel:
         align: whether the alignment is run, where the recipe has one.
         window: softmax inside a window of so many tokens, beside the kernel.
         keep_softmax: numbers of layers that stay.
+        layers: kernels of single layers by their number, as a search finds them (`linearize search`); the others have
+            the row's.
         rows: what this row reads in another way, `max_length` or `chunks`. A converted model takes that many tokens,
             and is tuned and measured so; softmax, which is tuned with the recipe's own rows, is measured so.
         note: what differs from the paper.
@@ -56,6 +71,7 @@ class Kernel:
     align: bool = True
     window: int | None = None
     keep_softmax: tuple[int, ...] = ()
+    layers: dict[int, str | LayerKernel] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -67,6 +83,11 @@ class Kernel:
     def arguments(self) -> dict[str, object]:
         """The kernel's arguments, the window among them."""
         return dict(self.args) | ({} if self.window is None else {"window": self.window})
+
+    @property
+    def single_layers(self) -> dict[int, LayerKernel]:
+        """The layers with a kernel of their own, each with name and arguments."""
+        return {number: LayerKernel(one) if isinstance(one, str) else one for number, one in self.layers.items()}
 
 
 @dataclass(frozen=True)

@@ -268,8 +268,17 @@ def distil_steps(config: Distil, batches: TaskBatches) -> int:
 
 
 def convert(model: PreTrainedModel, kernel: Kernel, seed: int) -> PreTrainedModel:
-    """Put a row's kernel into a model."""
-    return put_in_kernels(model, kernel.name, kernel.arguments(), keep_softmax=kernel.keep_softmax, seed=seed)
+    """Put a row's kernels into a model."""
+    kept = {number for number, one in kernel.single_layers.items() if one.name == SOFTMAX}
+    layers = {n: (one.name, one.arguments()) for n, one in kernel.single_layers.items() if n not in kept}
+    return put_in_kernels(
+        model,
+        kernel.name,
+        kernel.arguments(),
+        layers=layers or None,
+        keep_softmax=sorted(kept | set(kernel.keep_softmax)),
+        seed=seed,
+    )
 
 
 def checkpoint(model: Model) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.tiny import SMALLER, original
 
 from linearize.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.experiments.recipe import cells, check, load_recipe, plain, recipe_names, resolve
@@ -95,6 +96,14 @@ def load(tiny, write, **changes):
         ({"distil": {"loss": "none"}}, r"stage one, loss: got 'none'"),
         ({"kernels": ["hedgehoc"]}, r"kernels\[0\]: unknown kernel 'hedgehoc'. Did you mean 'hedgehog'"),
         ({"kernels": [{"name": "luna", "args": {"chanels": 3}}]}, r"kernels\[0\]: unknown argument of kernel luna"),
+        ({"kernels": [{"name": "elu", "layers": {1: "hedgehoc"}}]}, r"layers.1: unknown kernel 'hedgehoc'"),
+        ({"kernels": [{"name": "elu", "layers": {1: {"nam": "luna"}}}]}, r"layers.1: unknown key 'nam'"),
+        ({"kernels": [{"name": "elu", "layers": {"one": "luna"}}]}, r"layers: got 'one', expected numbers of layers"),
+        (
+            {"kernels": [{"name": "elu", "layers": {1: {"name": "softmax", "window": 4}}}]},
+            r"layers.1: softmax takes no arguments",
+        ),
+        ({"kernels": [{"name": "softmax", "layers": {1: "luna"}}]}, r"softmax takes no arguments and no layers"),
         ({"kernels": [{"nam": "luna"}]}, r"kernels\[0\]: unknown key 'nam'"),
         ({"kernels": ["elu", "elu"]}, r"two rows are called 'elu'"),
         ({"kernels": "elu"}, r"kernels: got 'elu', expected a list"),
@@ -127,6 +136,17 @@ def test_what_is_wrong_is_named(tiny, write, changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load(tiny, write, **changes)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("recipe tiny")
+
+
+def test_kernels_of_single_layers(tiny, write):
+    from linearize.experiments.stages import convert
+
+    layers = {0: "softmax", 1: {"name": "hedgehog", "args": {"tied": False}, "window": 4}}
+    row = load(tiny, write, kernels=["softmax", {"name": "elu", "layers": layers}]).rows_of_table[1]
+    model = convert(original("bert", **SMALLER, num_hidden_layers=3), row, 0)
+    assert [layer["kernel"] for layer in model.config.linearize["layers"]] == ["softmax", "hedgehog", "elu"]
+    assert model.config.linearize["layers"][1]["window"] == 4
+    assert model.config.linearize["layers"][1]["arguments"]["tied"] is False
 
 
 def test_missing_keys_and_other_files(tiny, write, tmp_path):
