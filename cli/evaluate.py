@@ -71,6 +71,7 @@ def print_alone(out: Console, title: str, found: Evaluation, task: Task) -> None
     if found.chance is not None:
         rows.append(["chance", percent(found.chance, task)])
     out.print(table(title, ["metric", "this model"], rows, right=(1,)))
+    print_positions(out, found)
     for line in found.notes:
         out.print(line, markup=False)
 
@@ -78,6 +79,7 @@ def print_alone(out: Console, title: str, found: Evaluation, task: Task) -> None
 def print_compared(out: Console, title: str, found: Evaluation, task: Task) -> None:
     """Print a model beside its original, and what the differences are worth."""
     out.print(sides_table(title, found.sides, task, chance=found.chance))
+    print_positions(out, found)
     for line in [*(one.sentence for one in found.differences), *found.notes]:
         out.print(line, markup=False)
     if found.recovered is not None:
@@ -85,6 +87,24 @@ def print_compared(out: Console, title: str, found: Evaluation, task: Task) -> N
         out.print(f"{found.recovered:.1f} % of the original's score{above} is recovered.", markup=False)
     elif found.original_score is not None:
         out.print("The original is not above chance, so no share of it is recovered.", markup=False)
+
+
+def print_positions(out: Console, found: Evaluation) -> None:
+    """Print the loss by position, where there is more than one range of them."""
+    from linearize.cli._output import table
+
+    by_side = [{one.first: one for one in side.by_position} for side in found.sides]
+    firsts = sorted(set().union(*by_side))
+    if len(firsts) < 2:
+        return
+    rows = []
+    for first in firsts:
+        there = [losses.get(first) for losses in by_side]
+        last = max(one.last for one in there if one is not None)
+        rows.append([f"{first:,} to {last:,}", *("-" if one is None else f"{one.nll:.4f}" for one in there)])
+    columns = ["tokens before", *(side.name for side in found.sides)]
+    title = "Loss by how many tokens stand before (nats per token)"
+    out.print(table(title, columns, rows, right=tuple(range(1, len(columns)))))
 
 
 def sides_table(title: str, sides: Sequence[SideResult], task: Task, *, chance: float | None = None) -> RenderableType:

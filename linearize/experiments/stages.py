@@ -153,6 +153,7 @@ class StageRunner:
             "interval": measured.interval,
             "chance": measured.chance,
             "seconds_per_row": measured.seconds_per_unit,
+            "by_position": [dataclasses.asdict(one) for one in measured.by_position],
             "facts": data.facts,
             "seconds": time.perf_counter() - start,
         }

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from linearize.finetune.metrics.by_position import PositionLoss
+
 RESAMPLES = 500
 LEVEL = 0.95
 
@@ -36,6 +38,7 @@ class Measured:
         units: how many of them, or questions, the interval is over.
         seconds_per_unit: of the model's forward passes.
         resampled: [R] the score on rows drawn with replacement, the same rows of the same data; None without interval.
+        by_position: of causal language models, the loss by how many tokens stand before.
     """
 
     metrics: dict[str, float]
@@ -46,6 +49,7 @@ class Measured:
     units: int = 0
     seconds_per_unit: float = 0.0
     resampled: np.ndarray | None = None
+    by_position: tuple[PositionLoss, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size:
         units,
         sum(seconds) / max(1, units),
         scores,
+        () if data.by_position is None else data.by_position(predictions),
     )
 
 

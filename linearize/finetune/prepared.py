@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from linearize.finetune.metrics.by_position import PositionLoss
+
 IGNORED = -100
 """The label that no loss is taken on, and the padding that transformers' trainer puts behind predictions."""
 
@@ -95,6 +97,7 @@ class TaskData:
         options: what the rows were asked to be.
         by_unit: (predictions, labels) -> metrics by name of every unit [N], where metrics are their means and a unit (a
             question) may have several rows; None: a unit is a row, and metrics are of all rows together.
+        by_position: predictions -> the loss by position in the row, of causal language models; None: has no meaning.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
         chance: metrics by name that guessing reaches, where these follow from the task; None: found from the labels.
     """
@@ -112,6 +115,7 @@ class TaskData:
     wrap: Callable[[PreTrainedModel], nn.Module] | None = None
     options: DataOptions | None = None
     by_unit: Callable[[Predictions, Predictions], dict[str, np.ndarray]] | None = None
+    by_position: Callable[[Predictions], tuple[PositionLoss, ...]] | None = None
     chunkable: bool = False
     chance: Mapping[str, float] | None = None
 

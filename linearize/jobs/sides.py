@@ -18,6 +18,7 @@ from linearize.finetune.load import (
     load_processor,
     whole_length,
 )
+from linearize.finetune.metrics.by_position import PositionLoss
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import Facts, TaskData
 from linearize.finetune.tables import Given
@@ -79,6 +80,7 @@ class SideResult:
         seconds_per_row: of the model's forward passes.
         peak_bytes: that reading the longest row adds to the loaded model; None: not measured.
         note: that it read beyond what it was trained on; None where it did not.
+        by_position: of causal language models, the loss by how many tokens stand before the predicted one.
     """
 
     name: str
@@ -92,6 +94,7 @@ class SideResult:
     seconds_per_row: float
     peak_bytes: int | None = None
     note: str | None = None
+    by_position: tuple[PositionLoss, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple
         measured.seconds_per_unit,
         _peak(setup, side, data, length) if setup.memory and text else None,
         note,
+        measured.by_position,
     )
     return data, measured, result
 

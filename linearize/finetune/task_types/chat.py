@@ -22,7 +22,7 @@ from linearize.finetune.prepared import (
 )
 from linearize.finetune.tables import Given, need_columns, open_splits
 from linearize.finetune.task import Task
-from linearize.finetune.task_types.language import causal_sums, perplexity_of_sums
+from linearize.finetune.task_types.language import causal_by_position, causal_sums, perplexity_of_sums
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -62,6 +62,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         perplexity_of_sums,
         splits.description + said,
         reduce=causal_sums,
+        by_position=causal_by_position,
         facts=row_facts(lengths, options),
     )
 

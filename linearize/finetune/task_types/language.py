@@ -17,6 +17,7 @@ from torch.nn import functional
 from linearize.data.columns import column_kinds, find_column
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
+from linearize.finetune.metrics.by_position import PositionLoss, losses_by_position, range_sums
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
@@ -147,6 +148,7 @@ def _causal(
         compute_metrics,
         f"{description}; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}",
         reduce=causal_sums,
+        by_position=causal_by_position,
         facts={"context": length, "stride": stride, "words": words},
     )
 
@@ -164,21 +166,37 @@ def collate_windows(rows: list[Row]) -> dict[str, Tensor]:
 
 
 def causal_sums(logits: Logits, labels: Tensor) -> Tensor:
-    """Reduce logits [B, T, V] to the sums and counts [B, 2] of the negative log-likelihoods of labels [B, T]."""
+    """Reduce logits [B, T, V] to sums of the negative log-likelihoods of labels [B, T].
+
+    Returns:
+        [B, 2 + 3 R]: their sum and their count, then those by position (`by_position.range_sums`).
+    """
     logits = logits[0] if isinstance(logits, tuple) else logits
-    return token_sums(logits[:, :-1], labels[:, 1:])
+    nll, counted = token_losses(logits[:, :-1], labels[:, 1:])
+    return torch.cat([torch.stack([nll.sum(dim=1), counted.sum(dim=1)], dim=1), range_sums(nll, counted)], dim=1)
+
+
+def causal_by_position(predictions: Predictions) -> tuple[PositionLoss, ...]:
+    """Return the loss by position from rows of `causal_sums`."""
+    return losses_by_position(np.asarray(predictions)[:, 2:])
 
 
 def perplexity_of_sums(predictions: Predictions, labels: Predictions) -> dict[str, float]:
-    """Return the perplexity of rows, of each the sum and the count of its tokens' negative log-likelihoods [N, 2]."""
+    """Return the perplexity of rows; of each, the sum and the count of its tokens' losses come first."""
     sums = np.asarray(predictions, dtype=np.float64)
     return metric("perplexity").compute(predictions=sums[:, 0], references=sums[:, 1])
 
 
 def token_sums(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum the negative log-likelihoods of labels [B, T] under logits [B, T, V], and count them -> [B, 2]."""
+    nll, counted = token_losses(logits, labels)
+    return torch.stack([nll.sum(dim=1), counted.sum(dim=1)], dim=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the negative log-likelihoods of labels [B, T] under logits [B, T, V], 0 where ignored, and what counts."""
     nll = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
-    return torch.stack([nll.sum(dim=1), (labels != IGNORED).float().sum(dim=1)], dim=1)
+    return nll, (labels != IGNORED).float()
 
 
 def _masked(
