@@ -47,6 +47,9 @@ TASK_TYPES: dict[str, TaskType] = {
             "causal-lm", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.language", next_token=True
         ),
         TaskType("chat", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.chat", next_token=True),
+        TaskType(
+            "copying", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.copying", next_token=True
+        ),
         TaskType("recall", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.recall", next_token=True),
         TaskType(
             "image-classification", HEADS["image-classification"], "class", "linearize.finetune.task_types.images"
@@ -165,6 +168,15 @@ TASKS: dict[str, Task] = {
             score=("perplexity",),
             lower_is_better=True,
             percent=False,
+            folders=("wikitext2", "wikitext103"),
+        ),
+        Task(
+            "copying",
+            TASK_TYPES["copying"],
+            "a passage stands twice: how much of the second time is found in the first",
+            label=None,
+            metrics=("copying",),
+            score=("copy_accuracy",),
             folders=("wikitext2", "wikitext103"),
         ),
         Task(

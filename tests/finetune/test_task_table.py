@@ -64,5 +64,5 @@ def test_outputs_of_a_head():
     assert outputs("mnli") == 3
     assert outputs("stsb") == 1
     assert outputs("token-classification", labels=("O", "B-A", "I-A")) == 3
-    for without in ("similarity", "retrieval", "masked-lm", "causal-lm", "question-answering", "recall"):
+    for without in ("similarity", "retrieval", "masked-lm", "causal-lm", "copying", "question-answering", "recall"):
         assert outputs(without) is None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "accuracy": "linearize.finetune.metrics.classification:Accuracy",
+    "copying": "linearize.finetune.metrics.copying:Copying",
     "entities": "linearize.finetune.metrics.entities:Entities",
     "f1": "linearize.finetune.metrics.classification:F1",
     "f1_macro": "linearize.finetune.metrics.classification:MacroF1",
