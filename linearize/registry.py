@@ -120,8 +120,9 @@ class KernelInfo:
         return self.stage_one(config) if callable(self.stage_one) else self.stage_one
 
 
-WINDOW = "window"
-"""The argument that every kernel with `windowed` takes beside its own: W of the softmax window, see `ops.window`."""
+WINDOW, SINKS = "window", "sinks"
+NEAR = (WINDOW, SINKS)
+"""The arguments that every kernel with `windowed` takes beside its own: W and S of `ops.window`."""
 
 _KERNELS: dict[str, KernelInfo] = {}
 _LOCK = threading.Lock()
@@ -139,8 +140,9 @@ def register_kernel(info: KernelInfo) -> KernelInfo:
         raise ConfigError(f"kernel {info.name!r} is registered already by {_origin(known)}; choose another name")
     if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
-    if any(f.name == WINDOW for f in dataclasses.fields(info.config)):
-        raise ConfigError(f"kernel {info.name!r}: {WINDOW!r} is an argument of every kernel; give its own another name")
+    if taken := {f.name for f in dataclasses.fields(info.config)} & set(NEAR):
+        name = sorted(taken)[0]
+        raise ConfigError(f"kernel {info.name!r}: {name!r} is an argument of every kernel; give its own another name")
     if (info.build is None) == (info.preset is None):
         raise ConfigError(f"kernel {info.name!r}: got a build and a preset or neither, expected one of them")
     if not (info.causal or info.bidirectional):

@@ -17,7 +17,9 @@ NUMBER = 4
 """Bytes of a number of a state."""
 
 
-def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, window: int | None = None) -> Mixer:
+def build_mixer(
+    kernel: str, arguments: Mapping[str, object], shape: HeadShape, window: int | None = None, sinks: int = 0
+) -> Mixer:
     """Build an uninitialised mixer for a kernel name and its arguments.
 
     Args:
@@ -25,6 +27,7 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
         arguments: the kernel's own arguments.
         shape: sizes and direction of the attention.
         window: W of the softmax window joined to the kernel (see `linearize.ops.window`), or None.
+        sinks: first tokens that get softmax's weights beside the window.
 
     Raises:
         ConfigError: for an unknown kernel or argument, a value out of range, or a kernel that does not work in this
@@ -33,12 +36,12 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
     info = kernel_info(kernel)
     config = make_config(info, arguments)
     check_shape(info, shape)
-    check_window(info, window)
+    check_window(info, window, sinks)
     assert info.build is not None
     build: Any = info.build
     if issubclass(build, Kernel):
         build = BlockMixer if issubclass(build, BlockKernel) else FeatureMapMixer
-    return build(info, config, shape, window) if window is not None else build(info, config, shape)
+    return build(info, config, shape, window, sinks) if window is not None else build(info, config, shape)
 
 
 def check_shape(info: KernelInfo, shape: HeadShape) -> None:
@@ -67,13 +70,17 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
         )
 
 
-def check_window(info: KernelInfo, window: int | None) -> None:
-    """Refuse a window that is no length, or that a kernel cannot be joined with.
+def check_window(info: KernelInfo, window: int | None, sinks: int = 0) -> None:
+    """Refuse a window that is no length, or that a kernel cannot be joined with, and sinks without a window.
 
     Raises:
         ConfigError: saying what to choose instead.
     """
+    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
+        raise ConfigError(f"sinks: got {sinks!r}, expected a number of tokens, 0 or more")
     if window is None:
+        if sinks:
+            raise ConfigError(f"sinks: got {sinks} without a window, expected both; add one, such as window=64")
         return
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ConfigError(f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none")

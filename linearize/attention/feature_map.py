@@ -26,17 +26,21 @@ class FeatureMapMixer(Mixer):
 
     The keys' map has one set of parameters per key/value head. Queries use the same map (each query head that of its
     group), or one of their own per query head where the kernel's argument `tied` is false. With a window, near tokens
-    get softmax's weights instead, under the same denominator: see `linearize.ops.window`.
+    get softmax's weights instead, under the same denominator, and with sinks the first ones too: see
+    `linearize.ops.window`.
 
     Attributes:
         window: W of the softmax window, or None.
+        sinks: S of the first tokens beside the window.
         eps: smallest magnitude of a denominator.
         floor: c of `linearize.ops.floored`, 0 for none; with a window there is none.
     """
 
-    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, window: int | None = None) -> None:
+    def __init__(
+        self, info: KernelInfo, config: Any, shape: HeadShape, window: int | None = None, sinks: int = 0
+    ) -> None:
         super().__init__(info, config, shape)
-        self.window = window
+        self.window, self.sinks = window, sinks
         build: Any = info.build
         self.inputs: Inputs | None = build.inputs(config, shape.heads, shape.key_heads, shape.head_dim)
         self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
@@ -149,7 +153,7 @@ class FeatureMapMixer(Mixer):
         """See `Mixer.weights`; the queries are the last tokens of the keys' where there are fewer."""
         queries, keys = self._mapped(q, k, scaling, key_padding_mask)
         if self.window is not None:
-            window = Window(self.window, scaling, self.shape.causal, self.eps)
+            window = Window(self.window, scaling, self.shape.causal, self.eps, self.sinks)
             return window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
         return kernel_weights(
             queries.phi,

@@ -41,11 +41,16 @@ class LinearAttention(nn.Module):
     """
 
     def __init__(
-        self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, window: int | None = None
+        self,
+        kernel: str,
+        arguments: Mapping[str, object],
+        shape: HeadShape,
+        window: int | None = None,
+        sinks: int = 0,
     ) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
-        self.mixer: Mixer = build_mixer(kernel, arguments, shape, window)
+        self.mixer: Mixer = build_mixer(kernel, arguments, shape, window, sinks)
         self.observer: Observer | None = None
         self._handed: dict[int, LinearStateLayer] = {}
         self.declares_direction = False
@@ -131,5 +136,6 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""
-        window = getattr(self.mixer, "window", None)
-        return f"kernel={self.kernel!r}, {self.shape}" + (f", window={window}" if window else "")
+        window, sinks = getattr(self.mixer, "window", None), getattr(self.mixer, "sinks", 0)
+        near = (f", window={window}" if window else "") + (f", sinks={sinks}" if sinks else "")
+        return f"kernel={self.kernel!r}, {self.shape}{near}"

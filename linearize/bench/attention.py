@@ -39,6 +39,7 @@ class AttentionSizes:
         batch: sequences B.
         dtype: type of the inputs.
         device: where it runs.
+        sinks: first tokens under softmax beside the window.
     """
 
     kernel: str = "hedgehog"
@@ -51,6 +52,7 @@ class AttentionSizes:
     device: str = "cpu"
     key_heads: int | None = None
     value_dim: int | None = None
+    sinks: int = 0
 
     def mixer(self, *, causal: bool) -> Mixer:
         """Build the kernel's mixer with its starting values.
@@ -67,7 +69,7 @@ class AttentionSizes:
         shape = HeadShape(
             self.heads, self.key_heads or self.heads, self.head_dim, self.value_dim or self.head_dim, causal
         )
-        return build_mixer(self.kernel, self.kernel_args, shape, self.window)
+        return build_mixer(self.kernel, self.kernel_args, shape, self.window, self.sinks)
 
     def draw(self, tokens: int, size: int | None = None, *, seed: int = 0, heads: int | None = None) -> Tensor:
         """Make up normal numbers [B, H, T, D], or of another size than D, or of other heads."""
@@ -141,7 +143,7 @@ class AttentionSuite(SizedSuite):
         """See `Suite`."""
         kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.kernel_args.items())
         if self.sizes.window is not None:
-            kernel += f" window={self.sizes.window}"
+            kernel += f" window={self.sizes.window}" + (f" sinks={self.sizes.sinks}" if self.sizes.sinks else "")
         means = kernel if self.features is None else f"given features of size {self.features}"
         direction = "causal" if self.causal else "bidirectional"
         passes = "forward and backward" if self.backward else "forward"

@@ -155,6 +155,7 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
         "kernel": kernel,
         "kernel_args": dict(options.kernel_args),
         "window": options.window,
+        "sinks": options.sinks,
         "batch": options.batch,
         "dtype": options.dtype,
         "device": options.device,
@@ -169,7 +170,7 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
             "image_size": image_size,
         }
         model = BenchModel(options.model or BERT_BASE, **named)
-        if model.converted and (options.kernels or options.kernel_args or options.window is not None):
+        if model.converted and (options.kernels or options.kernel_args or options.window is not None or options.sinks):
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
         return OF_MODELS[options.suite](model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)

@@ -33,6 +33,7 @@ class BenchModel:
         kernel: kernel for a model that is not converted yet.
         kernel_args: its arguments.
         window: tokens of a softmax window joined to it, or None.
+        sinks: first tokens under softmax beside it.
         layers: layers of `BERT_BASE`; None: its own 12.
         longest: longest input that it will get; learned positions are extended to it.
         image_size: pixels of the pictures, height and width; None: a text model.
@@ -46,6 +47,7 @@ class BenchModel:
     kernel: str = "hedgehog"
     kernel_args: Mapping[str, object] = field(default_factory=dict)
     window: int | None = None
+    sinks: int = 0
     layers: int | None = None
     longest: int = 512
     image_size: int | None = None
@@ -182,7 +184,9 @@ class BenchModel:
         from linearize.surgery.apply import convert
 
         if not self.converted:
-            return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, window=self.window).eval()
+            return convert(
+                copy.deepcopy(self.original), self.kernel, self.kernel_args, window=self.window, sinks=self.sinks
+            ).eval()
         from linearize.loading import load_converted, move
 
         loaded = load_converted(self.model, device=self.device)

@@ -36,6 +36,7 @@ class BenchOptions:
         parse=parse_pairs,
     )
     window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
+    sinks: int = option(0, "softmax for the first N tokens too, beside the window", metavar="N", low=0)
     lengths: tuple[int, ...] | None = option(
         None, "tokens, or contexts to decode behind; by default the suite's own", metavar="N,N", parse=parse_lengths
     )

@@ -262,10 +262,10 @@ def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None
 
 def _check_kernel(kernel: Kernel, where: str) -> None:
     if kernel.name == SOFTMAX:
-        if kernel.args or kernel.window is not None or kernel.keep_softmax or kernel.layers:
+        if kernel.arguments() or kernel.keep_softmax or kernel.layers:
             raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
         return
-    _check_arguments(LayerKernel(kernel.name, kernel.args, kernel.window), where)
+    _check_arguments(LayerKernel(kernel.name, kernel.args, kernel.window, kernel.sinks), where)
     for number, one in kernel.single_layers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"{where}.layers: got {number!r}, expected numbers of layers from 0")
@@ -283,6 +283,10 @@ def _check_arguments(kernel: LayerKernel, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from error
     if kernel.window is not None and not info.windowed:
         raise ConfigError(f"{where}.window: kernel {kernel.name} cannot be joined to a softmax window; leave it out")
+    if kernel.sinks is not None and (kernel.sinks < 1 or kernel.window is None):
+        raise ConfigError(
+            f"{where}.sinks: got {kernel.sinks}, expected tokens beside a window; add one, or leave it out"
+        )
 
 
 def _check_rows(kernel: Kernel, rows: Mapping[str, object], where: str) -> None:

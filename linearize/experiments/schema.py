@@ -39,10 +39,12 @@ class LayerKernel:
     name: str
     args: dict[str, object] = field(default_factory=dict)
     window: int | None = None
+    sinks: int | None = None
 
     def arguments(self) -> dict[str, object]:
-        """The kernel's arguments, the window among them."""
-        return dict(self.args) | ({} if self.window is None else {"window": self.window})
+        """The kernel's arguments, window and sinks among them."""
+        near = {"window": self.window, "sinks": self.sinks}
+        return dict(self.args) | {name: value for name, value in near.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Kernel:
         distil: whether stage one is run.
         align: whether the alignment is run, where the recipe has one.
         window: softmax inside a window of so many tokens, beside the kernel.
+        sinks: softmax for so many first tokens, beside the window.
         keep_softmax: numbers of layers that stay.
         layers: kernels of single layers by their number, as a search finds them (`linearize search`); the others have
             the row's.
@@ -70,6 +73,7 @@ class Kernel:
     distil: bool = True
     align: bool = True
     window: int | None = None
+    sinks: int | None = None
     keep_softmax: tuple[int, ...] = ()
     layers: dict[int, str | LayerKernel] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
@@ -81,8 +85,8 @@ class Kernel:
         return self.label or self.name
 
     def arguments(self) -> dict[str, object]:
-        """The kernel's arguments, the window among them."""
-        return dict(self.args) | ({} if self.window is None else {"window": self.window})
+        """The kernel's arguments, window and sinks among them."""
+        return LayerKernel(self.name, self.args, self.window, self.sinks).arguments()
 
     @property
     def single_layers(self) -> dict[int, LayerKernel]:

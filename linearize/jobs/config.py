@@ -201,6 +201,7 @@ class ConvertJob(StageOneJob):
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
     window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
+    sinks: int = option(0, "softmax for the first N tokens too, beside the window", metavar="N", low=0)
     task: str | None = option(
         None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"
     )
@@ -237,6 +238,7 @@ class ConvertJob(StageOneJob):
                 "tokens; drop one of them"
             )
         chosen: dict[str, Any] = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
+        chosen["--sinks"] = self.sinks
         if self.plan is not None:
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}
             _refuse(chosen, "--plan FILE says what becomes of every layer")

@@ -157,6 +157,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         layers=job.layers,
         keep_softmax=job.keep_softmax,
         window=job.window,
+        sinks=job.sinks,
         max_length=longest_input(job, loaded),
         seed=job.seed,
         local_as_full=job.local_as_full,

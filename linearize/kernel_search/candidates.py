@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from linearize.errors import ConfigError
 from linearize.kernel_search.config import CANDIDATES, REFERENCE
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
-from linearize.registry import WINDOW, kernel_info, make_config
+from linearize.registry import NEAR, kernel_info, make_config
 from linearize.surgery.plan import replan
 
 
@@ -49,7 +49,7 @@ def parse_candidate(text: str) -> Candidate:
         if key in arguments:
             raise ConfigError(f"candidates: {key} is given twice in {text!r}; give it once")
         arguments[key] = value
-    make_config(info, {key: value for key, value in arguments.items() if key != WINDOW})
+    make_config(info, {key: value for key, value in arguments.items() if key not in NEAR})
     return Candidate(text.strip(), name, arguments)
 
 
@@ -112,7 +112,7 @@ class Layout:
             label = None if layer.index is None else wanted.get(layer.index)
             if label == SOFTMAX:
                 reason = (reasons or {}).get(number_of(layer), "kept by the search")
-                layer = replace(layer, kernel=SOFTMAX, arguments={}, window=None, reason=reason)
+                layer = replace(layer, kernel=SOFTMAX, arguments={}, window=None, sinks=0, reason=reason)
             elif label is not None:
                 layer = self.plans[label][number_of(layer)]
             layers.append(layer)

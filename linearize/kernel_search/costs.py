@@ -159,6 +159,7 @@ def suite_of(shape: HeadShape, plan: LayerPlan, where: Where) -> AttentionSuite:
         device=where.device,
         key_heads=shape.key_heads,
         value_dim=shape.value_dim,
+        sinks=plan.sinks,
     )
     return AttentionSuite(sizes, causal=shape.causal)
 
@@ -179,6 +180,7 @@ def _key(shape: HeadShape, plan: LayerPlan, where: Where) -> str:
         "kernel": plan.kernel,
         "config": asdict(make_config(kernel_info(plan.kernel), plan.arguments)),
         "window": plan.window,
+        **({"sinks": plan.sinks} if plan.sinks else {}),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -55,7 +55,7 @@ def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
     """Return a model with the tensors of `model` whose layers of `base` can be observed; `model` stays as it is."""
     shared: dict[int, object] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
     made = copy.deepcopy(model, shared)
-    plain = [replace(x, kernel=CARRIER, arguments={}, window=None) if x.converted else x for x in base.layers]
+    plain = [replace(x, kernel=CARRIER, arguments={}, window=None, sinks=0) if x.converted else x for x in base.layers]
     return apply(made, replace(base, layers=tuple(plain)))
 
 
@@ -140,7 +140,7 @@ def prepare(
     modules: dict[Key, LinearAttention] = {}
     for label, plans in layout.plans.items():
         for number, layer in plans.items():
-            made = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window)
+            made = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window, layer.sinks)
             made.reset_parameters(given.base.seed + number)
             modules[number, label] = made.to(accelerator.device).requires_grad_(False)
     bench = Bench(hosts, modules)

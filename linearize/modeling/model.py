@@ -279,7 +279,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
 
 def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
     """Put the kernel of one layer into its host."""
-    attention = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window)
+    attention = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window, layer.sinks)
     if not any(t.is_meta for t in [*attention.parameters(), *attention.buffers()]):
         attention.reset_parameters(plan.seed + (layer.index or 0))
         reference = next(host.parameters(), None)

@@ -35,6 +35,7 @@ class LayerPlan:
         reason: why the layer stays.
         cache_index: the host's `layer_idx`, None where it has none.
         window: W of the softmax window joined to the kernel, or None.
+        sinks: first tokens that get softmax's weights beside the window.
         host: what the host's attention module said of itself at conversion, in agreement with `shape` and `cache_index`
             (see `host_facts`): a checkpoint whose module says something else later is refused.
     """
@@ -48,6 +49,7 @@ class LayerPlan:
     cache_index: int | None = None
     window: int | None = None
     host: tuple[str, ...] = ()
+    sinks: int = 0
 
     @property
     def converted(self) -> bool:
@@ -97,7 +99,7 @@ class Plan:
             "base_model_type": self.base_model_type,
             "base_architecture": self.architecture,
             "seed": self.seed,
-            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
 
     @classmethod
@@ -166,18 +168,28 @@ def _planned(name: str, shape: HeadShape, cache_index: int | None) -> Any:
     return sizes.get(name, shape.head_dim)
 
 
+def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
+    """Return plain data; without sinks as it was before there were any, so that older versions read it."""
+    values = dataclasses.asdict(layer)
+    return values if layer.sinks else {name: value for name, value in values.items() if name != "sinks"}
+
+
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     known, got = {f.name for f in dataclasses.fields(LayerPlan)}, set(data)
     # Checkpoints without a checksum were written before `host` was (see `linearize.modeling.config.check_checksum`).
-    _expect(got | {"host"} == known, "keys of a layer", sorted(map(str, got)))
-    values = {"host": (), **data}
+    _expect(got | {"host", "sinks"} == known, "keys of a layer", sorted(map(str, got)))
+    values = {"host": (), "sinks": 0, **data}
     module, kernel, arguments, host = (values[key] for key in ("module", "kernel", "arguments", "host"))
     named = isinstance(module, str) and isinstance(kernel, str) and module and kernel
     _expect(named, "module and kernel of a layer are names", [module, kernel])
     _expect(isinstance(values["reason"], str), "reason of a layer", values["reason"])
-    for name, low in (("index", 0), ("cache_index", 0), ("window", 1)):
+    for name, low in (("index", 0), ("cache_index", 0), ("window", 1), ("sinks", 0)):
         value = values[name]
-        _expect(value is None or (type(value) is int and low <= value < 2**31), f"{name} of a layer", value)
+        _expect(
+            (value is None and name != "sinks") or (type(value) is int and low <= value < 2**31),
+            f"{name} of a layer",
+            value,
+        )
     _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
@@ -187,7 +199,8 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     if layer.converted:
         _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
     else:
-        _expect(not arguments and layer.window is None, "a layer that stays has no arguments", arguments)
+        bare = not arguments and layer.window is None and not layer.sinks
+        _expect(bare, "a layer that stays has no arguments", arguments)
     return layer
 
 

@@ -6,11 +6,12 @@ The unnormalised weight of key j for query i is
     exp(a_i + c_j) phi(q_i) . phi(k_j)                   where it is not (a, c: log-scales of query and key),
 
 and every row is divided by its sum. Causally the window of i is the last W tokens, i - W < j <= i. Bidirectionally it
-is |i - j| <= W // 2, so W tokens for odd W and W + 1 for even W. Tokens are counted without padding. Both parts are
-computed under one shift m_i, the larger of their magnitudes, which cancels.
+is |i - j| <= W // 2, so W tokens for odd W and W + 1 for even W. The first S tokens, the sinks, get softmax's weights
+from everywhere (causally: from all tokens behind them). Tokens are counted without padding. All parts are computed
+under one shift m_i, the largest of their magnitudes, which cancels.
 
 Papers: the hybrid of Zhang et al. 2024 (LoLCATs), https://arxiv.org/abs/2410.10254, section 3.3; there the linear part
-is not divided by exp(m_i).
+is not divided by exp(m_i). Sinks: Xiao et al. 2024, https://arxiv.org/abs/2309.17453.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Window:
         scaling: what softmax's scores are multiplied with.
         causal: whether query i sees keys up to its own position only.
         eps: smallest magnitude of a row's sum, relative to its largest part.
+        sinks: S, see above.
     """
 
     size: int
     scaling: float
     causal: bool
     eps: float = EPS
+    sinks: int = 0
 
 
 class Mapped(NamedTuple):
@@ -80,7 +83,7 @@ class Mapped(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """What is remembered: a linear state of the tokens beyond the window, and the last W tokens themselves.
+    """What is remembered: a linear state of the tokens beyond the window, the last W tokens themselves, and the sinks.
 
     Attributes:
         kv: see `linearize.ops.state.State`.
@@ -90,6 +93,9 @@ class WindowState(NamedTuple):
         ring_phi: [B, K, W, F] fp32.
         ring_scale: [B, K, W] fp32.
         ring_mask: [B, W] bool, where there is a token.
+        sink_k: [B, K, S, D]; None without sinks.
+        sink_v: [B, K, S, V]; None without sinks.
+        tokens: [B] how many there were; None without sinks.
     """
 
     kv: Tensor
@@ -99,6 +105,13 @@ class WindowState(NamedTuple):
     ring_phi: Tensor
     ring_scale: Tensor
     ring_mask: Tensor
+    sink_k: Tensor | None = None
+    sink_v: Tensor | None = None
+    tokens: Tensor | None = None
+
+    def present(self) -> dict[str, Tensor]:
+        """Return what there is by its name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class _Queries(NamedTuple):
@@ -195,27 +208,82 @@ def _causal_parts(
     # The key that leaves the window when a token enters it; padding at the end lets none leave.
     leaving = whole.part(slice(0, tokens))
     leaving = leaving._replace(mask=leaving.mask & keys.mask)
+    parts, sinks = [], None
+    if window.sinks:
+        sinks = _collect(keys, window.sinks, initial_state)
+        place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
+        leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
+        behind = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
+        parts.append(_exact(queries.q, sinks, behind & sinks.mask[:, None], window.scaling))
     far, after = _linear(queries, leaving, past, op)
     near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling)
-    end = keys.mask.sum(dim=1, keepdim=True) + torch.arange(window.size, device=keys.mask.device)
-    return [far, near], WindowState(*after, *whole.taken(end))
+    count = keys.mask.sum(dim=1)
+    end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
+    state = WindowState(*after, *whole.taken(end))
+    if sinks is not None:
+        state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
+    return [far, near, *parts], state
 
 
 def _bidirectional_parts(queries: _Queries, keys: _Keys, window: Window, op: LinearOp) -> list[tuple[Tensor, Tensor]]:
     """Return what lies behind the window, ahead of it and inside it, as `_join` takes them."""
     tokens, half = queries.q.shape[2], window.size // 2
+    near = _softmax(queries.q, keys.padded(half, half), 2 * half + 1, window.scaling)
+    parts = [near]
+    if window.sinks:
+        sinks = _collect(keys, window.sinks, None)
+        place = torch.arange(tokens, device=keys.mask.device)
+        outside = (place[:, None] - place[: window.sinks]).abs() > half
+        outside = F.pad(outside, (0, window.sinks - outside.shape[1]))
+        parts.append(_exact(queries.q, sinks, outside & sinks.mask[:, None], window.scaling))
+        keys = keys._replace(mask=keys.mask & (place >= window.sinks))
     behind, _ = _linear(queries, keys.padded(half + 1, 0).part(slice(0, tokens)), None, op)
     ahead, _ = _linear(queries.flipped(), keys.flipped().padded(half + 1, 0).part(slice(0, tokens)), None, op)
-    near = _softmax(queries.q, keys.padded(half, half), 2 * half + 1, window.scaling)
-    return [behind, (ahead[0].flip(2), ahead[1].flip(2)), near]
+    return [behind, (ahead[0].flip(2), ahead[1].flip(2)), *parts]
 
 
 def _resume(keys: _Keys, window: int, state: WindowState | None) -> tuple[_Keys, State]:
     """Return the ring and the linear state to start from."""
     if state is not None:
-        kv, log_scale, *ring = state
-        return _Keys(*ring), State(kv, log_scale)
+        ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
+        return _Keys(*ring), State(state.kv, state.log_scale)
     return keys.part(slice(0, 0)).padded(window, 0), empty_state(keys.phi, keys.v, scaled=True)
+
+
+class _Sinks(NamedTuple):
+    """The first S tokens, and how many there were before these keys [B]; mask [B, S]: which are there by now."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    before: Tensor
+
+
+def _collect(keys: _Keys, sinks: int, state: WindowState | None) -> _Sinks:
+    """Take the sinks from the state where they came before, else from these keys, whose real tokens stand in front."""
+    count = keys.mask.sum(dim=1)
+    slot = torch.arange(sinks, device=keys.mask.device).expand(len(count), -1)
+    before = torch.zeros_like(count) if state is None or state.tokens is None else state.tokens
+    # Tokens that are not there yet are masked; any will do in their place.
+    order = (slot - before[:, None]).clamp(min=0, max=keys.k.shape[2] - 1)
+    k, v = take(keys.k, order), take(keys.v, order)
+    if state is not None and state.sink_k is not None and state.sink_v is not None:
+        old = (slot < before[:, None])[:, None, :, None]
+        k, v = torch.where(old, state.sink_k.to(k.dtype), k), torch.where(old, state.sink_v.to(v.dtype), v)
+    return _Sinks(k, v, slot < (before + count)[:, None], before)
+
+
+def _exact(q: Tensor, sinks: _Sinks, visible: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Sum softmax's weights over the sinks that a query sees (`visible` [B, T, S]), as `_join` takes them."""
+    batch, heads, tokens, size = q.shape
+    key_heads = sinks.k.shape[1]
+    queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, size) * scaling
+    visible = visible[:, None, None]
+    scores = (queries @ sinks.k.float()[:, :, None].transpose(-1, -2)).masked_fill(~visible, FLOOR)
+    top = scores.detach().amax(dim=-1)
+    weights = torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0)
+    mixed = weights @ with_ones(sinks.v, True)[:, :, None]
+    return mixed.reshape(batch, heads, tokens, -1), top.reshape(batch, heads, tokens)
 
 
 def _linear(queries: _Queries, keys: _Keys, past: State | None, op: LinearOp) -> tuple[tuple[Tensor, Tensor], State]:

@@ -29,6 +29,7 @@ def convert(
     layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None,
     keep_softmax: Iterable[int] = (),
     window: int | None = None,
+    sinks: int = 0,
     max_length: int | None = None,
     positions: str = "tile",
     seed: int = 0,
@@ -47,6 +48,7 @@ def convert(
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers to leave as they are.
         window: W of a softmax window joined to the kernels (see `linearize.ops.window`); None: none.
+        sinks: first tokens that get softmax's weights too, beside the window (attention sinks).
         max_length: longest input it shall take, in tokens; None: as before.
         positions: how learned positions are extended, "tile" or "interpolate".
         seed: for the kernels' starting values.
@@ -74,6 +76,7 @@ def convert(
         layers=layers,
         keep_softmax=keep_softmax,
         window=window,
+        sinks=sinks,
         max_length=max_length,
         seed=seed,
         example_inputs=example_inputs,

@@ -15,7 +15,7 @@ from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
-from linearize.registry import WINDOW, KernelInfo, kernel_info, make_config
+from linearize.registry import NEAR, SINKS, WINDOW, KernelInfo, kernel_info, make_config
 from linearize.surgery.call import Call
 from linearize.surgery.layers import assign
 from linearize.surgery.positions import current_length
@@ -30,6 +30,7 @@ def plan(
     layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None,
     keep_softmax: Iterable[int] = (),
     window: int | None = None,
+    sinks: int = 0,
     max_length: int | None = None,
     seed: int = 0,
     example_inputs: Mapping[str, Tensor] | None = None,
@@ -45,6 +46,7 @@ def plan(
         keep_softmax: numbers of layers to leave as they are.
         window: W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
             denominator (see `linearize.ops.window`); single layers take it among their arguments in `layers`.
+        sinks: first tokens that get softmax's weights beside the window.
         max_length: longest input that the model shall take, for kernels that depend on it; None: what it takes now.
         seed: for the kernels' starting values.
         example_inputs: inputs for the trial run, where they cannot be made up from the config.
@@ -77,8 +79,9 @@ def plan(
             f"all {len(reachable)} attentions of {type(model).__name__} are kept as softmax, nothing is left to "
             "convert; name fewer layers in keep_softmax"
         )
-    chosen = [_complete(model, name, arguments, window, max_length) for name, arguments in chosen]
-    _check_used(window, chosen)
+    near = {name: value for name, value in ((WINDOW, window), (SINKS, sinks or None)) if value is not None}
+    chosen = [_complete(model, name, arguments, near, max_length) for name, arguments in chosen]
+    _check_used(window, sinks, chosen)
     decided = tuple(layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in found)
     return Plan(type(model).__name__, model.config.model_type, decided, seed)
 
@@ -109,8 +112,8 @@ def replan(
     for layer in base.layers:
         if layer.index is not None and layer.index in chosen:
             kernel, arguments = chosen[layer.index]
-            arguments = _complete(model, kernel, dict(arguments), None, max_length)[1]
-            bare = dataclasses.replace(layer, kernel=SOFTMAX, arguments={}, window=None, reason="")
+            arguments = _complete(model, kernel, dict(arguments), {}, max_length)[1]
+            bare = dataclasses.replace(layer, kernel=SOFTMAX, arguments={}, window=None, sinks=0, reason="")
             layer = _decide(bare, kernel, arguments)
         layers.append(layer)
     return dataclasses.replace(base, layers=tuple(layers))
@@ -198,35 +201,33 @@ def _attends_across(call: Call, name: str) -> bool:
 
 
 def _complete(
-    model: PreTrainedModel, kernel: str, arguments: dict[str, object], window: int | None, max_length: int | None
+    model: PreTrainedModel, kernel: str, arguments: dict[str, object], near: Mapping[str, int], max_length: int | None
 ) -> tuple[str, dict[str, object]]:
-    """Add to a layer's arguments what is the same for all layers: the window, and the longest input."""
+    """Add to a layer's arguments what is the same for all layers: window and sinks, and the longest input."""
     if kernel == SOFTMAX:
         return kernel, arguments
     info = kernel_info(kernel)
-    if window is not None and info.windowed:
-        arguments = {WINDOW: window} | arguments
+    if info.windowed:
+        arguments = {**near, **arguments}
     if info.maximum_positions and arguments.get("max_positions") is None:
         arguments = arguments | {"max_positions": max_length or current_length(model)}
     return kernel, arguments
 
 
-def _check_used(window: int | None, chosen: list[tuple[str, dict[str, object]]]) -> None:
-    """Refuse a window that no layer can have."""
+def _check_used(window: int | None, sinks: int, chosen: list[tuple[str, dict[str, object]]]) -> None:
+    """Refuse a window, or sinks, that no layer can have."""
     names = [name for name, _ in chosen if name != SOFTMAX]
-    if window is not None and not any(kernel_info(name).windowed for name in names):
-        check_window(kernel_info(names[0]), window)
+    if (window is not None or sinks) and not any(kernel_info(name).windowed for name in names):
+        check_window(kernel_info(names[0]), window, sinks)
 
 
 def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPlan:
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
-    own = {name: value for name, value in arguments.items() if name != WINDOW}
-    window = arguments.get(WINDOW)
-    if isinstance(window, str) and window.isdigit():
-        window = int(window)
+    own = {name: value for name, value in arguments.items() if name not in NEAR}
+    window, sinks = (_number(value) for value in (arguments.get(WINDOW), arguments.get(SINKS, 0)))
     # Building it checks name, arguments, direction and sizes before the model is touched.
-    mixer = build_mixer(kernel, own, layer.shape, window)
+    mixer = build_mixer(kernel, own, layer.shape, window, sinks)
     defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
     legacy_defaults = mixer.info.legacy_defaults
     changed = {
@@ -234,7 +235,12 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
         for name, value in dataclasses.asdict(mixer.config).items()
         if value != defaults[name] or name in legacy_defaults
     }
-    return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window)
+    return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window, sinks=sinks)
+
+
+def _number(value: Any) -> Any:
+    """Read a whole number written as text, as the command line has it; anything else is left to be refused."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def expectations(plan: Plan) -> list[str]:

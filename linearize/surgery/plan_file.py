@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.errors import ConfigError
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.parsing import parse_yaml
-from linearize.registry import WINDOW
+from linearize.registry import SINKS, WINDOW
 from linearize.surgery.plan import replan
 
 FORMAT = 1
@@ -22,7 +22,7 @@ HEAD = """\
 # What becomes of every attention. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
 #   linearize convert MODEL --plan {name}
 """
-_LAYER = ("layer", "module", "kernel", "arguments", "window", "why")
+_LAYER = ("layer", "module", "kernel", "arguments", "window", "sinks", "why")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlannedLayer:
         layer: its number.
         module: its module, from the base model.
         kernel: the kernel's name, or "softmax".
-        arguments: its arguments, a window among them.
+        arguments: its arguments, window and sinks among them.
         why: why it has this kernel.
     """
 
@@ -84,6 +84,7 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] 
             "kernel": layer.kernel,
             "arguments": dict(layer.arguments),
             "window": layer.window,
+            **({SINKS: layer.sinks} if layer.sinks else {}),
             "why": (why or {}).get(layer.index, layer.reason),
         }
         for layer in plan.layers
@@ -164,6 +165,8 @@ def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
         raise refuse(f"arguments of layer {number} are names with plain values")
     if window is not None:
         arguments = {**arguments, WINDOW: window}
+    if one.get(SINKS):
+        arguments = {**arguments, SINKS: one[SINKS]}
     if one["kernel"] == SOFTMAX and arguments:
         raise refuse(f"layer {number} stays softmax, which takes no arguments")
     return PlannedLayer(number, one["module"], one["kernel"], arguments, str(one.get("why") or ""))

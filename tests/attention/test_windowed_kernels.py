@@ -21,12 +21,13 @@ BOTH = [
 ]
 
 
+@pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(("info", "arguments", "direction"), BOTH)
 @pytest.mark.sampled("values")
-@pytest.mark.sampled("pairs", "info", "direction", "padded")
-def test_fast_equals_naive(info, arguments, direction, padded):
-    mixer = make_mixer(info, arguments, causal=direction == "causal", window=WINDOW)
+@pytest.mark.sampled("pairs", "info", "direction", "padded", "sinks")
+def test_fast_equals_naive(info, arguments, direction, padded, sinks):
+    mixer = make_mixer(info, arguments, causal=direction == "causal", window=WINDOW, sinks=sinks)
     inputs = [x.requires_grad_() for x in make_inputs(TOKENS)]
     mask = torch.ones(2, TOKENS, dtype=torch.bool)
     if padded:
@@ -43,17 +44,18 @@ def test_fast_equals_naive(info, arguments, direction, padded):
         torch.testing.assert_close(one, two, rtol=2e-3, atol=2e-3 * max(1.0, float(two.abs().max())))
 
 
-@pytest.mark.parametrize("prefill", [0, 3, 9])
+@pytest.mark.parametrize(("prefill", "sinks"), [(0, 3), (3, 0), (9, 3)])
 @pytest.mark.parametrize(("info", "arguments"), WINDOWED, ids=IDS)
-def test_step_by_step_equals_at_once(info, arguments, prefill):
+def test_step_by_step_equals_at_once(info, arguments, prefill, sinks):
     if not info.causal:
         pytest.skip("bidirectional only")
-    mixer = make_mixer(info, arguments, causal=True, window=WINDOW)
+    mixer = make_mixer(info, arguments, causal=True, window=WINDOW, sinks=sinks)
     inputs = make_inputs(TOKENS)
     whole, _ = run(mixer, *inputs)
     steps, state = stepwise(mixer, *inputs, prefill=prefill)
     torch.testing.assert_close(steps, whole, rtol=1e-3, atol=1e-4)
     assert state["ring_k"].shape[2] == WINDOW
+    assert ("sink_k" in state) == bool(sinks) and (not sinks or state["sink_k"].shape[2] == sinks)
 
 
 @pytest.mark.parametrize(("info", "arguments", "direction"), BOTH)
@@ -85,6 +87,20 @@ def test_windows_that_are_none(window, message):
             continue
         with pytest.raises(ConfigError, match=message):
             build_mixer(info.name, {"max_positions": 9} if info.maximum_positions else {}, _shape(), window)
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks", "message"),
+    [
+        (None, 4, "sinks: got 4 without a window, expected both"),
+        (8, -1, "sinks: got -1, expected a number of tokens, 0 or more"),
+        (8, 1.5, "sinks: got 1.5"),
+        (8, True, "sinks: got True"),
+    ],
+)
+def test_sinks_that_are_none(window, sinks, message):
+    with pytest.raises(ConfigError, match=message):
+        build_mixer("hedgehog", {}, _shape(), window, sinks)
 
 
 def test_kernels_without_a_denominator_take_no_window():

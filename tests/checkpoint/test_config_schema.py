@@ -23,7 +23,7 @@ from linearize.registry import kernel_info
 
 MODELS = {
     "bert": {"kernel": "hedgehog", "keep_softmax": [1]},
-    "gpt2": {"kernel": "hedgehog", "kernel_args": {"activation": "exp"}, "window": 4},
+    "gpt2": {"kernel": "hedgehog", "kernel_args": {"activation": "exp"}, "window": 4, "sinks": 2},
     "clip": {"kernel": "elu"},
 }
 
@@ -65,6 +65,7 @@ BAD = {
     "reason": [None, 3, [], "why", True],
     "cache_index": [True, -1, 0.0, "0", [0]],
     "window": [True, 0, -1, 2.0, "4", [], 2**40],
+    "sinks": [None, True, -1, 2.0, "4", [], 2**40, 3],
     "host": [None, [], "is_causal", [3], ["x"], ["mask", "is_causal"], ["head_dim"], ["is_causal", "is_causal"], {}],
 }
 SECTION = {
@@ -122,7 +123,8 @@ def test_the_schema_is_covered(saved):
     """A field that is added without a bad value here would not be checked."""
     section = read(saved / "bert")["linearize"]
     assert set(section) | {"unknown"} == set(SECTION)
-    layer = section["layers"][0]
+    # Sinks are written where there are some.
+    layer = section["layers"][0] | {"sinks": 0}
     assert (set(layer) | set(layer["shape"])) - {"shape"} == set(BAD)
 
 
@@ -187,7 +189,7 @@ def test_a_cache_index_is_the_host_modules(folders):
 
 @pytest.mark.parametrize(
     "change",
-    [{"window": 5}, {"window": None}, {"arguments": {}}],
+    [{"window": 5}, {"window": None, "sinks": 0}, {"sinks": 1}, {"arguments": {}}],
 )
 def test_an_edit_that_fits_everywhere_is_seen(change, folders):
     """Weights of the same size, values of the right kind: without a checksum the model would only be another one."""

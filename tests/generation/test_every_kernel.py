@@ -20,9 +20,9 @@ def test_greedy(info):
     assert torch.equal(model.generate(**inputs, **GREEDY, prefill_chunk_size=4), out.sequences)
 
 
-@pytest.mark.parametrize("window", [1, 4, 64])
-def test_greedy_with_a_softmax_window(window):
-    model, inputs = causal("gpt2", "hedgehog", window=window), prompts()
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (64, 0), (1, 2), (4, 3)])
+def test_greedy_with_a_softmax_window(window, sinks):
+    model, inputs = causal("gpt2", "hedgehog", window=window, sinks=sinks), prompts()
     out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
     assert_same_text(model, inputs, out.sequences, out.logits)
     assert torch.equal(model.generate(**inputs, **GREEDY, prefill_chunk_size=4), out.sequences)

@@ -101,9 +101,9 @@ def test_natively(switch, grad, monkeypatch):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_without_a_gradient(window):
-    model = causal("llama", config=LONG, window=window)
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (6, 0), (3, 2)])
+def test_without_a_gradient(window, sinks):
+    model = causal("llama", config=LONG, window=window, sinks=sinks)
     with torch.no_grad():
         torch.testing.assert_close(model(**packed())[0], alone(model), rtol=1e-5, atol=1e-5)
 

@@ -48,16 +48,16 @@ def sides(phi_q, phi_k, q, k, query_log_scale=None, log_scale=None):
     return Mapped(q, phi_q, query_log_scale), Mapped(k, phi_k, log_scale)
 
 
-def attend(*inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, **scales):
+def attend(*inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, sinks=0, **scales):
     """Output and state of the op."""
-    form = Window(window, scaling, causal)
+    form = Window(window, scaling, causal, sinks=sinks)
     more = {"key_padding_mask": key_padding_mask, "initial_state": initial_state}
     return window_attention(*sides(*inputs[:4], **scales), inputs[4], form, **more)
 
 
-def weights_of(*inputs, window, scaling, causal, key_padding_mask=None, **scales):
+def weights_of(*inputs, window, scaling, causal, key_padding_mask=None, sinks=0, **scales):
     """The weights, written out."""
-    form = Window(window, scaling, causal)
+    form = Window(window, scaling, causal, sinks=sinks)
     return window_weights(*sides(*inputs, **scales), form, key_padding_mask=key_padding_mask)
 
 
@@ -75,13 +75,14 @@ def gradients(out, leaves, mask=None):
 @pytest.mark.parametrize("signed", [False, True], ids=["positive", "signed"])
 @pytest.mark.parametrize("padded", [None, "left", "right", "holes"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("sinks", [0, 1, 4, 40])
 @pytest.mark.parametrize(("tokens", "window"), [(1, 4), (9, 1), (33, 2), (63, 5), (100, 8), (70, 64), (20, 200)])
 @pytest.mark.sampled("pairs")
-def test_forward_and_gradients_equal_naive(tokens, window, causal, padded, signed):
+def test_forward_and_gradients_equal_naive(tokens, window, sinks, causal, padded, signed):
     if padded and tokens == 1:
         pytest.skip("one token has no padding")
     inputs, options, leaves = make(tokens, padded=padded, signed=signed)
-    more = {"window": window, "scaling": SCALING, "causal": causal}
+    more = {"window": window, "scaling": SCALING, "causal": causal, "sinks": sinks}
     (fast, _), slow = attend(*inputs, **options, **more), reference(inputs, options, **more)
     mask = options.get("key_padding_mask")
     real = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
@@ -90,19 +91,21 @@ def test_forward_and_gradients_equal_naive(tokens, window, causal, padded, signe
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("window", [1, 2, 5, 6])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_which_weights_are_softmax(causal, window):
+def test_which_weights_are_softmax(causal, window, sinks):
     """The definition, entry by entry: near keys exp(score), far keys the kernel, one denominator."""
     tokens = 14
     inputs, options, _ = make(tokens)
-    weights = weights_of(*inputs[:4], **options, window=window, scaling=SCALING, causal=causal).detach()
+    more = {"window": window, "scaling": SCALING, "causal": causal, "sinks": sinks}
+    weights = weights_of(*inputs[:4], **options, **more).detach()
     phi_q, phi_k, q, k = (x.detach().double() for x in inputs[:4])
     a, c = (options[name].detach().double() for name in ("query_log_scale", "log_scale"))
     for b, h, i in [(0, 0, 0), (0, 3, 7), (1, 2, tokens - 1)]:
         row = torch.zeros(tokens, dtype=torch.float64)
         for j in range(tokens):
-            near = i - j < window if causal else abs(i - j) <= window // 2
+            near = j < sinks or (i - j < window if causal else abs(i - j) <= window // 2)
             far = torch.exp(a[b, h, i] + c[b, h // 2, j]) * (phi_q[b, h, i] @ phi_k[b, h // 2, j])
             row[j] = torch.exp(SCALING * q[b, h, i] @ k[b, h // 2, j]) if near else far
             if causal and j > i:
@@ -122,11 +125,12 @@ def test_a_window_over_everything_is_softmax(causal):
 @pytest.mark.parametrize("padded", [None, "left", "holes"])
 @pytest.mark.parametrize("prefill", [0, 1, 3, 11, 30])
 @pytest.mark.parametrize("window", [1, 4, 16])
+@pytest.mark.parametrize("sinks", [0, 2, 9])
 @pytest.mark.sampled("pairs")
-def test_prefill_and_decode_equal_at_once(window, prefill, padded):
+def test_prefill_and_decode_equal_at_once(window, sinks, prefill, padded):
     tokens = 40
     inputs, options, _ = make(tokens, padded=padded)
-    more = {"window": window, "scaling": SCALING, "causal": True}
+    more = {"window": window, "scaling": SCALING, "causal": True, "sinks": sinks}
     whole, _ = attend(*inputs, **options, **more)
     outputs, state, sizes = [], None, set()
     middle = slice(prefill, prefill + 5)
@@ -137,7 +141,7 @@ def test_prefill_and_decode_equal_at_once(window, prefill, padded):
         some = {name: x[:, part] if x.ndim == 2 else x[:, :, part] for name, x in options.items()}
         out, state = attend(*pieces, **some, **more, initial_state=state)
         outputs.append(out)
-        sizes.add(sum(x.numel() for x in state))
+        sizes.add(sum(x.numel() for x in state.present().values()))
     mask = options.get("key_padding_mask")
     real = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
     torch.testing.assert_close(torch.cat(outputs, dim=2)[real], whole[real], rtol=1e-3, atol=1e-4)

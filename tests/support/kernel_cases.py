@@ -44,11 +44,21 @@ def directions(info):
 
 
 def make_mixer(
-    info, arguments=None, *, causal, heads=HEADS, key_heads=KEY_HEADS, dim=DIM, width=WIDTH, window=None, seed=0
+    info,
+    arguments=None,
+    *,
+    causal,
+    heads=HEADS,
+    key_heads=KEY_HEADS,
+    dim=DIM,
+    width=WIDTH,
+    window=None,
+    sinks=0,
+    seed=0,
 ):
     """A ready mixer in evaluation mode."""
     shape = HeadShape(heads, key_heads, dim, width, causal)
-    mixer = build_mixer(info.name, needed(info) if arguments is None else arguments, shape, window)
+    mixer = build_mixer(info.name, needed(info) if arguments is None else arguments, shape, window, sinks)
     mixer.reset_parameters(torch.Generator().manual_seed(seed))
     return mixer.eval()
 

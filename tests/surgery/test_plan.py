@@ -271,3 +271,25 @@ def test_cross_attention_of_equal_lengths_stays():
     found = linearize.plan(model, example_inputs={"input_ids": ids, "decoder_input_ids": ids})
     kept = {layer.module: layer.reason for layer in found.layers if not layer.converted}
     assert kept == {f"decoder.layers.{i}.encoder_attn": "cross-attention" for i in range(2)}
+
+
+def test_sinks_are_in_the_plan_and_its_file(tmp_path):
+    from linearize.modeling.plan import Plan
+    from linearize.surgery.plan_file import apply_file, read_plan, write_plan
+
+    model = original("gpt2", "AutoModelForCausalLM")
+    plan = linearize.plan(model, "hedgehog", window=8, sinks=4)
+    assert [(layer.window, layer.sinks) for layer in plan.converted] == [(8, 4)] * len(plan.converted)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    write_plan(tmp_path / "plan.yaml", plan)
+    assert apply_file(model, linearize.plan(model, "elu"), read_plan(tmp_path / "plan.yaml")) == plan
+    # As before there were any: an older version reads it.
+    bare = linearize.plan(model, "hedgehog", window=8).to_dict()
+    assert all("sinks" not in layer for layer in bare["layers"])
+    one = linearize.plan(model, "elu", layers={0: ("hedgehog", {"window": 8, "sinks": 2})})
+    assert [(layer.kernel, layer.window, layer.sinks) for layer in one.converted][:2] == [
+        ("hedgehog", 8, 2),
+        ("elu", None, 0),
+    ]
+    with pytest.raises(ConfigError, match="sinks: got 4 without a window"):
+        linearize.plan(model, "hedgehog", sinks=4)

@@ -26,6 +26,7 @@ class MappingMixer(Protocol):
         queries: the map of the queries; None where it is the keys' one.
         output: what follows the sums, or None.
         window: W of a softmax window, or None.
+        sinks: S of the first tokens beside it.
         floor: c of `linearize.ops.floored`, 0 for none.
         eps: smallest magnitude of a denominator.
         feature_dim: size F of the features.
@@ -40,6 +41,7 @@ class MappingMixer(Protocol):
     queries: FeatureMap | None
     output: Output | None
     window: int | None
+    sinks: int
     floor: float
     eps: float
     feature_dim: int

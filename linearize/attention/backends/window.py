@@ -22,17 +22,21 @@ class Windowed:
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
         assert mixer.window is not None
-        before = None if call.state is None else WindowState(*(call.state[name] for name in WindowState._fields))
+        before = (
+            None
+            if call.state is None
+            else WindowState(**{name: x for name, x in call.state.items() if name in WindowState._fields})
+        )
         queries, keys = mixer.features(call)
         # In fp32 until the output, as all sums.
         out, state = window_attention(
             Mapped(call.q, *queries),
             Mapped(call.k, *keys),
             call.v,
-            Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps),
+            Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps, mixer.sinks),
             key_padding_mask=call.key_padding_mask,
             initial_state=before,
             op=self.op.attend,
         )
-        after = state._asdict() if call.needs_state and state is not None else None
+        after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after
