@@ -179,7 +179,10 @@ class Distil(DistillConfig):
     batch_size: int = field(default=32, metadata={"help": "rows per batch"})
     epochs: float | None = field(default=None, metadata={"help": "passes over the training rows, instead of steps"})
     holdout: int = field(default=64, metadata={"help": "rows held out of the training rows, to measure on"})
-    max_length: int | None = field(default=None, metadata={"help": "tokens per row; by default those of rows"})
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "tokens per row, those that the kernel's row reads at most; by default those of rows"},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,7 +197,10 @@ class Align(AlignConfig):
     steps: int = field(default=0, metadata={"help": "optimizer steps; 0 skips the alignment"})
     batch_size: int = field(default=32, metadata={"help": "rows per batch"})
     holdout: int = field(default=64, metadata={"help": "held-out rows that the loss is measured on"})
-    max_length: int | None = field(default=None, metadata={"help": "tokens per row; by default those of rows"})
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "tokens per row, those that the kernel's row reads at most; by default those of rows"},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

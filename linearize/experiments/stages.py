@@ -98,7 +98,8 @@ class StageRunner:
             return self._distilled(target, job, cell, base)
 
     def _distilled(self, target: Path, job: Job, cell: Cell, base: str | None) -> Path:
-        taught = at_length(job, job.distil.max_length)
+        most = cell.read.rows.max_length
+        taught = at_length(job, job.distil.max_length, most)
         data, processor = self.data(taught, cell.seed)
         model = load_for_task(base or checkpoint(self.recipe.model), data, seed=cell.seed)
         fit_tokenizer(model, processor)
@@ -110,7 +111,7 @@ class StageRunner:
         lines = log_lines(STAGE_ONE, result.history)
         stage = {"task": job.name, "seed": cell.seed, "distillation": without_heads(record)}
         if job.align.steps and cell.kernel.align:
-            data, _ = self.data(at_length(job, job.align.max_length), cell.seed)
+            data, _ = self.data(at_length(job, job.align.max_length, most), cell.seed)
             aligned = self._align(model, data, job, cell)
             record["alignment"] = alignment_record(aligned, config=job.align)
             stage["alignment"] = record["alignment"]
@@ -244,9 +245,11 @@ class StageRunner:
         return align(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
 
 
-def at_length(job: Job, length: int | None) -> Job:
-    """Return a task with rows of so many tokens; None: as they are."""
-    return job if length is None else dataclasses.replace(job, rows=dataclasses.replace(job.rows, max_length=length))
+def at_length(job: Job, length: int | None, most: int) -> Job:
+    """Return a task with rows of so many tokens, those that are measured at most; None: as they are."""
+    if length is None:
+        return job
+    return dataclasses.replace(job, rows=dataclasses.replace(job.rows, max_length=min(length, most)))
 
 
 def lengthen(model: PreTrainedModel, processor: Processor, cell: Cell) -> Processor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ConfigError, DataError, unknown_name
 from linearize.registry import KINDS
-from linearize.synthetic import articles, listops, pixels, recall, retrieval
+from linearize.synthetic import articles, documents, listops, pixels, recall, retrieval
 from linearize.synthetic.tokenizers import fixed_tokenizer
 
 if TYPE_CHECKING:
@@ -167,6 +167,23 @@ def _articles(config: articles.Articles, source: str | None) -> Made:
     return Made(_tables(found), None, f"articles of {config.shortest} words or more: {_said(found)}")
 
 
+def _documents(config: documents.Documents, source: str | None) -> Made:
+    from linearize.finetune.tables import open_splits
+    from linearize.finetune.tasks import task
+
+    asked = task("text-classification", columns=(config.text_column,), label=config.label_column)
+    splits = open_splits(asked, str(source), limit=None, seed=config.seed, raw=True)
+    found = {
+        split: documents.documents(config, table[config.text_column], table[config.label_column], count, seed)
+        for split, table, count, seed in (
+            ("train", splits.train, config.train, config.seed),
+            ("validation", splits.validation, config.validation, config.seed + 1),
+        )
+    }
+    description = f"documents of {config.parts} texts, one of which decides, of {splits.description}: {_said(found)}"
+    return Made(_tables(found), None, description)
+
+
 def _lines(source: str | None, column: str, seed: int) -> Splits[Dataset]:
     """Open the splits of a corpus as they are."""
     from linearize.finetune.tables import open_splits
@@ -181,6 +198,7 @@ SETS: dict[str, Maker] = {
     "pixels": Maker(pixels.Pixels, _pixels, "an image data set"),
     "pathfinder": Maker(pixels.Pathfinder, _pathfinder, "Pathfinder's released files"),
     "articles": Maker(articles.Articles, _articles, "a corpus of lines under headings"),
+    "documents": Maker(documents.Documents, _documents, "a data set of texts with classes"),
     "retrieval": Maker(retrieval.Released, _released, "Long Range Arena's released files"),
     "retrieval-halves": Maker(retrieval.Halves, _halves, "a data set of long texts"),
 }

@@ -19,8 +19,8 @@ NAMED = {
     "flexformer-glue", "flexformer-transfer", "flexformer-lra", "flexformer-wikitext103", "hedgehog-glue",
     "hedgehog-gpt2-wikitext103", "hedgehog-associative-recall", "hedgehog-lra", "luna-glue", "luna-vit-imagenet",
     "luna-lra", "transnormer-wikitext103", "transnormer-glue", "transnormer-lra", "macformer-lra", "minilm-glue",
-    "minilm-embedding", "minilm-long-retrieval", "minilm-transfer", "gpt2-small-wikitext2", "vit-cifar10",
-    "listops-small", "associative-recall",
+    "minilm-embedding", "minilm-long-documents", "minilm-long-retrieval", "minilm-transfer", "gpt2-small-wikitext2",
+    "vit-cifar10", "listops-small", "associative-recall",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -157,6 +158,33 @@ def test_retrieval(tmp_path):
     assert made.tables["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}
     with pytest.raises(DataError, match=r"got no new_aan_pairs.train.tsv"):
         make("retrieval", {}, str(tmp_path / "nowhere"))
+
+
+def test_documents(tmp_path):
+    chance = random.Random(0)
+    for split, count in (("train", 30), ("validation", 12)):
+        rows = [
+            {"text": f"{split}{n} " + " ".join(chance.choices("abc", k=9)), "label": ["bad", "good"][n % 2]}
+            for n in range(count)
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels = {f"{split}{n}": ["bad", "good"][n % 2] for split in ("train", "validation") for n in range(30)}
+    options = {"parts": 4, "words": 5, "train": 20, "validation": 8}
+    made = make("documents", options, str(tmp_path))
+    assert [(split, len(table)) for split, table in made.tables.items()] == [("train", 20), ("validation", 8)]
+    for split, table in made.tables.items():
+        for row in table:
+            parts = row["text"].split("\n")
+            assert [part.startswith("Verdict: ") for part in parts] == [n == row["place"] for n in range(4)]
+            names = [part.split()[1] for part in parts]
+            assert len(set(names)) == 4 and all(name.startswith(split) for name in names)
+            assert all(len(part.split()) == 6 for part in parts)
+            assert row["label"] == labels[names[row["place"]]]
+    assert set(made.tables["train"]["place"]) == {0, 1, 2, 3}, "any place decides"
+    again, other = make("documents", options, str(tmp_path)), make("documents", options | {"seed": 1}, str(tmp_path))
+    assert again.tables["train"][:] == made.tables["train"][:] != other.tables["train"][:]
+    with pytest.raises(DataError, match="got 12 texts, expected at least the 20 of a document"):
+        make("documents", {"parts": 20}, str(tmp_path))
 
 
 def test_byte_tokenizer():
