@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
 import threading
 import time
@@ -57,9 +58,10 @@ class Screen(Console):
 
 
 def console(*, to_stderr: bool = False) -> Screen:
-    """Return a console that honours NO_COLOR and the terminal's width; 120 columns where there is no terminal."""
+    """Return a console that honours NO_COLOR, COLUMNS and the terminal's width; 120 columns without any of these."""
     stream = sys.stderr if to_stderr else sys.stdout
-    return Screen(file=stream, width=None if stream.isatty() else 120, soft_wrap=False, highlight=False)
+    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False)
 
 
 EVERY = 8.0

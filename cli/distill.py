@@ -30,7 +30,8 @@ over the devices and gathered layer by layer; each process first loads it into i
   num_machines: 1
   num_processes: 8
 FSDP 1 is refused: it cannot leave the kernels out. accelerate starts FSDP on GPUs only; the spreading itself is tested
-on two CPU processes. DeepSpeed is not tested: its processes share the rows, but no weights are spread.
+on two CPU processes. `finetune` runs under FSDP too, `align` does not. DeepSpeed is not tested: its processes share the
+rows, but no weights are spread.
 Where one device is too small: --layers-at-a-time, --query-sample, --precision bf16, a smaller --batch-size."""
 
 

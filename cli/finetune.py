@@ -29,6 +29,13 @@ EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --config mine.yaml --epochs 10                # options from a file
   linearize finetune bert-hedgehog --task cola --dry-run                                     # what it would cost
   torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
+  accelerate launch --config_file fsdp.yaml --no_python linearize finetune llama-hedgehog --task chat --dataset c.jsonl
+
+Several processes share out the rows, and one writes. Under FSDP weights, gradients, the optimizer's state and the
+teacher are spread over the devices and gathered layer by layer, in fp32 (--precision bf16 is autocast, as in one
+process); each process first loads the model into its host's memory, and has the tuned weights there at the end. One
+process gathers and writes the states, and --resume goes on to the bit with as many processes. fsdp.yaml: see
+`linearize distill --help`.
 
 With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the labels
 join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported.

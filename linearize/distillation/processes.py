@@ -31,7 +31,7 @@ def own_device(name: str) -> str:
     """Return the device of this process: of several that share a machine, "auto" gives each a GPU of its own.
 
     Raises:
-        ConfigError: if one device is named for several processes.
+        ConfigError: if one device is named for several processes, or FSDP would use the GPUs that shall not be used.
     """
     from linearize.loading import check_device
 
@@ -42,9 +42,11 @@ def own_device(name: str) -> str:
             f"device: got {name!r} for {os.environ['WORLD_SIZE']} processes, expected auto, which gives each its own, "
             "or cpu; leave --device out"
         )
-    if name == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        return "cpu"
     found = check_device("auto")
+    if name == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        if found == "cuda" and under_fsdp():
+            raise ConfigError("device: got cpu under FSDP where there are GPUs, which it takes; launch without FSDP")
+        return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if found == "cuda" else found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate import Accelerator
@@ -38,26 +39,42 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
             f"stage one: got FSDP version {plugin.fsdp_version}, expected 2; set fsdp_version: 2 under fsdp_config in "
             "the file of accelerate config"
         )
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     kernels = list(linear_attentions(model).values())
     for kernel in kernels:
         kernel.to(accelerator.device)
     spread: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
+    body = body_of(spread)
+    whole = (parameter for kernel in kernels for parameter in kernel.parameters())
+    shard_frozen(body, blocks_of(body), accelerator, whole=whole)
+    return spread
+
+
+def shard_frozen(
+    body: nn.Module, blocks: Iterable[nn.Module], accelerator: Accelerator, *, whole: Iterable[nn.Parameter] = ()
+) -> None:
+    """Spread the weights of a module that has no backward pass over the processes, in place.
+
+    Args:
+        body: the module.
+        blocks: its layers, each gathered by itself while it runs.
+        accelerator: of an FSDP 2 run.
+        whole: weights that every process keeps.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plugin = accelerator.state.fsdp_plugin
     shard = functools.partial(
         fully_shard,
-        # Nothing is gathered for a backward pass: the frozen model has none.
+        # Nothing is gathered for a backward pass: there is none.
         reshard_after_forward=True,
         mesh=getattr(accelerator, "torch_device_mesh", None),
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         offload_policy=plugin.cpu_offload,
-        ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
+        ignored_params=set(whole),
     )
-    body = body_of(spread)
-    for block in blocks_of(body):
+    for block in blocks:
         shard(block)
     shard(body)
-    return spread
 
 
 def blocks_of(body: nn.Module) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from linearize.adapters import adapter_files, add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
+from linearize.distillation.processes import own_device, under_fsdp
 from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
@@ -98,7 +100,8 @@ def finetune(
         What was done.
 
     Raises:
-        ConfigError: if the teacher cannot be compared with the model, or the model knows no gradient checkpointing.
+        ConfigError: if the teacher cannot be compared with the model, the model knows no gradient checkpointing, or
+            several processes were started with the first version of FSDP.
         DataError: if there are too few rows to hold some out.
         TrainingError: if the loss becomes NaN or infinite.
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
@@ -107,6 +110,7 @@ def finetune(
     config = config or TuneConfig()
     start = time.perf_counter()
     check_adapter(config, adapter_of)
+    check_fsdp()
     check_trains(data)
     data = hold_out(data, config.selection_rows, seed=config.seed)
     if teacher is not None:
@@ -120,15 +124,18 @@ def finetune(
     if last is not None:
         _check_names(model, last)
         check_started(Path(folder), started)
-    trainer = make_trainer(model, data, config, folder, on_log, teacher)
+    # Under FSDP a copy is spread over the processes, and what it learned comes back.
+    trained = copy.deepcopy(model) if under_fsdp() else model
+    trainer = make_trainer(trained, data, config, folder, on_log, teacher, sharded=trained is not model)
     if on_step is not None:
         trainer.add_callback(step_reporter(trainer, on_step))
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
-    with checkpointing(model, config.gradient_checkpointing):
+    with checkpointing(trained, config.gradient_checkpointing):
         _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)
+    trainer.gather_into(model)
     adapter = None
     if config.lora is not None:
         adapter = None if adapter_of is None else adapter_files(model, config.lora, adapter_of)
@@ -153,6 +160,18 @@ def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
     """
     if adapter_of is not None and config.lora is None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
+
+
+def check_fsdp() -> None:
+    """Refuse what several processes among which the weights are shared out (FSDP) cannot do.
+
+    Raises:
+        ConfigError: for the first version of FSDP.
+    """
+    if under_fsdp():
+        from linearize.finetune.sharded import check_version
+
+        check_version()
 
 
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
@@ -258,13 +277,22 @@ def make_trainer(
     folder: str | Path,
     on_log: Callable[[dict[str, float]], None] | None,
     teacher: PreTrainedModel | None = None,
+    *,
+    sharded: bool = False,
 ) -> Tuner:
-    """Build transformers' trainer for a task; re-paired rows are learned from where there is a teacher."""
+    """Build transformers' trainer for a task; re-paired rows are learned from where there is a teacher.
+
+    With `sharded` the model will be spread over the processes of an FSDP run, and the teacher is at once.
+    """
     from torch.utils.data import ConcatDataset
     from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
     from linearize.finetune.loss_meter import LossMeter
     from linearize.finetune.tuner import Tuner
+
+    made: type[Tuner] = Tuner
+    if sharded:
+        from linearize.finetune.sharded import ShardedTuner as made
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         metrics = data.compute_metrics(prediction.predictions, prediction.label_ids)
@@ -274,13 +302,13 @@ def make_trainer(
     if config.patience:
         callbacks.append(EarlyStoppingCallback(config.patience))
     extra = data.extra if teacher is not None else None
-    trainer = Tuner(
+    trainer = made(
         kind=data.task.kind,
         config=config,
         teacher=teacher,
         selection=data.selection,
         model=model,
-        args=training_arguments(model, data, config, folder),
+        args=training_arguments(model, data, config, folder, device=own_device("auto") if sharded else None),
         train_dataset=ConcatDataset([data.train, extra]) if extra else data.train,
         eval_dataset=data.validation,
         data_collator=data.collate,
@@ -318,12 +346,14 @@ def _check_names(model: PreTrainedModel, checkpoint: Path) -> None:
         )
 
 
-def training_arguments(model: nn.Module, data: TaskData, config: TuneConfig, folder: str | Path) -> TrainingArguments:
-    """Translate the options for transformers."""
+def training_arguments(
+    model: nn.Module, data: TaskData, config: TuneConfig, folder: str | Path, *, device: str | None = None
+) -> TrainingArguments:
+    """Translate the options for transformers; a model trains where it is, if no device is given."""
     from transformers import TrainingArguments
 
     held_out = data.selection is not None
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    on_cpu = (device or next(model.parameters()).device.type) == "cpu"
     when = "steps" if config.eval_every else "epoch"
     return TrainingArguments(
         output_dir=str(folder),

@@ -217,6 +217,9 @@ class Tuner(Trainer):
         else:
             self._load_best_model()
 
+    def gather_into(self, model: PreTrainedModel) -> None:
+        """Bring the tuned weights into the model that was given; it is the one that was trained."""
+
     def _load_best_model(self) -> None:
         """Load the best weights from where the run lies now; transformers would keep the last without a word.
 
@@ -230,6 +233,10 @@ class Tuner(Trainer):
                 "until the end; run it again without --resume"
             )
         self.state.best_model_checkpoint = str(best)
+        self._load_best(best)
+
+    def _load_best(self, folder: Path) -> None:
+        """Load the weights of a whole checkpoint, `state.best_model_checkpoint`."""
         super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:

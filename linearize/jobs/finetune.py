@@ -24,6 +24,7 @@ from linearize.finetune.trainer import (
     TuneResult,
     check_adapter,
     check_checkpointing,
+    check_fsdp,
     check_trains,
     finetune,
     last_checkpoint,
@@ -76,19 +77,6 @@ def sources_of(job: TuneJob) -> list[str | None]:
     return [None if in_place else job.model, job.dataset, job.teacher]
 
 
-def check_processes() -> None:
-    """Refuse FSDP: the trainer's states would be shards, and the saved model no model.
-
-    Raises:
-        ConfigError: if the processes were started with it.
-    """
-    if under_fsdp():
-        raise ConfigError(
-            "stage two: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, with "
-            "--lora and --gradient-checkpointing where memory is short"
-        )
-
-
 @dataclass(frozen=True)
 class Opened:
     """What a tuning begins with.
@@ -113,7 +101,7 @@ class Opened:
 def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     """Do what comes before the first step: all that can be refused is, and nothing is written."""
     target = job.target()
-    check_processes()
+    check_fsdp()
     device = own_device(job.device)
     check_adapter(job.tune, _adapter_of(job))
     check_report_to(job.tune.report_to)
@@ -128,7 +116,9 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     processor = load_processor(job.model, job.task.modality)
     data = prepare(job.task, processor, job.data, data=job.dataset)
     on_event(DataOpened(data.description))
-    model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
+    model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
+    # What is spread over the devices is handed out from the memory of the host.
+    model = move(model, "cpu" if under_fsdp() else device)
     fit_tokenizer(model, processor)
     check_length(model, job.task, job.data.max_length)
     teacher = None

@@ -121,6 +121,14 @@ def test_words_stay_whole(terminal, monkeypatch, width):
         assert "  becomes" in text and text.index("encoder.layer.0.self") < text.index("hedgehog")
 
 
+def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
+    """What was piped was 120 wide whatever COLUMNS said."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert console().width == 60
+    monkeypatch.delenv("COLUMNS")
+    assert console().width == 120
+
+
 def test_no_color_is_respected(terminal, monkeypatch):
     colour = re.compile(r"\x1b\[[0-9;]*[34][0-9]")
     with redirect_stdout(terminal):

@@ -80,7 +80,9 @@ def _execute(code: str, arguments: list[str]) -> None:
     exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
 
 
-def together(function: Callable[..., Any], *arguments: Any, count: int = 2) -> None:
+def together(
+    function: Callable[..., Any], *arguments: Any, count: int = 2, environment: Mapping[str, str] | None = None
+) -> None:
     """Run a function in several forks that find each other as processes of torchrun do.
 
     Raises:
@@ -90,7 +92,7 @@ def together(function: Callable[..., Any], *arguments: Any, count: int = 2) -> N
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | {**(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(count):
