@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -139,22 +139,32 @@ class WholeWords:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Choose by the width that there is."""
-        widths = [self._longest([name, *(row[at] for row in self.rows)]) for at, name in enumerate(self.columns)]
-        fits = sum(widths) + self.BORDER * len(widths) + 1 <= options.max_width
-        yield self._table(widths) if fits else self._cells()
+        columns = [[name, *(row[at] for row in self.rows)] for at, name in enumerate(self.columns)]
+        least = [self._longest(word for text in texts for word in text.split()) for texts in columns]
+        most = [self._longest(line for text in texts for line in text.splitlines()) for texts in columns]
+        room = options.max_width - self.BORDER * len(columns) - 1
+        yield self._table(self._shares(least, most, room)) if sum(least) <= room else self._cells()
+
+    @staticmethod
+    def _shares(least: list[int], most: list[int], room: int) -> list[int]:
+        """Return each column's width: the widest that can give way does; rich would also ask those that cannot."""
+        widths = list(most)
+        while sum(widths) > room:
+            widths[max((width, at) for at, width in enumerate(widths) if width > least[at])[1]] -= 1
+        return widths
 
     def _table(self, widths: list[int]) -> Table:
         made = Table(header_style="bold")
         for at, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
             justify: JustifyMethod = "right" if at in self.right else "left"
-            made.add_column(escape(name), justify=justify, overflow="fold", min_width=width)
+            made.add_column(escape(name), justify=justify, overflow="fold", width=width)
         for row in self.rows:
             made.add_row(*map(escape, row))
         return made
 
     @staticmethod
-    def _longest(texts: list[str]) -> int:
-        return max((cell_len(word) for text in texts for word in text.split()), default=0)
+    def _longest(texts: Iterable[str]) -> int:
+        return max(map(cell_len, texts), default=0)
 
     def _cells(self) -> Group:
         """The first cell of each row as a heading, and the others below it, name and value."""

@@ -27,6 +27,16 @@ def under_fsdp() -> bool:
     return several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
 
 
+def check_alone(what: str) -> None:
+    """Refuse what one process does by itself where several were started.
+
+    Raises:
+        ConfigError: if several were.
+    """
+    if several():
+        raise ConfigError(f"{what}: got several processes, expected one; start it without a launcher")
+
+
 def own_device(name: str) -> str:
     """Return the device of this process: of several that share a machine, "auto" gives each a GPU of its own.
 

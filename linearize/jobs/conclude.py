@@ -57,7 +57,7 @@ def _next(context: Context, trends: dict[str, Trend], lengths: Lengths | None) -
     if context.alignment is not None:
         found = _lower_rates(context) or _align_on(context, trends)
         if found is None and isinstance(job, ConvertJob):
-            found = _convert_on(job, trends, lengths)
+            found = _convert_on(context, job, trends, lengths)
     elif not weights_were_trained(context.provenance):
         found = _distill_on(context, trends, lengths) or ("to bring the whole model close", _align(context, {}))
     return found or _look(context)
@@ -116,18 +116,24 @@ def _distill_on(context: Context, trends: dict[str, Trend], lengths: Lengths | N
     found = trends.get(STAGE_ONE)
     if found is not None and found.verdict == "falling":
         return "as it still falls", line("distill", DistillJob, given | {"distill_steps": found.more})
-    if context.positions is not None and lengths is not None and lengths.seen < lengths.promised:
+    if context.positions is not None and lengths is not None and _has_longer_rows(context, lengths):
         return "for longer rows", line("distill", DistillJob, given | _long_rows(lengths))
     return None
 
 
-def _convert_on(job: ConvertJob, trends: dict[str, Trend], lengths: Lengths | None) -> Step | None:
+def _has_longer_rows(context: Context, lengths: Lengths) -> bool:
+    """Tell whether there may be longer rows, which the model takes: the longest one seen was as long as allowed."""
+    cut = None if context.source is None else context.source.options["max_length"]
+    return lengths.seen < lengths.promised and cut is not None and lengths.seen >= cut
+
+
+def _convert_on(context: Context, job: ConvertJob, trends: dict[str, Trend], lengths: Lengths | None) -> Step | None:
     """Convert anew, as the weights of an aligned checkpoint are no longer those that stage one imitates."""
     found = trends.get(STAGE_ONE)
     if found is not None and found.verdict == "falling":
         steps = {"distill_steps": found.steps + found.more, "overwrite": True}
         return "as stage one still falls", command_of("convert", job, steps)
-    if job.max_length is not None and lengths is not None and lengths.seen < lengths.promised:
+    if job.max_length is not None and lengths is not None and _has_longer_rows(context, lengths):
         return "for longer rows", command_of("convert", job, _long_rows(lengths) | {"overwrite": True})
     return None
 

@@ -22,7 +22,7 @@ from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
-from linearize.distillation.processes import several
+from linearize.distillation.processes import check_alone
 from linearize.errors import ConfigError, TrainingError
 from linearize.finetune.trainer import checkpointing, make_trainer, set_trained
 from linearize.jobs.align import open_alignment
@@ -61,8 +61,7 @@ def dry_run(job: ConvertJob | DistillJob | AlignJob | TuneJob, on_event: Callbac
     Raises:
         LinearizeError: what the job would raise before its first step.
     """
-    if several():
-        raise ConfigError("dry run: got several processes, expected one; start it without a launcher")
+    check_alone("dry run")
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
     teacher = None

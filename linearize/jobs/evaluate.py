@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from linearize.distillation.processes import check_alone, under_fsdp
 from linearize.finetune.prepared import Facts
 from linearize.finetune.tasks import recovery
 from linearize.jobs.events import Callback, ignore
@@ -72,6 +73,8 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
+    if under_fsdp():
+        check_alone("evaluate")
     setup = Setup(job.task, job.dataset, job.batch_size, check_device(job.device), job.memory)
     others = _others(job)
     data, ours, result = measure_side(setup, Side(OURS, job.model, job.data), on_event)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.distillation.processes import check_alone
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import without_folders
@@ -90,6 +91,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         LinearizeError: one of its children, for everything the user can put right.
     """
     start = time.perf_counter()
+    check_alone("longdoc")
     target = job.target()
     with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
         device = check_device(job.device)

@@ -95,3 +95,18 @@ def test_the_next_command_follows_from_what_was_found(place, capsys, monkeypatch
         assert set(shlex.split(json.loads(out)["findings"]["command"])) == set(line.split())
     job = ConvertJob.of(model="bert", distill_steps=8)
     assert command_of("convert", job, {"distill_steps": 128}) == "linearize convert bert --distill-steps 128"
+
+
+def test_longer_rows_are_proposed_where_the_data_has_them():
+    """The rows of short data were never cut, and converting again for 1,024 tokens would have learned nothing more."""
+    from types import SimpleNamespace
+
+    from linearize.jobs import conclude
+    from linearize.jobs.findings import Lengths
+
+    job = ConvertJob.of(model="bert", max_length=1024, distill_steps=8)
+    for seen, why in ((37, None), (256, "for longer rows")):
+        context = SimpleNamespace(source=SimpleNamespace(options={"max_length": 256}))
+        found = conclude._convert_on(context, job, {}, Lengths(seen, 1024))
+        assert (found and found[0]) == why
+    assert found[1].endswith("--distill-length 1024 --query-sample 256 --batch-size 1 --overwrite")

@@ -121,6 +121,20 @@ def test_words_stay_whole(terminal, monkeypatch, width):
         assert "  becomes" in text and text.index("encoder.layer.0.self") < text.index("hedgehog")
 
 
+@pytest.mark.parametrize("width", [121, 120, 116, 110, 100])
+def test_a_table_is_never_cut_at_its_right_edge(terminal, monkeypatch, width):
+    """The table behind stage one needs 121 columns, and lost its right border, then its last column, in fewer."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
+    cells = ["bert.encoder.layer.0.attention.self", "hedgehog", *["0.468 > 0.306"] * 4]
+    with redirect_stdout(terminal):
+        console().print(table("fidelity", columns, [cells], right=(2, 3, 4, 5)))
+    lines = plain(terminal.getvalue()).splitlines()[1:]
+    assert {len(line.rstrip()) for line in lines} == {width}
+    assert all(line.rstrip()[-1] in "┓┃┩│┘" for line in lines)
+    assert {word for line in lines for word in re.sub("[│┃]", " ", line).split()} >= {"0.468", "error", cells[0]}
+
+
 def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
     """What was piped was 120 wide whatever COLUMNS said."""
     monkeypatch.setenv("COLUMNS", "60")

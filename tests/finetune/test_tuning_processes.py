@@ -13,9 +13,13 @@ from support.forks import together
 
 from linearize.distillation.processes import own_device
 from linearize.errors import ConfigError
+from linearize.jobs.dry_run import dry_run
+from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.events import ignore
 from linearize.jobs.finetune import open_tuning
-from linearize.jobs.task_config import TuneJob
+from linearize.jobs.longdoc import run_longdoc
+from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 
 OPTIONS = {
     "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,
@@ -116,3 +120,17 @@ def test_the_first_version_of_fsdp_is_refused_before_anything_is_read(monkeypatc
     options = {"task": "cola", "max_length": 8, "output": str(tmp_path / "out")}
     with pytest.raises(ConfigError, match="stage two: got FSDP version 1, expected 2; set fsdp_version: 2"):
         open_tuning(TuneJob.of(model="./nowhere", **options), ignore)
+
+
+def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, tmp_path):
+    """Two ranks of `longdoc` fought for one folder; transformers' trainer wants an optimizer to measure under FSDP."""
+    for name, value in {"WORLD_SIZE": "2", **ENVIRONMENT["fsdp"]}.items():
+        monkeypatch.setenv(name, value)
+    task = {"model": "./nowhere", "task": "text-classification", "dataset": "./nothing", "max_length": 8}
+    with pytest.raises(ConfigError, match="longdoc: got several processes, expected one; start it without a launcher"):
+        run_longdoc(LongdocJob.of(**task, output=str(tmp_path / "out")))
+    with pytest.raises(ConfigError, match="evaluate: got several processes, expected one"):
+        evaluate_checkpoint(EvaluateJob.of(**task))
+    with pytest.raises(ConfigError, match="dry run: got several processes, expected one"):
+        dry_run(TuneJob.of(**task, output=str(tmp_path / "out")))
+    assert not list(tmp_path.iterdir())
