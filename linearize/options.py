@@ -335,8 +335,12 @@ def _expected(kinds: tuple[type, ...], limits: Mapping[str, Any]) -> str:
     return f"{what} {said}".strip()
 
 
-def parse_pairs(pairs: list[str]) -> dict[str, str]:
+def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]:
     """Read repeated K=V options.
+
+    Args:
+        pairs: one text each.
+        place: where they stand, for the errors.
 
     Raises:
         ConfigError: if one has no equals sign, or a name comes twice.
@@ -345,9 +349,9 @@ def parse_pairs(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--kernel-arg: got {pair!r}, expected NAME=VALUE such as activation=exp")
+            raise ConfigError(f"{place}: got {pair!r}, expected NAME=VALUE such as activation=exp")
         if name in found:
-            raise ConfigError(f"--kernel-arg: {name} is given twice; give it once")
+            raise ConfigError(f"{place}: {name} is given twice; give it once")
         found[name] = value
     return found
 

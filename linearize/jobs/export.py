@@ -12,6 +12,7 @@ from linearize.errors import ConfigError
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.loading import load_converted
+from linearize.surgery.positions import current_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,9 +90,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a model takes by its config; some positions are left for padding, as of RoBERTa."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found - 4 if isinstance(found, int) else None
+    """Return how many tokens a model takes; None where its inputs are not counted in them, or not limited."""
+    return current_length(model) if model.main_input_name == "input_ids" else None
 
 
 def _tokens(model: PreTrainedModel) -> int:

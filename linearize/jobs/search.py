@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 
 from linearize.bench.plot import check_picture
-from linearize.distillation.processes import is_main
+from linearize.distillation.processes import is_main, under_fsdp
 from linearize.distillation.state import StateFolder
+from linearize.errors import ConfigError
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.context import Context, check_states, clear_states, drop_states, first_device, open_data
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
@@ -16,7 +17,7 @@ from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.loop import SearchInterruptedError, search
 from linearize.kernel_search.plot import write_plot
-from linearize.kernel_search.prepare import CARRIER
+from linearize.kernel_search.prepare import CARRIER, NO_FSDP
 from linearize.kernel_search.result import SearchResult, SearchStep
 from linearize.loading import load_model
 from linearize.modeling.plan import Plan
@@ -64,8 +65,10 @@ def check_search(job: SearchJob | ConvertJob) -> None:
     """Refuse what can be refused before the model is loaded.
 
     Raises:
-        ConfigError: for a wrong candidate, nothing to choose between, or a file that cannot be written.
+        ConfigError: for a wrong candidate, nothing to choose between, a file that cannot be written, or under FSDP.
     """
+    if under_fsdp():
+        raise ConfigError(NO_FSDP)
     parse_candidates(job.search.candidates, softmax=job.search.softmax_layers > 0)
     if job.plan_out is not None:
         check_plan_target(job.plan_out, overwrite=job.overwrite)

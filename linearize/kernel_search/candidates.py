@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from linearize.errors import ConfigError
 from linearize.kernel_search.config import CANDIDATES, REFERENCE
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
+from linearize.options import parse_pairs
 from linearize.registry import NEAR, kernel_info, make_config
 from linearize.surgery.plan import replan
 
@@ -41,14 +42,7 @@ def parse_candidate(text: str) -> Candidate:
         raise ConfigError(
             f"candidates: {name!r} is a plan for all layers of a model, not a kernel of one; leave it out"
         )
-    arguments: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"candidates: got {text!r}, expected KERNEL or KERNEL:NAME=VALUE:NAME=VALUE")
-        if key in arguments:
-            raise ConfigError(f"candidates: {key} is given twice in {text!r}; give it once")
-        arguments[key] = value
+    arguments = parse_pairs(pairs, f"candidates, in {text.strip()!r}")
     make_config(info, {key: value for key, value in arguments.items() if key not in NEAR})
     return Candidate(text.strip(), name, arguments)
 

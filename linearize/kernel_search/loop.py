@@ -13,14 +13,21 @@ from transformers import PreTrainedModel
 from linearize.checkpoint.fingerprint import fingerprint
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import make_accelerator
-from linearize.distillation.run import Batches, Part, Progress, Run, frozen
-from linearize.distillation.shard import frozen_model
+from linearize.distillation.run import Batches, Part, Progress, Run
 from linearize.distillation.state import RunState
 from linearize.errors import ConfigError, TrainingError
 from linearize.events import Callback, Noted, Started, ignore
 from linearize.kernel_search.candidates import lay_out, number_of
 from linearize.kernel_search.config import SearchConfig
-from linearize.kernel_search.prepare import CARRIER, Given, Prepared, carrier_of, prepare
+from linearize.kernel_search.prepare import (
+    CARRIER,
+    Given,
+    Prepared,
+    check_processes,
+    held_out_of,
+    open_frozen,
+    prepare,
+)
 from linearize.kernel_search.result import (
     SearchResult,
     SearchStep,
@@ -32,10 +39,9 @@ from linearize.kernel_search.result import (
     short,
 )
 from linearize.kernel_search.swaps import Chooser, Chosen
-from linearize.kernel_search.table import Table
+from linearize.kernel_search.table import Table, rung_steps
 from linearize.kernel_search.trainer import Key, SearchTrainer, errors
 from linearize.kernel_search.whole import Choice, WholeError, WholeModel
-from linearize.loading import move
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.surgery.plan import plan as make_plan
@@ -111,6 +117,7 @@ def search(
     # Before anything slow: candidates that do not fit are refused here.
     lay_out(model, base, config.candidates, softmax=config.softmax_layers > 0, max_length=max_length)
     accelerator = accelerator or make_accelerator(model)
+    check_processes(accelerator)
     return _Search(model, data, config, Given(base, max_length, on_event), on_step, accelerator).run()
 
 
@@ -140,14 +147,8 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
 
     def run(self) -> SearchResult:
         """Search; the best plan so far goes along with a Ctrl-C."""
-        move(self.original, self.accelerator.device)
-        model = carrier_of(self.original, self.given.base)
-        held_out = self.data.holdout_batches()
-        if not held_out:
-            raise ConfigError("search: got no held-out batch to compare candidates on; set some rows aside (--holdout)")
-        with frozen(model):
-            self.frozen = frozen_model(model, self.accelerator)
-            self.frozen.eval().requires_grad_(False)
+        held_out = held_out_of(self.data)
+        with open_frozen(self.original, self.given.base, self.accelerator) as self.frozen:
             if self.identifiable:
                 self.identity = fingerprint(model=self.original, data=self.data, options=self.options())
             saved = self.states.load() if self.states is not None and self.config.resume else None
@@ -185,7 +186,7 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
 
     def _rung(self, number: int, saved: RunState | None) -> None:
         """Train what is left, measure it, and keep the better half of each layer."""
-        steps = self._steps()
+        steps = rung_steps(self.config.steps, self.table.rounds())
         keys = [(n, label) for n, row in self.table.rows.items() for label, entry in row.items() if entry.left]
         config = self.config
         options = DistillConfig(
@@ -211,7 +212,7 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             self.prepared.bench.modules[key].eval().requires_grad_(False)
         self._record_errors(keys, before + part.progress.step)
         if number + 1 < len(steps):
-            self.table.halve(self._fair())
+            self.table.halve(self._fair(), number + 1)
         self.chooser = Chooser(self.table, self.whole, self.limit, self.config.softmax_layers)
         choice = self.chooser.additive()
         self.best = "" if choice is None else short(choice)
@@ -222,13 +223,6 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         """Return what a linear layer may take if all of them take the same share of softmax's time."""
         kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
         return (self.limit - kept) / (1 - kept)
-
-    def _steps(self) -> list[int]:
-        """Return the steps of each rung: twice as many as of the one before, so that all rungs cost about the same."""
-        rungs = self.table.rounds()
-        whole = 2**rungs - 1
-        ends = [round(self.config.steps * (2 ** (n + 1) - 1) / whole) for n in range(rungs)]
-        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _record_errors(self, keys: list[Key], steps: int) -> None:
         self.on_event(Started("measuring the candidates on held-out data"))
@@ -384,4 +378,4 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         return self.state_of(part) if part.number + 1 == self.table.rounds() else None
 
 
-__all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "carrier_of", "search"]
+__all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]

@@ -6,18 +6,21 @@ searched: through that the layers show q, k and v. The model that was given stay
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
+from linearize.distillation.run import Batches, frozen
+from linearize.errors import ConfigError
 from linearize.events import Callback, Started
 from linearize.kernel_search.candidates import Layout, lay_out, number_of
 from linearize.kernel_search.config import SearchConfig
@@ -27,11 +30,16 @@ from linearize.kernel_search.table import Entry, Table
 from linearize.kernel_search.trainer import Bench, Key
 from linearize.kernel_search.whole import WholeModel
 from linearize.kernel_search.widths import effective_ranks, width_arguments
+from linearize.loading import move
 from linearize.modeling.plan import Plan
 from linearize.surgery.apply import apply
 
 CARRIER = "elu"
 """The kernel of the frozen model, which is never run: it has no parameters and serves every attention."""
+NO_FSDP = (
+    "search: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, or search first "
+    "on one device (linearize search MODEL --plan-out FILE.yaml) and convert with --plan FILE.yaml"
+)
 Costs = Mapping[int, Mapping[str, Cost]]
 """By layer number and label."""
 
@@ -57,6 +65,37 @@ def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
     made = copy.deepcopy(model, shared)
     plain = [replace(x, kernel=CARRIER, arguments={}, window=None, sinks=0) if x.converted else x for x in base.layers]
     return apply(made, replace(base, layers=tuple(plain)))
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Refuse FSDP, as kernels of all candidates and whole plans are tried on a model that every process has.
+
+    Raises:
+        ConfigError: under FSDP.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ConfigError(NO_FSDP)
+
+
+def held_out_of(data: Batches) -> list[dict[str, Tensor]]:
+    """Return the held-out batches.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    held_out = data.holdout_batches()
+    if not held_out:
+        raise ConfigError("search: got no held-out batch to compare candidates on; set some rows aside (--holdout)")
+    return held_out
+
+
+@contextlib.contextmanager
+def open_frozen(model: PreTrainedModel, base: Plan, accelerator: Accelerator) -> Iterator[PreTrainedModel]:
+    """Show q, k and v of every layer that is searched while the block runs: the frozen model, on its device."""
+    move(model, accelerator.device)
+    carrier = carrier_of(model, base)
+    with frozen(carrier):
+        yield carrier
 
 
 @dataclass

@@ -63,18 +63,20 @@ class Table:
 
     def rounds(self) -> int:
         """How many rungs there are: each halves what may be chosen, until two are left."""
-        return max(1, math.ceil(math.log2(max(1, len(self.allowed)))))
+        return rungs_of(len(self.allowed))
 
-    def halve(self, fair: float) -> None:
-        """Keep the better half of each layer, the reference, and the best one that a limit of cost can pay.
+    def halve(self, fair: float, rung: int) -> None:
+        """Keep the best of each layer (`survivors`), the reference, and the best one that a limit of cost can pay.
 
         Args:
             fair: the limit of the cost, as a share of softmax's time, if all layers had the same.
+            rung: the rung to come, from 0.
         """
+        count = survivors(len(self.allowed), rung)
         for row in self.rows.values():
             alive = [label for label, entry in row.items() if entry.left and label in self.allowed]
             ranked = sorted(alive, key=lambda label: (_error(row[label]), row[label].share, label))
-            kept = {self.reference, *ranked[: max(2, math.ceil(len(ranked) / 2))]}
+            kept = {self.reference, *ranked[:count]}
             payable = [label for label in ranked if row[label].share <= fair * (1 + 1e-9)]
             kept |= set(payable[:1]) or {min(ranked, key=lambda label: row[label].share)}
             for label, entry in row.items():
@@ -119,6 +121,23 @@ class Table:
     def load(self, data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
         """Read what `to_dict` gave."""
         self.rows = {int(n): {label: Entry(**values) for label, values in row.items()} for n, row in data.items()}
+
+
+def rungs_of(candidates: int) -> int:
+    """Return how many rungs halve so many candidates until two are left."""
+    return max(1, math.ceil(math.log2(max(1, candidates))))
+
+
+def survivors(candidates: int, rung: int) -> int:
+    """Return how many of a layer's candidates learn in a rung (from 0) by their rank: half as many as in the last."""
+    return min(candidates, max(2, math.ceil(candidates / 2**rung)))
+
+
+def rung_steps(steps: int, rungs: int) -> list[int]:
+    """Share steps out over rungs: twice as many as in the one before, so that all rungs cost about the same."""
+    whole = 2**rungs - 1
+    ends = [round(steps * (2 ** (n + 1) - 1) / whole) for n in range(rungs)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _error(entry: Entry) -> float:

@@ -13,7 +13,7 @@ from linearize.kernel_search.candidates import parse_candidate, parse_candidates
 from linearize.kernel_search.choose import Option, choose
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.costs import Cost, cost_of
-from linearize.kernel_search.table import Entry, Table
+from linearize.kernel_search.table import Entry, Table, rung_steps
 from linearize.kernel_search.widths import effective_rank, share_out, width_argument
 from linearize.registry import kernel_info
 
@@ -49,12 +49,23 @@ def test_halving_keeps_the_better_half_the_reference_and_what_can_be_paid():
     assert found.rounds() == 2
     found.rows[1]["a"].error = float("nan")
     found.rows[1]["a"].diverged = True
-    found.halve(0.06)
+    found.halve(0.06, 1)
     assert [label for label, entry in found.rows[0].items() if entry.left] == ["a", "b", "c", "d"]
     assert [label for label, entry in found.rows[1].items() if entry.left] == ["b", "c", "d"]
     again = table()
-    again.halve(1.0)
+    again.halve(1.0, 1)
     assert [label for label, entry in again.rows[0].items() if entry.left] == ["a", "b", "c"] and again.left == 6
+
+
+def test_every_rung_has_half_the_candidates_of_the_last():
+    labels = tuple("abcdefgh")
+    found = Table({0: {x: Entry(0.1, n / 10) for n, x in enumerate(labels)}}, {0: 1.0}, "h", labels)
+    left = []
+    for rung in range(1, found.rounds()):
+        found.halve(1.0, rung)
+        left.append("".join(x for x, entry in found.rows[0].items() if entry.left))
+    assert left == ["abcdh", "abh"]
+    assert [rung_steps(steps, 3) for steps in (7, 300)] == [[1, 2, 4], [43, 86, 171]]
 
 
 def test_costs_and_errors_of_a_choice():
@@ -104,7 +115,7 @@ def test_wrong_budgets(budget, words):
     ("texts", "words"),
     [
         (["hedgehug", "elu"], "unknown kernel 'hedgehug'"),
-        (["hedgehog:tied", "elu"], "got 'hedgehog:tied', expected KERNEL"),
+        (["hedgehog:tied", "elu"], "in 'hedgehog:tied': got 'tied', expected NAME=VALUE"),
         (["hedgehog:tied=maybe", "elu"], "argument tied: got 'maybe'"),
         (["hedgehog:a=1:a=2", "elu"], "a is given twice"),
         (["elu", "elu"], "'elu' is named twice"),
