@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.card_facts import commands, eval_results, limits, results
+from linearize.checkpoint.chosen import PlanPoint, points, reasons, sentence
 from linearize.checkpoint.inspect import training_rows
 from linearize.errors import printable
 from linearize.heads import HEADS, Head, head_of_class
@@ -102,7 +103,9 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         commands=commands(provenance),
         longest=_longest(model),
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
-        layers=[_layer(layer) for layer in plan.layers],
+        chosen=_text(sentence(provenance)),
+        points=[_point(one) for one in points(provenance)],
+        layers=[_layer(layer, reasons(provenance)) for layer in plan.layers],
         training=[(_text(label), _text(value)) for label, value in training_rows(dict(provenance))],
         fidelity=_fidelity(provenance),
     )
@@ -146,11 +149,18 @@ def _longest(model: PreTrainedModel) -> str:
     return "not limited" if length is None else f"{length:,} tokens"
 
 
-def _layer(layer: LayerPlan) -> list[str]:
-    """Return the cells of a layer: its attention, kernel and arguments, and why it was left alone."""
+def _point(one: PlanPoint) -> list[str]:
+    """Return the cells of a plan that a search has tried; a star where nothing is closer and cheaper."""
+    star = " \\*" if one.efficient else ""
+    return [f"{_text(one.name)}{star}", _text(one.kernels), f"{one.error:.4g}", f"{one.share:.3g}"]
+
+
+def _layer(layer: LayerPlan, why: Mapping[int, str]) -> list[str]:
+    """Return the cells of a layer: its attention, kernel and arguments, and why it has that, or was left alone."""
     arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
     arguments += [f"window={layer.window}"] if layer.window else []
-    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(layer.reason)]
+    said = layer.reason if layer.index is None else why.get(layer.index, layer.reason)
+    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(said)]
 
 
 def _fidelity(provenance: Mapping[str, object]) -> dict[str, object] | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
 from huggingface_hub import EvalResult
 
+from linearize.checkpoint.chosen import mapping, number
 from linearize.errors import printable
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
@@ -22,12 +22,12 @@ def results(provenance: Mapping[str, object]) -> list[tuple[str, float, float | 
     tuned = provenance.get("finetuning")
     if not isinstance(tuned, dict):
         return []
-    theirs = _mapping(_mapping(tuned.get("original")).get("metrics"))
-    metrics = _mapping(tuned.get("metrics"))
+    theirs = mapping(mapping(tuned.get("original")).get("metrics"))
+    metrics = mapping(tuned.get("metrics"))
     return [
-        (str(name), number, _number(theirs.get(name)))
+        (str(name), found, number(theirs.get(name)))
         for name, value in metrics.items()
-        if (number := _number(value)) is not None
+        if (found := number(value)) is not None
     ]
 
 
@@ -78,13 +78,3 @@ def commands(provenance: Mapping[str, object]) -> list[str]:
     if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
         return []
     return [" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in said[:MOST_COMMANDS]]
-
-
-def _mapping(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
+from linearize.checkpoint.chosen import chosen_rows, search_row
 from linearize.errors import CheckpointError, LinearizeError, first_line
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
@@ -74,12 +75,12 @@ class CheckpointInfo:
         )
         if self.format_version is not None:
             rows.append(("format version", str(self.format_version)))
-        return rows + training_rows(self.provenance)
+        return rows + chosen_rows(self.provenance) + training_rows(self.provenance)
 
 
 def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
     """Return label and value of what a checkpoint says about its training."""
-    rows = _search_rows(provenance.get("search"))
+    rows = search_row(provenance)
     distilled = provenance.get("distillation")
     if isinstance(distilled, dict):
         data = provenance.get("dataset") or "the built-in data"
@@ -96,22 +97,6 @@ def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
         for name, value in (tuned.get("metrics") or {}).items():
             if isinstance(value, (int, float)):
                 rows.append((f"metric {name}", f"{value:.4g}"))
-    return rows
-
-
-def _search_rows(searched: object) -> list[tuple[str, str]]:
-    """Return what a checkpoint says of the search that chose its kernels: error and cost, and why for each layer."""
-    if not isinstance(searched, dict):
-        return []
-    rows = []
-    for one in searched.get("points") or []:
-        name, figures = str(one.get("name")), [one.get("error"), one.get("share")]
-        shown = name.startswith("the plan") or name == f"{searched.get('reference')} everywhere"
-        if shown and all(isinstance(figure, (int, float)) for figure in figures):
-            text = f"error {figures[0]:.4g} ({searched.get('figure')}), {figures[1]:.3g} of softmax's time"
-            rows.append((f"search, {name}", f"{one.get('kernels')}: {text}"))
-    for one in searched.get("layers") or []:
-        rows.append((f"why layer {one.get('layer')}", f"{one.get('label')}: {one.get('why')}"))
     return rows
 
 

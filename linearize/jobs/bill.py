@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from linearize.bench.memory import SHARE
+
+if TYPE_CHECKING:
+    from linearize.kernel_search.estimate import SearchEstimate
 
 HOW = "from real steps of this job on this machine, as busy as it was"
 
@@ -58,6 +62,7 @@ class Bill:
         disk_there: bytes that are free where it goes.
         problem: why it does not fit, found by trying; empty otherwise.
         how: where the figures are from.
+        search: what would be searched, where a search chooses the kernels.
     """
 
     output: str
@@ -71,6 +76,7 @@ class Bill:
     disk_there: int
     problem: str = ""
     how: str = field(default=HOW)
+    search: SearchEstimate | None = None
 
     @property
     def seconds(self) -> float:
@@ -90,7 +96,8 @@ class Bill:
     def lines(self) -> list[str]:
         """Return the bill for people."""
         rows = "" if self.length is None else f"; rows of up to {self.length:,} tokens"
-        found = [f"Data: {self.data}{rows}", *(f"Time, {stage.text}" for stage in self.stages)]
+        found = [f"Data: {self.data}{rows}", *([] if self.search is None else self.search.lines())]
+        found += [f"Time, {stage.text}" for stage in self.stages]
         if len(self.stages) > 1:
             found.append(f"Time, altogether: {duration(self.seconds)}")
         if self.stages:
@@ -104,7 +111,10 @@ class Bill:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
-        return asdict(self) | {"seconds": self.seconds, "fits": not self.problems, "problems": self.problems}
+        search = None if self.search is None else self.search.to_dict()
+        own = {name: value for name, value in vars(self).items() if name not in ("stages", "search")}
+        own |= {"stages": [asdict(stage) for stage in self.stages], "search": search}
+        return own | {"seconds": self.seconds, "fits": not self.problems, "problems": self.problems}
 
 
 def duration(seconds: float) -> str:

@@ -29,11 +29,12 @@ from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.context import Context, check_states
-from linearize.jobs.convert import open_conversion
+from linearize.jobs.convert import longest_input, open_conversion, put_in_kernels
 from linearize.jobs.distill import open_distillation
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import open_tuning, sources_of
 from linearize.jobs.task_config import TuneJob
+from linearize.kernel_search.estimate import SearchEstimate, estimate
 from linearize.loading import wait
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from linearize.finetune.prepared import TaskData
     from linearize.finetune.tuner import Tuner
     from linearize.jobs.finetune import Opened
+    from linearize.modeling.plan import Plan
 
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
 TIMED = 3
@@ -65,33 +67,34 @@ def dry_run(job: ConvertJob | DistillJob | AlignJob | TuneJob, on_event: Callbac
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
     teacher = None
-    if isinstance(job, ConvertJob) and job.kernel == AUTO:
-        raise ConfigError(
-            f"dry run: the plan of --kernel {AUTO} is known after its search only; search first, and then: linearize "
-            "convert MODEL --plan FILE.yaml --dry-run"
-        )
+    base = None
     if isinstance(job, ConvertJob):
-        context, _ = open_conversion(job, on_event)
+        context, base = open_conversion(job, on_event)
     elif isinstance(job, DistillJob):
         context, _ = open_distillation(job, on_event)
     else:
         context, teacher = open_alignment(job, on_event)
     check_target(job.target(), overwrite=job.overwrite, sources=job.sources())
     check_states(job)
-    return _of_training(context, teacher)
+    return _of_training(context, teacher, base)
 
 
-def _of_training(context: Context, teacher: PreTrainedModel | None) -> Bill:
+def _of_training(context: Context, teacher: PreTrainedModel | None, base: Plan | None) -> Bill:
     job, model = context.job, context.loaded.model
     device = next(model.parameters()).device.type
     work: list[tuple[str, Callable[[], list[StageBill]]]] = []
+    searches: list[SearchEstimate] = []
+    if isinstance(job, ConvertJob) and job.kernel == AUTO and base is not None:
+        work.append(("the search", lambda: [_search(context, base, searches)]))
     if context.source is not None and isinstance(job, StageOneJob) and job.distill.steps:
         work.append(("stage one", lambda: [_stage_one(context, job.distill)]))
     if context.source is not None and isinstance(job, ConvertJob | AlignJob) and job.align.steps:
         work.append(("the alignment", lambda: _alignment(context, job.align, teacher)))
     stages, memory, problem = _tried(context.on_event, device, work)
     source = context.source
-    states = (job.stage.keep + 1) * 4 * _trained_bytes(context) if job.keeps_states else 0
+    kept = _trained_bytes(context) + sum(one.parameter_bytes for one in searches)
+    states = (job.stage.keep + 1) * 4 * kept if job.keeps_states else 0
+    how = WITHOUT_NATIVE if device == "cpu" and isinstance(job, ConvertJob) and worth_building() else HOW
     return Bill(
         output=context.target,
         data="none is read" if source is None else source.description,
@@ -103,8 +106,33 @@ def _of_training(context: Context, teacher: PreTrainedModel | None) -> Bill:
         disk=size_of(model) + states,
         disk_there=free_disk(context.target),
         problem=problem,
-        how=WITHOUT_NATIVE if device == "cpu" and isinstance(job, ConvertJob) and worth_building() else HOW,
+        how=f"{how}; stage one and the alignment as with {_kernel(searches[0])} in every layer" if searches else how,
+        search=searches[0] if searches else None,
     )
+
+
+def _kernel(searched: SearchEstimate) -> str:
+    return searched.reference.converted[0].kernel
+
+
+def _search(context: Context, base: Plan, found: list[SearchEstimate]) -> StageBill:
+    """Time the search; what comes behind it is timed with its reference in every layer."""
+    job = context.job
+    assert isinstance(job, ConvertJob)
+    longest = longest_input(job, context.loaded)
+    one = estimate(
+        context.loaded.model,
+        context.source,
+        job.search,
+        base,
+        max_length=longest,
+        timed=TIMED,
+        on_event=context.on_event,
+    )
+    found.append(one)
+    put_in_kernels(context, one.reference)
+    rows = context.source.options["batch_size"] * job.search.gradient_accumulation
+    return StageBill("the search", job.search.steps, rows, one.seconds_per_step, TIMED, len(one.rounds), one.seconds)
 
 
 def _trained_bytes(context: Context) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from linearize.distillation.config import PRECISIONS, check_states
+from linearize.distillation.config import PRECISIONS, DistillConfig, check_states
 from linearize.errors import ConfigError, unknown_name
 from linearize.options import check, option, parse_names
 
@@ -133,3 +133,13 @@ class SearchConfig:
     def time(self) -> float | None:
         """Seconds that the search may take, or None."""
         return self.budget.get(TIME)
+
+    def learning(self, steps: int, rung: int = 0) -> DistillConfig:
+        """Return how candidates learn in a rung: as in stage one."""
+        return DistillConfig(
+            steps=steps,
+            precision=self.precision,
+            query_sample=self.query_sample,
+            gradient_accumulation=self.gradient_accumulation,
+            seed=self.seed + rung,
+        )

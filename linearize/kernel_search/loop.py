@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.fingerprint import fingerprint
-from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import make_accelerator
 from linearize.distillation.run import Batches, Part, Progress, Run
 from linearize.distillation.state import RunState
@@ -188,14 +187,7 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         """Train what is left, measure it, and keep the better half of each layer."""
         steps = rung_steps(self.config.steps, self.table.rounds())
         keys = [(n, label) for n, row in self.table.rows.items() for label, entry in row.items() if entry.left]
-        config = self.config
-        options = DistillConfig(
-            steps=max(1, steps[number]),
-            precision=config.precision,
-            query_sample=config.query_sample,
-            gradient_accumulation=config.gradient_accumulation,
-            seed=config.seed + number,
-        )
+        options = self.config.learning(max(1, steps[number]), number)
         trainer = SearchTrainer(self.frozen, self.prepared.bench, keys, options, self.accelerator)
         before = sum(steps[:number])
         if saved is None:

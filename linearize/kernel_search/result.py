@@ -230,12 +230,8 @@ def named_choices(chosen: Choice, table: Table, sweep: Sequence[Choice]) -> dict
     One kernel everywhere: the reference, and whatever learned to the end in all layers.
     """
     layers = len(table.rows)
-    everywhere = [table.reference, SOFTMAX]
-    for label in table.allowed:
-        if all(row[label].left and not row[label].diverged for row in table.rows.values()):
-            everywhere.append(label)
     found = {chosen: "the plan"}
-    for label in dict.fromkeys(everywhere):
+    for label in dict.fromkeys([table.reference, SOFTMAX, *table.everywhere()]):
         choice, name = (label,) * layers, f"{label} everywhere"
         found[choice] = f"the plan, {name}" if choice == chosen else name
     for choice in sweep:

@@ -20,6 +20,11 @@ SWEEP = 5
 """Further limits of cost that the table of points shows the best choice for."""
 
 
+def trials_of(trials: int | None, layers: int) -> int:
+    """Return how many plans greedy swaps try at most: those asked for or L (L + 1) / 2 for L layers, at most `MOST`."""
+    return min(MOST, layers * (layers + 1) // 2) if trials is None else trials
+
+
 @dataclass
 class Swap:
     """A change that made the whole model better.
@@ -94,7 +99,7 @@ class Chooser:
             out_of_time: whether to stop with what there is.
         """
         layers = len(self.numbers)
-        most = min(MOST, layers * (layers + 1) // 2) if trials is None else trials
+        most = trials_of(trials, layers)
         plain = self.additive()
         assert plain is not None
         self.best = Chosen(plain)
@@ -102,7 +107,8 @@ class Chooser:
             self.weigh()
         weighed = self.additive()
         assert weighed is not None
-        starts = list(dict.fromkeys([weighed, plain]))
+        same = [(label,) * layers for label in self.table.everywhere() if label in self.table.allowed]
+        starts = list(dict.fromkeys([weighed, plain, *(choice for choice in same if self._allowed(choice))]))
         found = self.whole.errors(starts)
         error, start = min(zip(found, starts, strict=True), key=lambda pair: pair[0].score)
         best = self.best = Chosen(start, error)

@@ -114,6 +114,12 @@ class Table:
         row = self.rows[number]
         return min((x for x in row if x in self.allowed), key=lambda x: (_error(row[x]), row[x].share, x))
 
+    def everywhere(self) -> list[str]:
+        """Return what is worth a look in every layer: the reference, and whatever learned to the end in all of them."""
+        rows = self.rows.values()
+        full = [x for x in self.allowed if all(row[x].left and not row[x].diverged for row in rows)]
+        return list(dict.fromkeys([self.reference, *full]))
+
     def to_dict(self) -> dict[str, object]:
         """Return plain data; numbers of layers become text, as JSON has them."""
         return {str(n): {label: asdict(entry) for label, entry in row.items()} for n, row in self.rows.items()}

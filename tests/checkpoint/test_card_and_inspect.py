@@ -58,6 +58,66 @@ def test_card_says_what_the_model_is(saved):
     assert str(saved.parent) not in text
 
 
+POINTS = [
+    {"name": "hedgehog everywhere", "kernels": "2 x hedgehog", "error": 0.5, "share": 0.2},
+    {"name": "softmax everywhere", "kernels": "2 x softmax", "error": 0.0, "share": 1.0, "efficient": True},
+    *({"name": f"closest at cost {n}", "kernels": "k", "error": 0.3, "share": n, "efficient": True} for n in range(9)),
+    {"name": "the plan", "kernels": "1 x t2r, 1 x <b>|", "error": 0.25, "share": 0.125, "efficient": True},
+    {"name": "t2r everywhere", "kernels": "2 x t2r", "error": 0.9, "share": 0.2},
+    {"name": "broken", "kernels": "2 x t2r", "error": "low", "share": 0.2, "efficient": True},
+]
+SEARCHED = {
+    "points": POINTS,
+    "layers": [{"layer": 0, "why": "the closest | of 8"}, {"layer": 1, "why": "kept: why not"}, {"why": 1}, 3],
+    "figure": "logits, nats",
+    "length": 4096,
+    "limit": 0.25,
+    "budget": {"softmax": 1},
+    "reference": "hedgehog",
+    "steps": 300,
+    "plans_tried": 21,
+}
+
+
+def test_a_card_shows_the_plan_of_a_search_and_why(tmp_path):
+    model = converted("bert", "AutoModelForMaskedLM", keep_softmax=[1])
+    linearize.save(model, tmp_path / "out", provenance={**PROVENANCE, "search": SEARCHED})
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "within 0.25 of softmax's time at 4,096 tokens, where 1 may stay softmax. Error: logits, nats" in text
+    rows = text.partition("| plan | kernels |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert rows[0] == r"| the plan \* | 1 x t2r, 1 x &lt;b&gt;\| | 0.25 | 0.125 |"
+    assert r"| hedgehog everywhere | 2 x hedgehog | 0.5 | 0.2 |" in rows and len(rows) == 8
+    assert r"| softmax everywhere \* | 2 x softmax | 0 | 1 |" in rows
+    assert "t2r everywhere" not in text and "broken" not in text
+    assert r"| hedgehog |  | the closest \| of 8 |" in text and "| softmax |  | kept: why not |" in text
+    assert "| search | 300 steps, 21 plans tried in swaps |" in text
+    inspected = dict(inspect_checkpoint(tmp_path / "out").rows())
+    assert inspected["search, the plan"].endswith("error 0.25 (logits, nats), 0.125 of softmax's time")
+    assert inspected["why layer 1"] == "kept: why not"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"search": 1},
+        {"search": {"points": 3, "layers": {"a": 1}, "length": "x", "limit": float("nan"), "budget": []}},
+        {"search": {"points": [{"name": "the plan"}], "layers": [{"layer": "0", "why": 2}]}},
+        {"plan": {"why": {"a": 1, "0": None}}},
+    ],
+)
+def test_what_a_record_says_wrongly_of_a_search_is_left_out(said):
+    model = converted("bert")
+    model.config.linearize["provenance"] = said
+    assert "How the kernels were chosen" not in model_card(model)
+
+
+def test_the_reasons_of_a_plan_file_are_shown():
+    model = converted("bert", keep_softmax=[1])
+    model.config.linearize["provenance"] = {"plan": {"why": {"0": "mine"}}}
+    text = model_card(model)
+    assert "| hedgehog |  | mine |" in text and "kept on request" in text and "How the kernels were" not in text
+
+
 def test_untrained_card_says_so(tmp_path):
     linearize.save(converted("gpt2", "AutoModelForCausalLM"), tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -13,7 +14,9 @@ from linearize.kernel_search.candidates import parse_candidate, parse_candidates
 from linearize.kernel_search.choose import Option, choose
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.costs import Cost, cost_of
+from linearize.kernel_search.swaps import Chooser
 from linearize.kernel_search.table import Entry, Table, rung_steps
+from linearize.kernel_search.whole import WholeError
 from linearize.kernel_search.widths import effective_rank, share_out, width_argument
 from linearize.registry import kernel_info
 
@@ -77,6 +80,26 @@ def test_costs_and_errors_of_a_choice():
     copy = table()
     copy.load(found.to_dict())
     assert copy.rows == found.rows
+
+
+def test_one_kernel_everywhere_is_tried_too():
+    """No swap of one layer leads from the best by figures of layers to what the whole model finds best."""
+    rows = {n: {"a": Entry(0.2, 0.1), "b": Entry(0.2, 0.2), "c": Entry(0.3, 0.05)} for n in (0, 1)}
+    errors = {"aa": 0.5, "ab": 0.6, "ba": 0.6, "bb": 0.1, "cc": 0.0}
+
+    class Whole:
+        def __init__(self):
+            self.known = {}
+
+        def errors(self, choices):
+            found = [WholeError(math.sqrt(errors.get("".join(choice), 1.0)), 1.0) for choice in choices]
+            self.known |= dict(zip(choices, found, strict=True))
+            return found
+
+    table = Table(rows, {0: 0.5, 1: 0.5}, "b", ("a", "b", "c"))
+    chosen = Chooser(table, Whole(), 0.25, 0).run(None, lambda count: None, lambda: False)
+    # What is closest of all takes more than the limit.
+    assert chosen.choice == ("b", "b") and not chosen.swaps
 
 
 @pytest.mark.parametrize(

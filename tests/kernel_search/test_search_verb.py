@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 from support.checkpoints import make_original, texts
 from support.command_lines import run
+from support.training import loud
 from transformers import AutoModel
 
 from linearize.attention.interface import linear_attentions
@@ -67,12 +69,79 @@ def test_search_and_convert_in_one(place, capsys):
     assert all(layer["why"] for layer in searched["layers"]) and searched["points"][0]["name"].startswith("the plan")
     assert made["plan"]["layers"] == section["layers"]
     code, out, _ = run(capsys, "inspect", "bert-auto")
-    assert code == 0 and "why layer 1" in out and "search, the plan" in out
+    assert code == 0 and "why layer 1" in out and "search, the plan" in out and "6 steps," in out
+    card = (place / "bert-auto" / "README.md").read_text()
+    assert "A search chose the kernel of every layer within 0.2 of softmax's time at 4,096 tokens" in card
+    assert "\n    linearize convert bert " in card and " --kernel auto --candidates hedgehog,t2r" in card
+    assert "| search | 6 steps, " in card
+    plan = searched["points"][0]
+    cells = [part.strip() for part in card.partition("| plan | kernels |")[2].splitlines()[2].strip("|").split("|")]
+    assert cells[0].startswith("the plan") and cells[2:] == [f"{plan['error']:.4g}", f"{plan['share']:.3g}"]
+    for layer in searched["layers"]:
+        row = next(
+            one for one in card.splitlines() if f"`{layer['module']}` | {layer['label'].partition(':')[0]}" in one
+        )
+        assert layer["why"].partition(":")[0].replace("_", r"\_") in row
     # The kernels began with what the search had taught them: one step of stage one did not start anew.
     assert made["distillation"]["before"]["mean"]["output_error"] < 1
     errors = [layer["output_error"] for layer in made["distillation"]["before"]["layers"]]
     assert errors == pytest.approx([layer["error"] for layer in searched["layers"]], rel=1e-3)
     assert Plan.from_dict(section).converted
+
+
+@pytest.mark.usefixtures("given_costs")
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_models_of_images_and_those_that_write(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = ("--kernel", "auto", "--search-steps", 3, "--distill-steps", 1, "--align-steps", 0, "--budget", "softmax=1")
+    line = (*line, "--holdout", 4, "--batch-size", 2, "--no-native", "--device", "cpu", "--output", "made", "--json")
+    if name == "vit":
+        head = "AutoModelForImageClassification"
+        (tmp_path / "images").mkdir()
+        for number in range(12):
+            Image.new("RGB", (30, 30), (20 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+        line = (*line, "--dataset", "images")
+    else:
+        head = "AutoModelForCausalLM"
+        texts(tmp_path, 20)
+        line = (*line, "--dataset", "texts.jsonl", "--text-column", "text", "--distill-length", 16)
+    make_original(tmp_path / name, name, head)
+    # The same, with an attention that counts for something.
+    loud(name, head).save_pretrained(tmp_path / name)
+    code, out, err = run(capsys, "convert", name, *line, "--candidates", "hedgehog,luna,polaformer")
+    assert code == 0, err
+    made = json.loads(out)
+    assert sorted(layer["kernel"] == "softmax" for layer in made["plan"]["layers"]) == [False, True]
+    searched = json.loads((tmp_path / "made" / "config.json").read_text())["linearize"]["provenance"]["search"]
+    points = {point["name"]: point["error"] for point in searched["points"]}
+    assert searched["figure"] == "logits, nats" and points["softmax everywhere"] == pytest.approx(0, abs=1e-6)
+    assert points["the plan"] < points["hedgehog everywhere"]
+    assert set(searched["layers"][0]["tried"]) == {"hedgehog", "luna", "polaformer"}
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_the_bill_of_a_search(place, capsys):
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    line = (*CONVERT[:2], *QUICK, "--search-steps", 300, "--search-swaps", 3, "--budget", "softmax=1")
+    line = (*line, "--distill-steps", 40, "--align-steps", 0, "--dry-run")
+    code, out, err = run(capsys, "convert", "bert", *line, "--json")
+    assert code == 0, err
+    bill = json.loads(out)["bill"]
+    search, (first, second) = bill["search"], bill["stages"]
+    assert (first["stage"], first["steps"], first["rows"], first["evaluations"]) == ("the search", 300, 4, 2)
+    assert (second["stage"], second["steps"]) == ("stage one", 40)
+    assert search["layers"] == 2 and search["shares"] == {"hedgehog": 0.2, "t2r": 0.1, "flexformer_n": 0.3}
+    assert search["rounds"] == [{"steps": 100, "candidates": 3}, {"steps": 200, "candidates": 3}]
+    # Two layers alone, two plans to begin with, three swaps; the table: five limits, three kernels, softmax.
+    assert search["plans"] == 2 + 2 + 3 + 9 and search["softmax"] == 1 and search["length"] == 4096
+    assert search["limit"] == pytest.approx(0.2 + 0.4)
+    # Most of it are 300 steps, of which the slowest was timed.
+    assert first["seconds"] > 100 * first["seconds_per_step"] and bill["seconds"] > first["seconds"]
+    assert [layer["kernel"] for layer in search["reference"]["layers"]] == ["hedgehog"] * 2
+    assert "Search: 3 candidates in 2 layers; 100 steps of 3, then 200 steps of 3 candidates a layer" in err
+    assert "hedgehog 0.2, t2r 0.1, flexformer_n 0.3; the plan may take 0.6 and 1 of them may stay softmax" in err
+    assert "stage one and the alignment as with hedgehog in every layer" in err and "It fits." in err
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.usefixtures("given_costs")
@@ -117,7 +186,11 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("convert bert --kernel auto --window 4", "--window: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --kernel-arg a=1", "--kernel-arg: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --candidates hedgehog", "got one candidate"),
-        ("convert bert --kernel auto --dry-run", "known after its search only"),
+        ("convert bert --kernel auto --dry-run --candidates hedgehog,elo", "unknown kernel 'elo'"),
+        (
+            "convert bert --kernel auto --dry-run --candidates hedgehog,t2r --budget cost=0.01 --align-steps 0",
+            "the nearest that is met is --budget cost=0.1",
+        ),
         ("convert bert --budget cost=0.5", "--budget: nothing is searched without --kernel auto"),
         ("convert bert --plan-out plan.yaml", "--plan-out: nothing is searched without --kernel auto"),
         ("convert bert --plan plan.yaml --layers 0=elu", "--layers: --plan FILE says what becomes of every layer"),
