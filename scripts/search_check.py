@@ -156,8 +156,8 @@ def widths(check: Check, features: int) -> dict[str, object]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Read the options and run."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", metavar="MODEL")
@@ -168,20 +168,30 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0)
     add("--device", default="cpu")
     add("--search-steps", type=int, help="steps of the searches, where not the default")
-    add("--distill-steps", type=int, help="steps of stage one, where not the default")
+    add(
+        "--distill-steps",
+        type=int,
+        help="steps of stage one, where not the default; two fifths as many of the alignment",
+    )
     add("--parts", default=",".join(PARTS), help="what to do (%(default)s)")
     add("--kernels", default=KERNELS, help="kernels that are ranked, the first one is converted (%(default)s)")
     add("--features", type=int, default=64, help="F of the widths, a multiple of 16 (%(default)s)")
     add("--output", default="search-check.json", help="JSON file to write (%(default)s)")
     args = parser.parse_args(argv)
-    parts = args.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"parts: got {', '.join(sorted(unknown))}, expected some of {','.join(PARTS)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the options and run."""
+    args = parse(argv)
     given = {name: value for name, value in vars(args).items() if value is not None}
     shared = ("model", "dataset", "distill_length", "batch_size", "holdout", "seed", "device")
     options = {name: given[name] for name in shared if name in given}
     steps = {name: given[name] for name in ("search_steps", "distill_steps") if name in given}
-    run(Check(options, steps, args.output), parts, args.kernels.split(","), args.features)
+    run(Check(options, steps, args.output), args.parts, args.kernels.split(","), args.features)
     return 0
 
 

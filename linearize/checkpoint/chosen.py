@@ -60,10 +60,13 @@ def sentence(provenance: Mapping[str, object]) -> str:
 
 def reasons(provenance: Mapping[str, object]) -> dict[int, str]:
     """Return why each layer has its kernel, by its number, as a search or a plan file says."""
-    layers = _mappings(mapping(provenance.get("search")).get("layers"))
-    found = {one["layer"]: str(one["why"]) for one in layers if isinstance(one.get("layer"), int) and one.get("why")}
     given = mapping(mapping(provenance.get("plan")).get("why"))
-    return {int(layer): str(why) for layer, why in given.items() if layer.isdecimal() and why} | found
+    found = {int(layer): str(why) for layer, why in given.items() if layer.isdecimal() and why}
+    for one in _mappings(mapping(provenance.get("search")).get("layers")):
+        layer, why = one.get("layer"), one.get("why")
+        if isinstance(layer, int) and why:
+            found[layer] = str(why)
+    return found
 
 
 def chosen_rows(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
