@@ -61,7 +61,7 @@ def sentence(provenance: Mapping[str, object]) -> str:
 def reasons(provenance: Mapping[str, object]) -> dict[int, str]:
     """Return why each layer has its kernel, by its number, as a search or a plan file says."""
     given = mapping(mapping(provenance.get("plan")).get("why"))
-    found = {int(layer): str(why) for layer, why in given.items() if layer.isdecimal() and why}
+    found = {int(layer): str(why) for layer, why in given.items() if layer.isdecimal() and len(layer) < 10 and why}
     for one in _mappings(mapping(provenance.get("search")).get("layers")):
         layer, why = one.get("layer"), one.get("why")
         if isinstance(layer, int) and why:
