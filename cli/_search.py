@@ -35,6 +35,9 @@ def show_search(out: Console, result: SearchResult) -> None:
     columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds", "MiB"]
     title = f"Whole model against its original, not aligned; error: {result.figure}; *: nothing is closer and cheaper"
     out.print(table(title, columns, points, right=(2, 3, 4, 5, 6)))
+    if result.gain is not None:
+        plan = f"The plan's error is {result.gain:.1%} below that of {result.reference} everywhere"
+        out.print(f"{plan}, at {result.points[0].share:.3g} of softmax's time.", markup=False)
     out.print(
         f"Search: {result.steps} steps, {result.tried} plans tried in swaps, {result.seconds:.0f} s.", markup=False
     )

@@ -157,6 +157,13 @@ class SearchResult:
         """Why each layer has its kernel, by number."""
         return {layer.layer: layer.why for layer in self.layers}
 
+    @property
+    def gain(self) -> float | None:
+        """How much smaller the error is than with the reference everywhere, as a share; None where that has none."""
+        reference = f"{self.reference} everywhere"
+        errors = [one.error for one in self.points if one.name in (reference, f"the plan, {reference}")]
+        return 1 - self.points[0].error / errors[0] if errors and errors[0] > 0 else None
+
     def load_kernels(self, model: PreTrainedModel) -> None:
         """Give a model that the plan was applied to what the search has taught its kernels."""
         from linearize.attention.interface import linear_attentions
@@ -176,6 +183,7 @@ class SearchResult:
             "limit": self.limit,
             "budget": dict(self.budget),
             "reference": self.reference,
+            "error_below_reference": self.gain,
             "steps": self.steps,
             "plans_tried": self.tried,
             "noisy": self.noisy,

@@ -47,6 +47,8 @@ def test_a_search_from_end_to_end(model, data):
     assert plan.name.startswith("the plan") and plan.share <= result.limit * (1 + 1e-9) == pytest.approx(0.2)
     assert points["softmax everywhere"].error == 0 and points["softmax everywhere"].share == pytest.approx(1)
     assert plan.error <= points.get("hedgehog everywhere", plan).error
+    assert result.gain == pytest.approx(1 - plan.error / points.get("hedgehog everywhere", plan).error)
+    assert result.to_dict()["error_below_reference"] == result.gain >= 0
     assert plan.bytes == 10 and plan.seconds == pytest.approx(0.02 * plan.share)
     # Carried out, it computes what was measured, and goes on learning.
     model = linearize.apply(model, result.plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_the_table_the_plan_and_the_picture(place, capsys):
     assert "within 0.2 of softmax's time at 4,096 tokens" in out, out
     # Cells of tables are folded between words.
     assert "softmax everywhere" in out and "best so far: 2 x" in out and "hedgehog" in out
+    assert re.search(
+        r"The plan's error is \d+\.\d% below that of hedgehog everywhere, at 0\.\d+ of softmax's time", out
+    )
     assert (place / "points.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in place.iterdir()) == ["bert", "plan.yaml", "points.png", "texts.jsonl"]
     plan = yaml.safe_load((place / "plan.yaml").read_text())
