@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   linearize export ./roberta-base-hedgehog --format onnx --output roberta-onnx
   linearize export ./gpt2-hedgehog --output gpt2-onnx --last-logits
-  linearize export ./gpt2-hedgehog --output gpt2-onnx --time 128,1024
+  linearize export ./gpt2-hedgehog --output gpt2-onnx --time 128,1024   # beside PyTorch, native op on and off
 
 Of an encoder or an image model there is one graph, model.onnx. A model that writes has two: model.onnx reads prompts
 (padding in front) and returns logits and the state after them, as present.*; step.onnx reads one token and that state,
@@ -61,4 +61,8 @@ def _line(row: Timed) -> str:
 
 
 def _sides(row: Timed) -> list[tuple[str, Timing]]:
-    return [("PyTorch", row.pytorch), ("onnxruntime", row.onnxruntime)]
+    alone = row.pytorch_alone
+    pytorch = [("PyTorch", row.pytorch)]
+    if alone is not None:
+        pytorch = [("PyTorch with the native op", row.pytorch), ("without", alone)]
+    return [*pytorch, ("onnxruntime", row.onnxruntime)]

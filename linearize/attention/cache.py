@@ -8,7 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+)
 
 from linearize.errors import ConfigError, LinearizeError
 
@@ -264,21 +271,26 @@ def cache_nbytes(cache: Cache) -> int:
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:
     """Return the state layer of attention `index`, None if the cache is absent or keeps plain keys there.
 
+    `index` is None for an attention whose keys are kept wherever its calls put them.
+
     Raises:
         ConfigError: if it keeps keys in a way that hands out more or fewer than those of the tokens so far.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    layers = getattr(cache, "layers", None)
-    if layers is None or index is None or index >= len(layers):
+    layers = getattr(cache, "layers", None) or []
+    if index is None:
+        bad = next((layer for layer in layers if isinstance(layer, StaticLayer)), None)
+    elif index >= len(layers):
         return None
-    layer = layers[index]
     # Not isinstance: a checkpoint's own code and an installed linearize may meet in one process.
-    if hasattr(layer, "store"):
-        return layer
-    if layer.is_compileable or layer.is_sliding:
+    elif hasattr(layers[index], "store"):
+        return layers[index]
+    else:
+        bad = layers[index] if layers[index].is_compileable or layers[index].is_sliding else None
+    if bad is not None:
         raise ConfigError(
-            f"got a generation cache with a {type(layer).__name__}, but linear attention needs a state or all keys; "
+            f"got a generation cache with a {type(bad).__name__}, but linear attention needs a state or all keys; "
             "use model.new_cache(), or none: generate() makes its own"
         )
     return None

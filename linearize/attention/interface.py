@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -185,9 +186,36 @@ def softmax_forward(
         # A left-padded row would have nothing to attend to, and softmax over nothing is NaN: it sees itself.
         mask = mask | (past & ~past.tril(keys - tokens - 1))
     causal = causal and mask is None
+    eager = _eager_of(module) if any(kwargs.get(name) is not None for name in _ONLY_EAGER) else None
+    if eager is not None:
+        return eager(module, query, key, value, _added(mask, query, key, causal), scaling=scaling, **kwargs)
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     out, _ = sdpa(module, query, key, value, mask, scaling=scaling, is_causal=causal, **kwargs)
     return out, softmax_weights(query, key, mask, scaling=scaling, causal=causal) if wanted else None
+
+
+_ONLY_EAGER = ("softcap", "s_aux")
+"""What SDPA does not do to scores, and a modeling file's own function does."""
+
+
+def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Return the attention function that a host's modeling file writes out; None where it has none."""
+    for base in type(module).__mro__:
+        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def _added(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    """Write a mask (true: seen) as what is added to the scores."""
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+        ~mask, torch.finfo(query.dtype).min
+    )
 
 
 def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
@@ -226,9 +254,9 @@ def mask_function(
 ) -> Tensor | None:
     """Hand the 2-D padding mask through as it is, so that no T x T mask is ever built.
 
-    Of packed rows it is the number of every token's document [B, 1, T] (see `linearize.attention.packing`). Masks of
-    another kind (sliding windows, chunks) are built as SDPA wants them: they are for layers that stay softmax, and a
-    converted layer refuses them.
+    Where queries attend to another sequence it is [B, 1, 1, S]. Of packed rows it is the number of every token's
+    document [B, 1, T] (see `linearize.attention.packing`). Masks of another kind (sliding windows, chunks) are built as
+    SDPA wants them: they are for layers that stay softmax, and a converted layer refuses them.
     """
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     segments = None if is_tracing() else SEGMENTS.get()
@@ -238,6 +266,10 @@ def mask_function(
     if segments is not None and (plain or (not kwargs.get("use_vmap") and whole_documents(mask_function, segments))):
         return segments[:, None]
     if plain:
+        across = mask_function is bidirectional_mask_function and q_length != kv_length
+        if across and attention_mask is not None and attention_mask.ndim == 2:
+            # Of no converted layer; hosts that read it themselves (SigLIP 2's pooler) expect four dimensions.
+            return attention_mask[:, None, None].bool()
         return attention_mask
     # The skips would hand out None, which here means "no padding", not "local".
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -38,6 +38,7 @@ class LinearAttention(nn.Module):
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
         declares_direction: whether the host says at every call whether it is causal.
         local_as_full: whether its masks may be those of a window, which is left out.
+        cache_index: number of its state in a generation cache; None: it has none there.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class LinearAttention(nn.Module):
         self._handed: dict[int, LinearStateLayer] = {}
         self.declares_direction = False
         self.local_as_full = False
+        self.cache_index: int | None = None
 
     def reset_parameters(self, seed: int) -> None:
         """Initialise the kernel from a seed, always with the same numbers."""

@@ -35,9 +35,18 @@ def _shvit(host: Any, x: Tensor) -> Tensor:
     return host.proj(torch.cat([out, left], dim=1))
 
 
+def _convit(host: Any, x: Tensor) -> Tensor:
+    """ConViT's attention without gated positions, in its last layers: x [B, T, C] -> [B, T, C]."""
+    batch, length, channels = x.shape
+    q, k, v = host.qkv(x).reshape(batch, length, 3, host.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
+    return host.proj_drop(host.proj(out.transpose(1, 2).reshape(batch, length, channels)))
+
+
 _FORMS: dict[tuple[str, str], Form] = {
     ("timm.models.tnt", "Attention"): _tnt,
     ("timm.models.shvit", "SHSA"): _shvit,
+    ("timm.models.convit", "MHSA"): _convit,
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from linearize import native
+from linearize.attention.backends.self_test import switched
 from linearize.bench.timing import Timing, in_turns
 from linearize.export.graphs import BATCH, TOKENS, Graph
 from linearize.export.onnx import resized, run, session, state_of
@@ -23,13 +25,15 @@ class Timed:
     Attributes:
         what: "forward", or "step" for one token behind so many.
         tokens: the length; None for a model whose inputs have one size.
-        pytorch: of the model.
+        pytorch: of the model, with the native op where it was built (and `LINEARIZE_NATIVE` is not 0).
+        pytorch_alone: of the model without the native op; None where `pytorch` has none either.
         onnxruntime: of the graph.
     """
 
     what: str
     tokens: int | None
     pytorch: Timing
+    pytorch_alone: Timing | None
     onnxruntime: Timing
 
 
@@ -71,5 +75,13 @@ def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None)
 
 
 def _pair(what: str, tokens: int | None, torch_call: Callable[[], object], onnx_call: Callable[[], object]) -> Timed:
-    times = in_turns({"pytorch": torch_call, "onnxruntime": onnx_call}, None)
-    return Timed(what, tokens, Timing.of(times["pytorch"]), Timing.of(times["onnxruntime"]))
+    calls: dict[str, Callable[[], object]] = {"pytorch": torch_call, "onnxruntime": onnx_call}
+    if native.engine() is not None:
+
+        def alone() -> object:
+            with switched(False):
+                return torch_call()
+
+        calls["alone"] = alone
+    times = {name: Timing.of(seconds) for name, seconds in in_turns(calls, None).items()}
+    return Timed(what, tokens, times["pytorch"], times.get("alone"), times["onnxruntime"])

@@ -20,7 +20,7 @@ from transformers.conversion_mapping import (
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
-from linearize.attention.mixer import IMPLEMENTATION
+from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
@@ -200,6 +200,7 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
         return _CLASSES[base]
     name = f"Linearized{base.__name__}"
     _share_renamings(name, base)
+    _share_classes(base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     _CLASSES[base] = type(
         name,
@@ -230,6 +231,15 @@ def _share_renamings(name: str, base: type[PreTrainedModel]) -> None:
         mapping = get_checkpoint_conversion_mapping(base.config_class.model_type)
     if mapping is not None:
         register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+
+
+def _share_classes(base: type[PreTrainedModel]) -> None:
+    """Let files that choose classes of attentions by the implementation's name (SAM) choose those of SDPA."""
+    modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
+    for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
+        if "eager" in table and all(isinstance(x, type) for x in table.values()):
+            for name in (IMPLEMENTATION, LOCAL_AS_FULL):
+                table.setdefault(name, table.get("sdpa", table["eager"]))
 
 
 def attach(model: PreTrainedModel, plan: Plan) -> None:
@@ -287,6 +297,7 @@ def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
             attention.to(reference.device)
     attention.declares_direction = CALLED in layer.host
     attention.local_as_full = LOCAL in layer.host
+    attention.cache_index = layer.cache_index
     host.linear_attention = attention
     attention.train(host.training)
     if plan.base_model_type in REDIRECTED:
@@ -301,9 +312,8 @@ def _hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if cache is None:
         # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
-    layer = state_layer(cache, getattr(host, "layer_idx", None))
     attention: Any = host.linear_attention
-    attention.hand_over(layer)
+    attention.hand_over(state_layer(cache, attention.cache_index))
 
 
 def _default_cache(
@@ -338,8 +348,8 @@ def _mask_while_tracing(
 
 
 def _cache_indices(model: nn.Module) -> set[int]:
-    hosts: Any = (model.get_submodule(name) for name, layer in linear_attentions(model).items() if layer.shape.causal)
-    return {host.layer_idx for host in hosts if getattr(host, "layer_idx", None) is not None}
+    layers = (layer for layer in linear_attentions(model).values() if layer.shape.causal)
+    return {layer.cache_index for layer in layers if layer.cache_index is not None}
 
 
 def is_linearized(model: nn.Module) -> bool:

@@ -33,7 +33,8 @@ class LayerPlan:
         shape: sizes and direction.
         arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.legacy_defaults`.
         reason: why the layer stays.
-        cache_index: the host's `layer_idx`, None where it has none.
+        cache_index: the host's `layer_idx`, None where it has none, or runs several times for a token: a generation
+            cache then keeps its keys.
         window: W of the softmax window joined to the kernel, or None.
         sinks: first tokens that get softmax's weights beside the window.
         host: what the host's attention module said of itself at conversion, in agreement with `shape` and `cache_index`

@@ -110,10 +110,9 @@ def _check(recorded: Recorded) -> None:
             f"{name} does not run any more once its attention goes through linear attention's masks "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}), {advice}"
         ) from error
-    given = batch.get("attention_mask")
-    mask = given if isinstance(given, Tensor) else None
+    masks = [x for key, x in batch.items() if key.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2]
     for old, new in zip(before, after, strict=False):
-        difference, allowed = _difference(old, new, mask), TOLERANCE.get(old.dtype, 5e-2)
+        difference, allowed = _difference(old, new, masks), TOLERANCE.get(old.dtype, 5e-2)
         if not difference <= allowed:
             raise UnsupportedModelError(
                 f"{name} computes something else once its attention goes through linear attention's masks (with "
@@ -158,12 +157,26 @@ def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
 
 
-def _difference(old: Tensor, new: Tensor, mask: Tensor | None) -> float:
+def _real(mask: Tensor, output: Tensor) -> Tensor | None:
+    """Return where real tokens are in an output [B, T, ...]; None if a padding mask [B, T] does not belong to it."""
+    if output.ndim < 2:
+        return None
+    if output.ndim > 2 and output.shape[1] == mask.shape[1] - 1:
+        # Some give nothing for the first token (CSM's codebooks).
+        mask = mask[:, 1:]
+    if output.ndim > 2 and output.shape[0] % mask.shape[0] == 0:
+        # Some have several rows of outputs for one of tokens (MusicGen's codebooks).
+        mask = mask.repeat_interleave(output.shape[0] // mask.shape[0], dim=0)
+    return mask.bool() if output.shape[:2] == mask.shape else None
+
+
+def _difference(old: Tensor, new: Tensor, masks: list[Tensor]) -> float:
     """Return the largest difference between outputs at real tokens, as a share of the largest output there."""
     if old.shape != new.shape:
         return float("inf")
-    if mask is not None and old.shape[:2] == mask.shape:
-        old, new = old[mask.bool()], new[mask.bool()]
+    real = next((found for mask in masks if (found := _real(mask, old)) is not None), None)
+    if real is not None:
+        old, new = old[real], new[real]
     known = torch.isfinite(old) & torch.isfinite(new)
     if not torch.equal(torch.isnan(old), torch.isnan(new)):
         return float("inf")

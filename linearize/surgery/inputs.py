@@ -51,6 +51,7 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     alone = [other | decoder for other in (*images, *sounds)]
     wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
     wanted += [made | added for made in wanted if (added := _companions(model, names, made))]
+    wanted += [made | added for made in wanted[:1] if (added := _rows_of_codebooks(model, made))]
     more: Inputs = {"use_cache": False} if "use_cache" in names else {}
     for made in wanted:
         yield made | more
@@ -131,6 +132,15 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
         frames = sound.shape[1] if sound.shape[1] == _FRAMES else sound.shape[2]
         found["input_features_mask"] = torch.ones(1, frames, dtype=torch.long, device=device)
     return found
+
+
+def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
+    """Make up tokens that are a row for every codebook, [batch * codebooks, tokens], as MusicGen takes them."""
+    config = getattr(model.config, "decoder", None) or model.config
+    codebooks = getattr(config, "num_codebooks", None)
+    name = next((key for key in ("decoder_input_ids", "input_ids") if key in made), "")
+    ids = made.get(name)
+    return {name: ids.repeat(codebooks, 1)} if isinstance(ids, Tensor) and isinstance(codebooks, int) else {}
 
 
 def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:

@@ -139,10 +139,9 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         if call.mask == "bidirectional":
             shape = dataclasses.replace(shape, causal=False)
         cache_index = getattr(call.module, "layer_idx", None)
-        if not reason and shape.causal and cache_index is not None and times[id(call.module)] > 1:
-            reason = "attention is called more than once in a layer, which one running state cannot serve"
-        if not reason and shape.causal and cache_index is not None and cache_index < 0:
-            reason = "one attention is shared by several layers, which one running state cannot serve"
+        if cache_index is not None and (cache_index < 0 or times[id(call.module)] > 1):
+            # One running state serves one call a token: of an attention that runs more often the keys are kept.
+            cache_index = None
         layers.append(
             LayerPlan(
                 module=names[call.module],

@@ -89,6 +89,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("stage_in_channels", "stage_block_stride", "stage_block_out_channels"), ABSENT),
         **dict.fromkeys(("stage_block_in_channels", "fine_fusion_dims", "intermediate_size"), ABSENT),
     },
+    "eomt": {"num_blocks": 1},
+    "eomt_dinov3": {"num_blocks": 1},
+    "esmfold2": {
+        f"{place}.{key}": 1
+        for place in ("atom_encoder", "structure_head.diffusion_module.atom_encoder")
+        for key in ("num_spatial_rope_pairs_per_axis", "num_uid_rope_pairs")
+    }
+    | {"single_inputs_size": 99},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary"},
     "falcon_h1": {"mamba_d_ssm": 64},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8, "audio_config.max_position_embeddings": 129},
@@ -131,8 +139,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
     },
     "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid"],
-        "hybrid_layer_ids": [1],
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "kv_channels": 8,
@@ -141,3 +151,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_headdim": 8,
     },
 }
+
+TIMM_MORE = (
+    "botnet26t_256",
+    "coatnet_nano_rw_224",
+    "fastvit_sa12",
+    "lambda_resnet26t",
+    "mobilenetv4_hybrid_medium",
+    "vit_dlittle_patch16_reg1_gap_256",
+)
+"""Models of timm with attention in families whose smallest has none, or another kind of it."""
+
+TIMM_ARGUMENTS: dict[str, dict[str, Any]] = {"convit_tiny": {"local_up_to_layer": 1}}
+"""What some of timm's models take beside a depth of two: ConViT has plain attention in its last layers."""
+
+TIMM_SIZES = {"mobilenetv5_300m": (3, 64, 64)}
+"""Sizes of images, channels first, for models that are large and have no smaller sister."""

@@ -23,6 +23,7 @@ os.environ.setdefault("LINEARIZE_NATIVE", "0")
 
 import torch
 import transformers
+from architectures.overrides import TIMM_ARGUMENTS, TIMM_MORE, TIMM_SIZES
 from architectures.shrink import open_gates
 from architectures.trial import FAILED, Result, build, example_inputs, try_model
 from transformers import PreTrainedModel
@@ -41,16 +42,15 @@ def modeling_files() -> list[str]:
 
 
 def timm_models() -> list[str]:
-    """List a small model of every family of timm that has attention."""
+    """List a small model of every family of timm, and those in `TIMM_MORE`."""
     import timm
 
-    found = {}
+    found = []
     for module in timm.list_modules():
         names = [name for name in timm.list_models(module=module) if not name.startswith("test_")]
-        text = Path(sys.modules[f"timm.models.{module}"].__file__ or "").read_text(encoding="utf-8")
-        if names and "ttention" in text:
-            found[module] = min(names, key=lambda name: (_weight(name), len(name), name))
-    return [f"timm/{name}" for name in found.values()]
+        if names:
+            found.append(min(names, key=lambda name: (_weight(name), len(name), name)))
+    return [f"timm/{name}" for name in (*found, *TIMM_MORE)]
 
 
 def _weight(name: str) -> int:
@@ -70,13 +70,31 @@ def _timm_model(kind: str) -> PreTrainedModel:
     """Build one of timm's models, of two layers where it takes a depth."""
     import timm
 
-    arguments: dict[str, Any] = {"depth": 2}
+    arguments: dict[str, Any] = {"depth": 2, **TIMM_ARGUMENTS.get(kind, {})}
     try:
         model = timm.create_model(kind, num_classes=3, **arguments)
-    except TypeError:
+    except Exception:
+        # By number of layers, where those differ in kind.
         arguments = {}
         model = timm.create_model(kind, num_classes=3)
+    if kind in TIMM_SIZES:
+        model.pretrained_cfg["input_size"] = TIMM_SIZES[kind]
+    _calibrate(model)
     return wrap(open_gates(model.eval()), arguments)
+
+
+def _calibrate(model: torch.nn.Module) -> None:
+    """Let fresh batch normalisations see one batch, so that what goes through deep convolutions does not fade away."""
+    norms = [one for one in model.modules() if isinstance(one, torch.nn.BatchNorm2d)]
+    momenta = [one.momentum for one in norms]
+    for one in norms:
+        one.momentum = None
+    if norms:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.train()(torch.randn(2, *model.pretrained_cfg["input_size"]))  # type: ignore[arg-type]
+    for one, momentum in zip(norms, momenta, strict=True):
+        one.momentum = momentum
 
 
 def _variant(name: str) -> str:

@@ -85,7 +85,12 @@ def _runs(model: PreTrainedModel) -> PreTrainedModel:
         name.startswith(("pixel_", "input_f", "input_v", "decoder_")) for name in names
     ):
         failures = []
-        for made in candidates(model):
+        try:
+            batches = list(candidates(model))
+        except UnsupportedModelError:
+            # Nothing can be made up for it, so that parts of it are run by themselves.
+            return model
+        for made in batches:
             try:
                 with torch.no_grad():
                     model(**made)
@@ -255,7 +260,7 @@ class _Trial:
     def padding(self) -> None:
         """Leave padding out, and get the same at real tokens."""
         mask = self.batch.get("attention_mask")
-        if mask is None or bool(mask.all()):
+        if mask is None or bool(mask.all()) or len(mask) != len(self.batch["input_ids"]):
             return
         ids, count = self.batch["input_ids"], int(mask[1].sum())
         alone = self.batch | {"input_ids": ids[1:, :count], "attention_mask": mask[1:, :count]}

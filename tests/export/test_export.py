@@ -12,7 +12,7 @@ from support.tiny import converted, inputs_of, outputs
 
 import linearize
 from linearize.errors import UnsupportedModelError
-from linearize.export.graphs import AFTER, BEFORE, graphs_of
+from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, graphs_of
 from linearize.ops import causal_attention
 
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -125,6 +125,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line():
         graphs_of(converted("bart"))
     with pytest.raises(UnsupportedModelError, match="got a layer that remembers a DynamicSlidingWindowLayer"):
         graphs_of(converted("gemma3", "AutoModelForCausalLM"))
+    for name in ("bert", "gpt2"):
+        with pytest.raises(UnsupportedModelError, match="got a kernel joined with a softmax window of 8 tokens"):
+            graphs_of(converted(name, window=8))
 
 
 def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
@@ -181,6 +184,31 @@ def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
         expected = outputs(loaded, inputs)[0]
         real = inputs.get("attention_mask", torch.ones(expected.shape[:2])).bool()
         torch.testing.assert_close(made[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_openvino_reads_the_graphs(name, tmp_path, capsys):
+    """In fp32; left alone, it computes in bf16 on processors that have it."""
+    ov = pytest.importorskip("openvino")
+    pytest.importorskip("onnxscript")
+    from linearize.export.onnx import resized
+
+    head = "AutoModelForCausalLM" if name == "gpt2" else "AutoModel"
+    model = converted(name, head, config={"n_positions" if name == "gpt2" else "max_position_embeddings": 200})
+    linearize.save(model, tmp_path / "model")
+    code, _, err = run(capsys, "export", tmp_path / "model", "--output", tmp_path / "out")
+    assert code == 0, err
+    graphs = {graph.name: graph for graph in graphs_of(model)}
+    for graph in graphs.values():
+        read = ov.convert_model(str(tmp_path / "out" / f"{graph.name}.onnx"))
+        compiled = ov.Core().compile_model(read, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        longer = [resized(graph, {BATCH: 3, TOKENS: 100}, padded=False)] if graph.name == "model" else []
+        for inputs in [graph.inputs, *longer]:
+            found = compiled({key: x.numpy() for key, x in inputs.items()})
+            for output, (key, expected) in zip(compiled.outputs, graph.run(inputs).items(), strict=True):
+                made = torch.from_numpy(found[output])
+                torch.testing.assert_close(made.to(expected.dtype), expected, rtol=2e-5, atol=2e-5, msg=key)
 
 
 def spare(opened, inputs):

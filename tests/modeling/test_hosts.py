@@ -12,8 +12,9 @@ from support.tiny import TEXT, converted, inputs_of
 from transformers import AutoModel, AutoModelForImageTextToText
 
 import linearize
-from linearize.attention.interface import linear_attentions
-from linearize.errors import CheckpointError, UnsupportedModelError
+from linearize.attention.cache import cache_nbytes
+from linearize.attention.interface import linear_attentions, observed
+from linearize.errors import CheckpointError, ConfigError
 from linearize.surgery.probe import probe
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
@@ -182,14 +183,30 @@ def test_a_host_that_counts_the_keys_of_a_layer():
     assert_same_text(model, inputs, out.sequences, out.logits)
 
 
-def test_a_host_that_attends_twice_in_a_layer_is_refused():
+def test_a_host_that_attends_twice_in_a_layer_keeps_its_keys():
     """DiffLlama subtracts two attentions; the one state of a layer would serve the first of them alone."""
+    torch.manual_seed(0)
     config = transformers.DiffLlamaConfig(**HEADS, num_key_value_heads=2, vocab_size=99, pad_token_id=0)
-    with pytest.raises(UnsupportedModelError, match="attention is called more than once in a layer"):
-        linearize.plan(transformers.DiffLlamaForCausalLM(config))
+    model = transformers.DiffLlamaForCausalLM(config).eval()
+    linearize.convert(model)
+    _assert_generates_with_all_keys(model.eval())
     # Without a cache a shared layer is no hindrance.
     shared = transformers.AlbertModel(transformers.AlbertConfig(**TEXT, embedding_size=16))
     assert len(linearize.plan(shared).converted) == 1
+
+
+def _assert_generates_with_all_keys(model):
+    """It writes what full forwards write, padding in front included, from a cache that grows; no other is taken."""
+    inputs = prompts()
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+    assert all(layer.cache_index is None for layer in linear_attentions(model).values())
+    ids = torch.tensor([[5, 6, 7]])
+    short, long = (model(ids.repeat(1, n), use_cache=True).past_key_values for n in (1, 3))
+    assert cache_nbytes(long) > cache_nbytes(short)
+    fixed = transformers.StaticCache(config=model.config, max_cache_len=16)
+    with pytest.raises(ConfigError, match="linear attention needs a state or all keys"):
+        model(ids, past_key_values=fixed, use_cache=True)
 
 
 def test_a_part_with_a_config_of_its_own(tmp_path):
@@ -230,14 +247,62 @@ def test_buffers_that_a_body_fills_in_are_filled_in_by_a_load(tmp_path):
         torch.testing.assert_close(loaded[name], buffer, rtol=0, atol=0)
 
 
-def test_an_attention_shared_by_layers_is_refused():
+def test_an_attention_shared_by_layers_keeps_its_keys(tmp_path):
     """Zamba 2 calls one attention at several depths, each with its place in the cache."""
+    torch.manual_seed(0)
     sizes = {
-        "layers_block_type": ["linear_attention", "hybrid"],
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
         "n_mamba_heads": 8,
         "mamba_d_state": 8,
         "chunk_size": 8,
     }
-    config = transformers.Zamba2Config(**HEADS, **sizes, vocab_size=99, adapter_rank=4)
-    with pytest.raises(UnsupportedModelError, match="one attention is shared by several layers"):
-        linearize.plan(transformers.Zamba2ForCausalLM(config).eval())
+    config = transformers.Zamba2Config(**HEADS | {"num_hidden_layers": 4}, **sizes, vocab_size=99, adapter_rank=4)
+    model = transformers.Zamba2ForCausalLM(config).eval()
+    linearize.convert(model)
+    assert len(linear_attentions(model)) == 2
+    _assert_generates_with_all_keys(model.eval())
+    ids = torch.tensor([[5, 6, 7, 8]])
+    linearize.save(model, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_that_stay_keep_their_sinks():
+    """MiMo-V2-Flash adds sinks to the scores of its local layers, which SDPA cannot: those layers stay as they were."""
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 1, "head_dim": 16, "v_head_dim": 16, "sliding_window": 3}
+    sizes |= {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "dense"]}
+    config = transformers.MiMoV2FlashConfig(**HEADS, **sizes, vocab_size=99, pad_token_id=0)
+    model = transformers.MiMoV2FlashForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if layer.self_attn.sinks is not None:
+                layer.self_attn.sinks.fill_(2.0)
+    inputs = prompts(padded=False)
+    before = model(**inputs).logits
+    linearize.convert(model)
+    with observed(model, lambda *call: None):
+        torch.testing.assert_close(model.eval()(**inputs).logits, before, rtol=1e-5, atol=1e-6)
+    assert len(linear_attentions(model)) == 1
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+
+
+def test_attentions_chosen_by_the_implementations_name(tmp_path):
+    """SAM has a table of classes by implementation, in which ours was not: a load could not build it again."""
+    torch.manual_seed(0)
+    vision = {**HEADS, "image_size": 32, "patch_size": 8, "output_channels": 16, "mlp_dim": 37, "num_pos_feats": 8}
+    vision |= {"global_attn_indexes": [1], "window_size": 2}
+    prompt = {"hidden_size": 16, "image_size": 32, "patch_size": 8, "image_embedding_size": 4, "mask_input_channels": 4}
+    decoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 37}
+    decoder |= {"iou_head_hidden_dim": 16}
+    config = transformers.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
+    model = transformers.SamModel(config).eval()
+    pixels = {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.rand(1, 1, 2, 2) * 32}
+    linearize.convert(model)
+    before = model.eval()(**pixels).pred_masks
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModel.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(loaded(**pixels).pred_masks, before, rtol=1e-6, atol=1e-6)

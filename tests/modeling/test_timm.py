@@ -86,11 +86,14 @@ TWINS = {
     "depths": (1, 1, 1, 2),
     "wss": (7, 7, 7, 7),
 }
+CONVIT = {"img_size": 32, "embed_dim": 8, "depth": 3, "num_heads": 4, "local_up_to_layer": 1}
 SHVIT = {"embed_dim": (16, 32, 48), "depth": (1, 1, 1), "partial_dim": (8, 16, 24), "types": ("s", "s", "s")}
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "count"), [("tnt_s_patch16_224", TNT, 2), ("shvit_s1", SHVIT, 3)], ids=["tnt", "shvit"]
+    ("name", "arguments", "count"),
+    [("tnt_s_patch16_224", TNT, 2), ("shvit_s1", SHVIT, 3), ("convit_tiny", CONVIT, 2)],
+    ids=["tnt", "shvit", "convit"],
 )
 def test_plain_attention_that_writes_softmax_out_is_reached(name, arguments, count, tmp_path):
     """It is converted as what calls torch's function, which conversion holds against the original."""

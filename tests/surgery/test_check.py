@@ -8,8 +8,11 @@ import transformers
 from support.tiny import IMAGE, original
 
 import linearize
+from linearize.attention.interface import observed
 from linearize.errors import UnsupportedModelError
 from linearize.surgery.check import check, record
+
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "bart", "clip"])
@@ -79,3 +82,31 @@ def test_a_model_that_draws_numbers_is_held_against_itself():
     recorded = record(model)
     assert len(recorded) == 1
     check(linearize.convert(model), recorded)
+
+
+def test_a_host_that_puts_its_mask_together_otherwise_is_refused():
+    """GIT's text adds a mask of four dimensions to scores that it writes out, where its images are converted."""
+    torch.manual_seed(0)
+    vision = {**HEADS, "image_size": 16, "patch_size": 8}
+    config = transformers.GitConfig(**HEADS, vision_config=vision, vocab_size=99, pad_token_id=0, bos_token_id=1)
+    with pytest.raises(UnsupportedModelError, match="once its attention goes through linear attention's masks"):
+        linearize.convert(transformers.GitForCausalLM(config).eval())
+
+
+def test_a_pooler_that_reads_the_mask_computes_what_it_did():
+    """SigLIP 2's pooling head attends over the patches under the mask that its encoder was given."""
+    torch.manual_seed(0)
+    config = transformers.Siglip2VisionConfig(**HEADS, patch_size=4, num_patches=16)
+    model = transformers.Siglip2VisionModel(config).eval()
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 12:] = 0
+    inputs = {
+        "pixel_values": torch.randn(2, 16, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [3, 4]]),
+    }
+    with torch.no_grad():
+        before = model(**inputs).pooler_output
+    linearize.convert(model, example_inputs=inputs)
+    with torch.no_grad(), observed(model.eval(), lambda *call: None):
+        torch.testing.assert_close(model(**inputs).pooler_output, before, rtol=1e-5, atol=1e-6)

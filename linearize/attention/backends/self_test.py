@@ -85,14 +85,14 @@ def check_agreement(rows: list[Agreement]) -> None:
 
 
 def _attend(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, native: bool) -> Tensor:
-    with _switched(native):
+    with switched(native):
         out: Tensor = mixer(AttentionCall(q, k, v, SIZE**-0.5, mask))[0]
         return out
 
 
 def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor:
     """Go through all tokens but the last, then decode that."""
-    with _switched(native):
+    with switched(native):
         call = AttentionCall(q, k, v, SIZE**-0.5)
         _, state = mixer(replace(call.part(slice(0, -1)), needs_state=True))
         out: Tensor = mixer(replace(call.part(slice(-1, None)), state=state, needs_state=True))[0]
@@ -100,7 +100,8 @@ def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor
 
 
 @contextmanager
-def _switched(on: bool) -> Iterator[None]:
+def switched(on: bool) -> Iterator[None]:
+    """Let the native op be used, if it was built, or leave it alone, while the block runs."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "1" if on else "0"
     try:
