@@ -22,7 +22,7 @@ from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.masks import key_padding
 from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, whole_documents
-from linearize.errors import CheckpointError, UnsupportedModelError
+from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError
 from linearize.ops.tracing import is_tracing
 
 UNSUPPORTED_SCORE_MODS = {
@@ -61,6 +61,7 @@ def attention_forward(
 
     Raises:
         UnsupportedModelError: if the mask or the scores are of a kind that a kernel cannot honour.
+        ConfigError: if weights are asked for of tokens that only a state has seen.
         CheckpointError: if the sizes or the direction are not those of the plan.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -101,6 +102,7 @@ def _attend(
         return softmax_forward(module, query, key, value, mask, scaling=scaling, causal=layer.shape.causal)
     weights = None
     if _weights_wanted(kwargs):
+        _check_weights_known(module, layer.tokens_before(key.shape[2]))
         weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
     out = layer(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), weights
@@ -235,6 +237,17 @@ def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
         return True
     collected = _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
+
+
+def _check_weights_known(module: nn.Module, before: int) -> None:
+    """Refuse weights of tokens behind a state, which has seen `before` tokens and holds a sum over them."""
+    if before > 0:
+        raise ConfigError(
+            f"{type(module).__name__}: got output_attentions=True with a generation cache that holds a sum over "
+            f"{before} tokens instead of their keys, so that there are no weights for them; pass "
+            "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does by itself, "
+            "or use_cache=False"
+        )
 
 
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -72,6 +72,11 @@ class LinearAttention(nn.Module):
         elif self._handed:
             self._handed.pop(_thread(), None)
 
+    def tokens_before(self, new: int) -> int:
+        """Count the tokens that the state handed over for the coming call has seen before its `new` ones."""
+        cache = self._handed.get(_thread()) if self._handed else None
+        return 0 if cache is None else cache.tokens - new
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scaling: float) -> Tensor:
         """Mix q [B, H, T, D], k [B, K, S, D], v [B, K, S, V] -> [B, H, T, V] in v's dtype.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import transformers
@@ -26,7 +26,7 @@ from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class, implementation
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
-from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights
+from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights, take_stored_names
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -100,6 +100,17 @@ class LinearizedModel(_Original):
                 "attention; load the original checkpoint for softmax"
             )
 
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse continuous batching (`generate_batch`), whose pages hold the keys of all tokens.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "got a call for continuous batching (generate_batch), which keeps keys and values in pages, but linear "
+            "attention has a state of constant size per row; use generate() with the prompts as one padded batch"
+        )
+
     def new_cache(self, crop: int = 0) -> LinearizeCache:
         """Make an empty generation cache whose size does not grow with the context.
 
@@ -126,6 +137,9 @@ class LinearizedModel(_Original):
         if made is None or made is given:
             return
         if not isinstance(made, EncoderDecoderCache) and _is_own_cache(type(made)):
+            return
+        if generation_config.output_attentions:
+            # Weights are those of pairs: the cache of all keys stays, as a sum over the past has none.
             return
         own = self.new_cache()
         if generation_config.is_assistant:
@@ -250,11 +264,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     """
     register_interface()
     root = model.base_model
-    name = implementation(model.config)
-    for module in root.modules():
-        # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without a word.
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            config._attn_implementation_internal = name
+    _prepare(model, root)
     for layer in plan.layers:
         try:
             host = root.get_submodule(layer.module)
@@ -285,6 +295,30 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             root.register_forward_pre_hook(
                 functools.partial(_default_cache, own=_has_own_cache(root)), with_kwargs=True
             )
+
+
+def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
+    """Do what all of a model needs to attend with kernels, to be saved in part, and to be loaded from a plain state."""
+    if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
+        # So that it can be saved by itself, as a checkpoint that says what it was built without (a head's pooler).
+        change_class(root, type(model.config))
+    model.register_load_state_dict_pre_hook(take_stored_names)
+    name = implementation(model.config)
+    for module in root.modules():
+        # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without a word.
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation_internal = name
+
+
+def change_class(model: PreTrainedModel, config: type[PreTrainedConfig]) -> None:
+    """Give a model, where it stands, the class of converted models of its own class; `config` is its config's."""
+    model.__class__ = model_class(type(model), config)
+    # transformers' output recorder looks models up by class.
+    try:
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+    except ImportError:
+        from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
 
 
 def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
@@ -319,9 +353,15 @@ def _hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _default_cache(
     root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: bool
 ) -> tuple[tuple[Any, ...], dict[str, object]] | None:
-    """Give a forward that would make its own cache of all keys one of constant size instead; not for an `own` class."""
+    """Give a forward that would make its own cache of all keys one of constant size instead.
+
+    Not for an `own` class, nor where attention weights are asked for: later steps need all keys for theirs.
+    """
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(root.config, "use_cache", False) if use_cache is None else use_cache
+    weights = kwargs.get("output_attentions")
+    if root.config.output_attentions if weights is None else weights:
+        return None
     if not use_cache or root.training or kwargs.get("past_key_values") is not None or own:
         return None
     made: Cache = LinearizeCache(root.config.get_text_config(decoder=True), _cache_indices(root))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class, use_linear_attention
-from linearize.modeling.model import attach, model_class
+from linearize.modeling.model import attach, change_class
 from linearize.modeling.plan import Plan
 from linearize.surgery.check import check, record, why_not_built
 from linearize.surgery.plan import plan as make_plan
@@ -131,13 +131,12 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     config.linearize = {"format_version": FORMAT_VERSION, **plan.to_dict()}
     use_linear_attention(config)
     attach(model, plan)
-    model.__class__ = model_class(type(model), made)
+    change_class(model, made)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
     # Weights are saved and read under the names that they have now.
     for attribute in ("_weight_conversions",):
         if hasattr(model, attribute):
             setattr(model, attribute, None)
-    _record_outputs(model)
     if could_be_built and (why := why_not_built(model)):
         raise UnsupportedModelError(
             f"{plan.architecture} cannot be built any more with an attention implementation of another name ({why}), "
@@ -150,12 +149,3 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
 def _shortest_window(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None) -> int | None:
     """Return the length up to which local layers, converted as full attention, are still what they were."""
     return min((call.window for call in probe(model, inputs) if call.window is not None), default=None)
-
-
-def _record_outputs(model: PreTrainedModel) -> None:
-    """Tell transformers' output recorder, which looks models up by class, that the class is another one now."""
-    try:
-        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-    except ImportError:
-        from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
-    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs

@@ -159,6 +159,50 @@ def test_what_cannot_work_is_refused_before_the_first_token(options, message):
         causal("gpt2").generate(**prompts(batch=1, padded=False), **GREEDY, **options)
 
 
+def test_continuous_batching_is_refused_before_it_starts():
+    model = causal("llama")
+    for call in (lambda: model.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=2), model.init_continuous_batching):
+        with pytest.raises(
+            ConfigError, match=r"continuous batching \(generate_batch\).* use generate\(\) with the prompts"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}], ids=["linear", "mixed"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_attention_weights_while_generating(name, options):
+    """They are those of full forwards, [B, H, 1, S] at a step: the cache keeps all keys where they are asked for."""
+    model, inputs = causal(name, **options), prompts()
+    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True, output_attentions=True)
+    assert_same_text(model, inputs, out.sequences, out.logits)
+    assert torch.equal(out.sequences, model.generate(**inputs, **GREEDY))
+    mask = torch.ones_like(out.sequences)
+    mask[:, :9] = inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    more = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "output_attentions": True}
+    with torch.no_grad():
+        whole = model(out.sequences[:, :-1], **more, use_cache=False).attentions
+    for step, layers in enumerate(out.attentions[1:], start=9):
+        for got, expected in zip(layers, whole, strict=True):
+            torch.testing.assert_close(got[:, :, 0], expected[:, :, step, : step + 1], rtol=1e-4, atol=1e-6)
+
+
+def test_attention_weights_behind_a_state_are_refused():
+    """They were weights over the new tokens alone, as if nothing had come before, without a word."""
+    model, ids = causal("llama"), prompts(padded=False)["input_ids"]
+    cache = model.new_cache()
+    with torch.no_grad():
+        first = model(ids[:, :8], past_key_values=cache, output_attentions=True).attentions[0]
+        assert torch.equal(first, model(ids[:, :8], use_cache=False, output_attentions=True).attentions[0])
+        with pytest.raises(ConfigError, match="sum over 8 tokens instead of their keys"):
+            model(ids[:, 8:], past_key_values=cache, output_attentions=True)
+        # A cache that the model makes by itself can go on with them.
+        out = model(ids[:, :8], output_attentions=True, use_cache=True)
+        step = model(ids[:, 8:], past_key_values=out.past_key_values, output_attentions=True).attentions[0]
+        whole = model(ids, output_attentions=True, use_cache=False).attentions[0]
+    torch.testing.assert_close(step[:, :, 0], whole[:, :, 8], rtol=1e-4, atol=1e-6)
+
+
 def test_static_cache_of_the_user_is_refused():
     model, inputs = causal("llama"), prompts(batch=1, padded=False)
     with pytest.raises(ConfigError, match="StaticLayer"):

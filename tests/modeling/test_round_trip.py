@@ -202,6 +202,26 @@ def test_config_and_tokenizer_and_processor_from_the_folder(tmp_path):
     assert AutoImageProcessor.from_pretrained(tmp_path / "image").size["height"] == 30
 
 
+@pytest.mark.parametrize("head", ["AutoModelForMaskedLM", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize("source", ["converted", "loaded"])
+def test_the_body_of_a_model_with_a_head_is_saved_by_itself(source, head, tmp_path):
+    """That of a masked language model has no pooler; its checkpoint was written, and then refused."""
+    model = converted("bert", head)
+    inputs = inputs_of(model)
+    expected = outputs(model.base_model, inputs)[0]
+    if source == "loaded":
+        linearize.save(model, tmp_path / "whole")
+        model = getattr(transformers, head).from_pretrained(tmp_path / "whole").eval()
+    model.base_model.save_pretrained(tmp_path / "body")
+    assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path / "body").eval(), inputs)[0], expected)
+    again = getattr(transformers, head).from_pretrained(tmp_path / "body").eval()
+    assert torch.equal(outputs(again.base_model, inputs)[0], expected)
+    # The model itself is saved as before.
+    model.save_pretrained(tmp_path / "again")
+    loaded = getattr(transformers, head).from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
+
+
 @pytest.mark.parametrize("wanted", ["sdpa", "eager", "flash_attention_2"])
 def test_another_attention_implementation_is_refused(wanted, tmp_path):
     linearize.save(converted("bert"), tmp_path / "out")
