@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -165,15 +164,15 @@ def spread(count: int, most: int) -> list[int]:
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
 
 
-def _feed(hashed: Any, value: object) -> None:
+def _feed(hashed: xxhash.xxh3_128, value: object) -> None:
     """Hash a nested value; its kind and length come first, so that no two values write the same bytes."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to("cpu").contiguous()
         _feed(hashed, f"{value.dtype} {list(value.shape)}")
-        hashed.update(value.reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+        hashed.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
     elif isinstance(value, np.ndarray) and value.dtype != object:
         hashed.update(f"a{value.dtype.str}{value.shape}".encode())
-        hashed.update(np.ascontiguousarray(value))
+        hashed.update(np.ascontiguousarray(value).data)
     elif isinstance(value, Mapping):
         hashed.update(b"m%d" % len(value))
         for key in sorted(value, key=str):

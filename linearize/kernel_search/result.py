@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from linearize.distillation.run import Report
 from linearize.kernel_search.candidates import Layout, number_of
 from linearize.kernel_search.costs import Cost
 from linearize.kernel_search.swaps import Chosen
 from linearize.kernel_search.table import Table
-from linearize.kernel_search.whole import Choice
+from linearize.kernel_search.whole import Choice, WholeError
 from linearize.modeling.plan import SOFTMAX, Plan
 
 if TYPE_CHECKING:
@@ -212,8 +212,10 @@ def mark_efficient(points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(replace(one, efficient=not beaten(one)) for one in points)
 
 
-def point(name: str, choice: Sequence[str], error: Any, table: Table, costs: Mapping[int, Mapping[str, Cost]]) -> Point:
-    """Return the point of a choice; `error` is a `WholeError`."""
+def point(
+    name: str, choice: Sequence[str], error: WholeError, table: Table, costs: Mapping[int, Mapping[str, Cost]]
+) -> Point:
+    """Return the point of a choice."""
     seconds, memory = 0.0, []
     for (number, own), label in zip(costs.items(), choice, strict=True):
         some = next(iter(own.values()))

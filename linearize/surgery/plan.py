@@ -224,7 +224,13 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
     own = {name: value for name, value in arguments.items() if name not in NEAR}
-    window, sinks = (_number(value) for value in (arguments.get(WINDOW), arguments.get(SINKS, 0)))
+    # The command line has numbers as text.
+    near = {
+        name: int(value) if isinstance(value, str) and value.isdigit() else value
+        for name, value in arguments.items()
+        if name in NEAR
+    }
+    window, sinks = near.get(WINDOW), near.get(SINKS, 0)
     # Building it checks name, arguments, direction and sizes before the model is touched.
     mixer = build_mixer(kernel, own, layer.shape, window, sinks)
     defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
@@ -235,11 +241,6 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
         if value != defaults[name] or name in legacy_defaults
     }
     return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window, sinks=sinks)
-
-
-def _number(value: Any) -> Any:
-    """Read a whole number written as text, as the command line has it; anything else is left to be refused."""
-    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def expectations(plan: Plan) -> list[str]:
