@@ -69,6 +69,12 @@ def parse_yaml(text: str) -> Any:
     try:
         _check_events(text)
         return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        # Its own text speaks of "<unicode string>", and shows the line, which may be long.
+        mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end")
+        raise ValueError(
+            problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+        ) from None
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

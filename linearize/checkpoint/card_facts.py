@@ -47,6 +47,17 @@ def eval_results(provenance: Mapping[str, object], task_type: str) -> list[EvalR
     ]
 
 
+def _longest_row(provenance: Mapping[str, object]) -> int | None:
+    """Return the tokens of the longest row that a checkpoint was taught and measured on, in any stage, if known."""
+    found = [provenance.get("longest_row")]
+    tuned = provenance.get("finetuning")
+    facts = tuned.get("facts") if isinstance(tuned, Mapping) else None
+    if isinstance(facts, Mapping):
+        longest, cut = facts.get("longest_row"), facts.get("max_length")
+        found.append(min(longest, cut) if isinstance(longest, int) and isinstance(cut, int) else None)
+    return max((one for one in found if isinstance(one, int)), default=None)
+
+
 def limits(plan: Plan, provenance: Mapping[str, object], length: int | None) -> list[str]:
     """Return what a user of the model has to know of where it ends, one sentence each.
 
@@ -57,8 +68,8 @@ def limits(plan: Plan, provenance: Mapping[str, object], length: int | None) -> 
     """
     kept = [layer for layer in plan.layers if not layer.converted]
     found = ["Short inputs are not faster than with softmax; the gain grows with the length."]
-    seen = provenance.get("longest_row")
-    if isinstance(seen, int) and length is not None and seen < length:
+    seen = _longest_row(provenance)
+    if seen is not None and length is not None and seen < length:
         found.append(
             f"It takes {length:,} tokens; it was taught and measured on rows of up to {seen:,}. Beyond these it has "
             "not been measured."

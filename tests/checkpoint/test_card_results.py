@@ -94,7 +94,12 @@ def test_limits(place, card):
     assert "It takes 128 tokens; it was taught and measured on rows of up to 28." in said
     assert "1 of 2 attentions are softmax still" in said and "Short inputs are not faster" in said
     model = converted("bert", "AutoModel", "rfa")
-    assert "weights can be negative" in " ".join(limits(Plan.from_dict(model.config.linearize), {}, None))
+    plan = Plan.from_dict(model.config.linearize)
+    # Stage two may have read longer rows than stage one.
+    stages = {"longest_row": 28, "finetuning": {"facts": {"longest_row": 90, "max_length": 64}}}
+    assert "on rows of up to 64." in " ".join(limits(plan, stages, 128))
+    assert "on rows of up to 28." in " ".join(limits(plan, stages | {"finetuning": {"facts": {}}}, 128))
+    assert "weights can be negative" in " ".join(limits(plan, {}, None))
 
 
 def test_a_card_without_results_says_nothing_of_them(tmp_path):

@@ -83,3 +83,18 @@ def test_errors_speak_of_yaml(hint, text, words):
 def test_errors_of_kernel_arguments_too(arguments, words):
     with pytest.raises(LinearizeError, match=words):
         make_config(kernel_info("flexformer_n"), arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kernels: 3\n- softmax\n", "line 2, column 1: expected <block end>, but found"),
+        ("summary: [a\n", "line 2, column 1: expected ',' or ']', but got the end"),
+    ],
+)
+def test_what_is_no_yaml_says_where(text, words, tmp_path):
+    """It spoke of "<unicode string>", and showed the line with an arrow."""
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"recipe mine: not YAML: {words}")) as caught:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert "unicode" not in str(caught.value)
