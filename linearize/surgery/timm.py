@@ -133,7 +133,7 @@ def _why_unseen(unseen: list[nn.Module]) -> str:
     example = next(module for module in unseen if type(module) is kind)
     names = [name for name, _ in (*example.named_parameters(), *example.named_buffers())]
     if _between_channels(example):
-        return f"{kind.__name__} attends between channels, which is linear in the number of patches already"
+        return f"{kind.__name__}, {_CHANNELS}"
     if any(word in kind.__name__ for word in _LINEAR):
         return f"{kind.__name__} never compares two patches, which is linear in their number already"
     if any(word in name for name in names for word in _BIASES):

@@ -31,7 +31,7 @@ def reason(result: dict[str, Any]) -> str:
         return "its attention is in the head, and a plan goes by the names of the body"
     if "only cross-attention" in message:
         return "cross-attention"
-    if found := re.search(r"cannot be reached: (\w+) ([^;]*)", message):
+    if found := re.search(r"cannot be reached: (\w+),? ([^;]*)", message):
         # One row for all classes that do the same.
         return found[2].removesuffix(", which a kernel cannot honour")
     found = re.search(r"can be converted: ([^;]*)", message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -184,6 +185,25 @@ def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
         expected = outputs(loaded, inputs)[0]
         real = inputs.get("attention_mask", torch.ones(expected.shape[:2])).bool()
         torch.testing.assert_close(made[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+def test_pytorch_is_timed_with_the_native_op_and_without(monkeypatch):
+    pytest.importorskip("onnxscript")
+    from linearize.export import timing
+
+    seen = []
+    monkeypatch.setattr(
+        timing, "in_turns", lambda calls, repeats: {name: [call() or 1.0] for name, call in calls.items()}
+    )
+    monkeypatch.setenv("LINEARIZE_NATIVE", "1")
+    for engine, expected in ((object(), ["1", "onnx", "0"]), (None, ["1", "onnx"])):
+        monkeypatch.setattr(timing.native, "engine", lambda engine=engine: engine)
+        row = timing._pair(
+            "forward", 5, lambda: seen.append(os.environ["LINEARIZE_NATIVE"]), lambda: seen.append("onnx")
+        )
+        assert seen == expected and (row.pytorch_alone is None) == (engine is None)
+        seen.clear()
+    assert os.environ["LINEARIZE_NATIVE"] == "1"
 
 
 @pytest.mark.slow

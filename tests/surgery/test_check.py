@@ -8,7 +8,7 @@ import transformers
 from support.tiny import IMAGE, original
 
 import linearize
-from linearize.attention.interface import observed
+from linearize.attention.interface import linear_attentions, observed
 from linearize.errors import UnsupportedModelError
 from linearize.surgery.check import check, record
 
@@ -110,3 +110,20 @@ def test_a_pooler_that_reads_the_mask_computes_what_it_did():
     linearize.convert(model, example_inputs=inputs)
     with torch.no_grad(), observed(model.eval(), lambda *call: None):
         torch.testing.assert_close(model(**inputs).pooler_output, before, rtol=1e-5, atol=1e-6)
+
+
+def test_what_stands_at_padding_does_not_count_in_outputs_of_other_shapes():
+    """CSM's depth decoder gives nothing for the first token, MusicGen's a row for every codebook."""
+    torch.manual_seed(0)
+    sizes = {**HEADS, "vocab_size": 99, "pad_token_id": 0}
+    config = transformers.CsmDepthDecoderConfig(
+        **sizes, num_codebooks=9, backbone_hidden_size=32, num_key_value_heads=2
+    )
+    model = transformers.CsmDepthDecoderForCausalLM(config).eval()
+    recorded = record(model)
+    assert recorded[0].batch["attention_mask"].shape == (2, 7) and recorded[0].outputs[0].shape[:2] == (2, 6)
+    linearize.convert(model)
+    config = transformers.MusicgenMelodyDecoderConfig(**sizes, ffn_dim=37, num_codebooks=2, is_decoder=True)
+    model = transformers.MusicgenMelodyForCausalLM(config).eval()
+    assert record(model)[0].batch["input_ids"].shape[1] == 7
+    assert len(linear_attentions(linearize.convert(model))) == 2
