@@ -31,7 +31,7 @@ from linearize.kernel_search.trainer import Bench, Key
 from linearize.kernel_search.whole import WholeModel
 from linearize.kernel_search.widths import effective_ranks, width_arguments
 from linearize.loading import move
-from linearize.modeling.plan import Plan
+from linearize.modeling.plan import LayerPlan, Plan
 from linearize.surgery.apply import apply
 
 CARRIER = "elu"
@@ -170,7 +170,7 @@ def prepare(
                 config.memory,
                 config.remeasure,
             )
-            found[0] = _measure(layout, where, given.on_event, alike=config.widths is None)
+            found[0] = _measure(layout, where, given.on_event)
         if accelerator.num_processes > 1:
             broadcast_object_list(found)
         costs = found[0]
@@ -206,16 +206,28 @@ def known_costs(record: Mapping[str, Any] | None, layout: Layout) -> dict[int, d
     return found if complete else None
 
 
-def _measure(layout: Layout, where: Where, on_event: Callback, *, alike: bool) -> dict[int, dict[str, Cost]]:
-    """Measure the candidates in every layer; in layers of one size once, where they are `alike` there."""
-    found: dict[int, dict[str, Cost]] = {}
-    first: dict[object, int] = {}
+def _measure(layout: Layout, where: Where, on_event: Callback) -> dict[int, dict[str, Cost]]:
+    """Measure the candidates in all layers of one size together: each once, however many layers would have it alike."""
+    of_shape: dict[object, list[LayerPlan]] = {}
     for layer in layout.layers:
-        number = number_of(layer)
-        same = first.setdefault(layer.shape, number)
-        if same != number and alike:
-            found[number] = found[same]
-        else:
-            plans = {label: own[number] for label, own in layout.plans.items()}
-            found[number] = measure_costs(layer.shape, plans, where, on_event)
-    return found
+        of_shape.setdefault(layer.shape, []).append(layer)
+    found: dict[int, dict[str, Cost]] = {}
+    for layers in of_shape.values():
+        named: dict[str, LayerPlan] = {}
+        name_of: dict[tuple[int, str], str] = {}
+        for number in map(number_of, layers):
+            for label, own in layout.plans.items():
+                plan = own[number]
+                same = (name for name, one in named.items() if _alike(one, plan))
+                name = next(same, label if label not in named else f"{label} in layer {number}")
+                named[name], name_of[number, label] = plan, name
+        costs = measure_costs(layers[0].shape, named, where, on_event)
+        for number in map(number_of, layers):
+            found[number] = {label: costs[name_of[number, label]] for label in layout.plans}
+    # As the layers stand, whatever their sizes.
+    return {number: found[number] for number in layout.numbers}
+
+
+def _alike(one: LayerPlan, other: LayerPlan) -> bool:
+    """Whether two layers of one size would do the same."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("kernel", "arguments", "window", "sinks"))

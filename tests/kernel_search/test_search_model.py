@@ -15,6 +15,7 @@ from linearize.distillation.loop import distill
 from linearize.errors import ConfigError
 from linearize.events import Noted
 from linearize.kernel_search import SearchConfig
+from linearize.kernel_search.costs import Cost
 from linearize.kernel_search.loop import SearchInterruptedError, search
 
 CANDIDATES = ("hedgehog", "hedgehog:tied=false", "flexformer_n", "t2r")
@@ -174,6 +175,24 @@ def test_widths_by_rank_keep_the_total(model, data):
         for layer in result.plan.converted
     ]
     assert sum(features) == 2 * 16
+
+
+def test_layers_of_one_size_are_measured_together_and_alike_ones_once(model, data, monkeypatch):
+    asked = []
+
+    def measure(shape, plans, where, on_event):
+        asked.append({name: dict(plan.arguments) for name, plan in plans.items()})
+        return {name: Cost(0.3 if "layer 1" in name else 0.1, 0.001, 0.01) for name in plans}
+
+    monkeypatch.setattr("linearize.kernel_search.prepare.measure_costs", measure)
+    monkeypatch.setattr("linearize.kernel_search.prepare.effective_ranks", lambda *_: {0: 2.0, 1: 6.0})
+    options = config(candidates=("t2r", "hedgehog"), widths=16, steps=1, budget="cost=0.5")
+    result = search(model, data, options)
+    # hedgehog's width is not chosen: it is the same in both layers.
+    assert [list(one) for one in asked] == [["t2r", "hedgehog", "t2r in layer 1"]]
+    assert [asked[0][name]["features"] for name in ("t2r", "t2r in layer 1")] == [8, 24]
+    shares = [{label: one["share"] for label, one in layer.tried.items()} for layer in result.layers]
+    assert shares == [{"t2r": 0.1, "hedgehog": 0.1}, {"t2r": 0.3, "hedgehog": 0.1}]
 
 
 @pytest.mark.usefixtures("given_costs")
