@@ -65,8 +65,7 @@ def check_weights(
     stored = read_header(name, **options)
     if stored is None:
         return
-    header = {key: tensor.shape for key, tensor in stored.items()}
-    _check_depth(config, header)
+    _check_depth(config, stored)
     absent = set(config.linearize.get(ABSENT, ()))
     try:
         with torch.device("meta"):
@@ -82,6 +81,9 @@ def check_weights(
     named = revert_weight_conversion(empty, state)
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
     renamed = _renamed(state, named)
+    # Names may be the model's own, too (`save_original_format=False`).
+    stored = {key if (name := renamed.get(key, key)) in stored else name: one for key, one in stored.items()}
+    header = {key: tensor.shape for key, tensor in stored.items() if key not in absent}
     _compare(header, expected, _optional(empty, header, expected, renamed))
     _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
 
@@ -107,10 +109,11 @@ def take_stored_names(model: PreTrainedModel, state: dict[str, Tensor], prefix: 
 
 
 def absent_weights(model: PreTrainedModel) -> list[str]:
-    """List the weights that a model's class has by its config, but this model was built without.
+    """List the weights that a model has not, but its class does by its config, or the other way round.
 
-    Such as the pooler of `BertModel(config, add_pooling_layer=False)`: config.json cannot say so, and whoever loads the
-    checkpoint gets them with fresh values, and transformers' warning, as from a softmax checkpoint.
+    Such as the pooler of `BertModel(config, add_pooling_layer=False)`, and the mask token of
+    `ViTModel(config, use_mask_token=True)`: config.json cannot say so, and whoever loads the checkpoint gets fresh
+    values, or none, and transformers' warning, as from a softmax checkpoint.
     """
     try:
         with torch.device("meta"):
@@ -118,7 +121,7 @@ def absent_weights(model: PreTrainedModel) -> list[str]:
     except Exception:
         # Not to be built from its config alone, so that loading cannot hold the file against it either.
         return []
-    names = whole.state_dict().keys() - model.state_dict().keys()
+    names = whole.state_dict().keys() ^ model.state_dict().keys()
     return sorted(name for name in names if ".linear_attention." not in f".{name}")
 
 
@@ -212,7 +215,7 @@ def _some(names: list[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _check_depth(config: PreTrainedConfig, header: Header) -> None:
+def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None:
     """Refuse a number of layers that the file cannot hold, before modules are made for each of them."""
     configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
     for one in configs:

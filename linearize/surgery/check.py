@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,12 +34,12 @@ class Recorded(NamedTuple):
     Attributes:
         module: the model, or a part of it that was run by itself.
         batch: keyword arguments of its forward.
-        outputs: its floating point outputs.
+        outputs: its floating point outputs; None for those that are not compared on this batch.
     """
 
     module: PreTrainedModel
     batch: Inputs
-    outputs: list[Tensor]
+    outputs: Sequence[Tensor | None]
 
 
 def record(
@@ -65,10 +65,42 @@ def record(
         batch = _cut(given, longest)
         padded = _with_padding(module, batch) if inputs is None else None
         for one in (padded, batch):
-            if one is not None and (outputs := _try_outputs(module, one)):
-                found.append(Recorded(module, one, outputs))
+            if one is None or not (outputs := _try_outputs(module, one)):
+                continue
+            known = _without_those_of_padding(module, one, outputs) if one is padded else outputs
+            found.append(Recorded(module, one, known))
+            # Outputs that come from a token of padding are held against their originals on rows without any.
+            if all(output is not None for output in known):
                 break
     return found
+
+
+def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: list[Tensor]) -> list[Tensor | None]:
+    """Put None for what a head takes from a token of padding: the last one's state, whatever it is (GPT-2's choices).
+
+    These are the outputs, other than those of tokens, that change as the embeddings of padding do.
+    """
+    mask, embeddings = batch["attention_mask"], None
+    with contextlib.suppress(NotImplementedError):
+        embeddings = model.get_input_embeddings()
+
+    def shift(module: object, args: object, embedded: Tensor) -> Tensor:
+        fits = torch.is_tensor(embedded) and embedded.ndim == 3 and embedded.shape[:2] == mask.shape
+        # Not by a constant, which layer norm would take out again.
+        return torch.where(mask[..., None].bool(), embedded, embedded.roll(1, -1)) if fits else embedded
+
+    if embeddings is None:
+        return list(outputs)
+    handle = embeddings.register_forward_hook(shift)
+    try:
+        moved = _try_outputs(model, batch)
+    finally:
+        handle.remove()
+    kept: list[Tensor | None] = list(outputs)
+    for index, (old, new) in enumerate(zip(outputs, moved, strict=False)):
+        if _real(mask, old) is None and not _difference(old, new, []) <= TOLERANCE.get(old.dtype, 5e-2):
+            kept[index] = None
+    return kept
 
 
 def _try_outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
@@ -112,6 +144,8 @@ def _check(recorded: Recorded) -> None:
         ) from error
     masks = [x for key, x in batch.items() if key.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2]
     for old, new in zip(before, after, strict=False):
+        if old is None:
+            continue
         difference, allowed = _difference(old, new, masks), TOLERANCE.get(old.dtype, 5e-2)
         if not difference <= allowed:
             raise UnsupportedModelError(

@@ -222,6 +222,24 @@ def test_the_body_of_a_model_with_a_head_is_saved_by_itself(source, head, tmp_pa
     assert torch.equal(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
 
 
+def test_a_body_with_a_mask_token_is_saved_by_itself(tmp_path):
+    model = converted("vit", "AutoModelForMaskedImageModeling", config={"encoder_stride": 10})
+    inputs = inputs_of(model)
+    assert any("mask_token" in key for key in model.base_model.state_dict())
+    model.base_model.save_pretrained(tmp_path / "body")
+    loaded = AutoModel.from_pretrained(tmp_path / "body").eval()
+    assert torch.equal(outputs(loaded, inputs)[0], outputs(model.base_model, inputs)[0])
+    again = type(model).from_pretrained(tmp_path / "body")
+    assert torch.equal(again.base_model.embeddings.mask_token, model.base_model.embeddings.mask_token)
+
+
+def test_weights_stored_by_the_names_of_the_model_are_loaded(tmp_path):
+    model = converted("vit")
+    inputs = inputs_of(model)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path).eval(), inputs)[0], outputs(model, inputs)[0])
+
+
 @pytest.mark.parametrize("wanted", ["sdpa", "eager", "flash_attention_2"])
 def test_another_attention_implementation_is_refused(wanted, tmp_path):
     linearize.save(converted("bert"), tmp_path / "out")

@@ -127,3 +127,26 @@ def test_what_stands_at_padding_does_not_count_in_outputs_of_other_shapes():
     model = transformers.MusicgenMelodyForCausalLM(config).eval()
     assert record(model)[0].batch["input_ids"].shape[1] == 7
     assert len(linear_attentions(linearize.convert(model))) == 2
+
+
+def test_a_head_that_reads_a_token_of_padding_is_no_reason():
+    """GPT-2's choice is taken from the last token, whatever it is: of padding it is compared on rows without any."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "pad_token_id": 0}
+    model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes)).eval()
+    padded, whole = record(model)
+    assert [x is None for x in padded.outputs] == [False, True] and None not in whole.outputs
+    assert "attention_mask" in padded.batch and "attention_mask" not in whole.batch
+    converted = linearize.convert(model)
+    # A head that goes wrong is seen all the same.
+    converted.multiple_choice_head.register_forward_hook(lambda module, args, out: out + 1.0)
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        check(converted, [padded, whole])
+
+
+def test_a_head_that_looks_for_the_padding_is_compared_with_padding():
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "pad_token_id": 0}
+    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes)).eval()
+    (padded,) = record(model)
+    assert "attention_mask" in padded.batch and None not in padded.outputs
