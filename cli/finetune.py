@@ -103,7 +103,7 @@ def tune_in_place(converted: ConvertJob, task: str, *, to_stderr: bool) -> None:
 
 def kept_checkpoint(job: TuneJob) -> str:
     """Say what an interrupted stage two has left on disk, and the words that go on from there."""
-    from linearize.finetune.trainer import last_checkpoint
+    from linearize.finetune.checkpoints import last_checkpoint
 
     folder = f"{job.target()}.training"
     last = last_checkpoint(folder)

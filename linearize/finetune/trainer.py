@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +13,9 @@ from linearize.adapters import adapter_files, add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
 from linearize.distillation.processes import own_device, under_fsdp
-from linearize.errors import CheckpointError, ConfigError
+from linearize.errors import CheckpointError
+from linearize.finetune.checkpoints import check_names, finished, last_checkpoint
+from linearize.finetune.checks import check_adapter, check_fsdp, check_trains, checkpointing
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainingArguments
 
     from linearize.finetune.tuner import Tuner
-
-NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Files without which a checkpoint of the trainer is a half-written one (the weights come first)."""
 
 
 @dataclass
@@ -122,7 +118,7 @@ def finetune(
     set_trained(model, config)
     last = last_checkpoint(folder) if resume else None
     if last is not None:
-        _check_names(model, last)
+        check_names(model, last)
         check_started(Path(folder), started)
     # Under FSDP a copy is spread over the processes, and what it learned comes back.
     trained = copy.deepcopy(model) if under_fsdp() else model
@@ -152,28 +148,6 @@ def finetune(
     return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen, adapter)
 
 
-def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
-    """Refuse to keep low-rank updates where there are none.
-
-    Raises:
-        ConfigError: if they are wanted and the options have none.
-    """
-    if adapter_of is not None and config.lora is None:
-        raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
-
-
-def check_fsdp() -> None:
-    """Refuse what several processes among which the weights are shared out (FSDP) cannot do.
-
-    Raises:
-        ConfigError: for the first version of FSDP.
-    """
-    if under_fsdp():
-        from linearize.finetune.sharded import check_version
-
-        check_version()
-
-
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
     """Choose what is trained: low-rank updates with kernels and head, or everything; never frozen kernels."""
     if config.lora is not None:
@@ -183,56 +157,12 @@ def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
             layer.requires_grad_(False)
 
 
-@contextlib.contextmanager
-def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
-    """Have layers compute their activations again for their gradients in the block (Chen et al. 2016), if wanted.
-
-    Raises:
-        ConfigError: if the model does not know how.
-    """
-    check_checkpointing(model, wanted)
-    if wanted:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    try:
-        yield
-    finally:
-        if wanted:
-            model.activation_checkpointing_disable()
-            model.disable_input_require_grads()
-
-
-def check_checkpointing(model: PreTrainedModel, wanted: bool) -> None:
-    """Refuse gradient checkpointing of a model that does not know how.
-
-    Raises:
-        ConfigError: if it is wanted and the model does not.
-    """
-    if wanted and not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError(
-            f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out, and lower batch_size "
-            "with more gradient_accumulation instead"
-        )
-
-
-def check_trains(data: TaskData) -> None:
-    """Refuse a task that has nothing to train.
-
-    Raises:
-        ConfigError: if it is one.
-    """
-    if data.wrap is not None:
-        raise ConfigError(
-            f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
-            "`linearize align`, and measure it with `linearize evaluate`"
-        )
-
-
 def _train(trainer: Tuner, folder: Path, last: Path | None, started: dict[str, object]) -> None:
     try:
         if last is None and trainer.is_world_process_zero():
             begin(folder, started)
         with quiet():
-            if last is not None and _finished(last):
+            if last is not None and finished(last):
                 # transformers would take one step more.
                 trainer.restore(last)
                 return
@@ -321,31 +251,6 @@ def make_trainer(
     return trainer
 
 
-def _check_names(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Refuse a checkpoint whose weights are not this model's: the trainer would pass over them without a word.
-
-    Raises:
-        CheckpointError: naming a weight.
-    """
-    from safetensors import safe_open
-
-    file = checkpoint / "model.safetensors"
-    if not file.is_file():
-        return
-    with safe_open(file, "pt") as weights:
-        there = set(weights.keys())
-    state = model.state_dict()
-    # Of weights that are one and the same, one name is saved.
-    saved = {state[name].data_ptr() for name in there & set(state)}
-    missing = sorted(name for name, tensor in state.items() if name not in there and tensor.data_ptr() not in saved)
-    if missing or not there <= set(state):
-        strange = missing or sorted(there - set(state))
-        raise CheckpointError(
-            f"stage two: {str(checkpoint)!r} does not fit the model (weight {strange[0]!r}); "
-            "delete that folder and start anew"
-        )
-
-
 def training_arguments(
     model: nn.Module, data: TaskData, config: TuneConfig, folder: str | Path, *, device: str | None = None
 ) -> TrainingArguments:
@@ -395,41 +300,6 @@ def training_arguments(
         seed=config.seed,
         data_seed=config.seed,
     )
-
-
-def last_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest whole checkpoint of the trainer that has the best one still beside it.
-
-    One that was interrupted while written is passed over. Without the best one the run could only end with other
-    weights than it chose, so it goes on from an earlier one, or from the start.
-    """
-    found = []
-    for path in Path(folder).glob("checkpoint-*"):
-        number = path.name.rpartition("-")[2]
-        if number.isdigit() and _whole(path):
-            found.append((int(number), path))
-    return max(found)[1] if found else None
-
-
-def _whole(path: Path) -> bool:
-    ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
-    # Of several processes each writes its own.
-    draws = [f"rng_state_{rank}.pth" for rank in ranks] if len(ranks) > 1 else ["rng_state.pth"]
-    if not all((path / name).is_file() for name in (*NEEDED, *draws)) or not any(path.glob("*.safetensors")):
-        return False
-    try:
-        state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        best = state.get("best_model_checkpoint")
-    except (OSError, ValueError, AttributeError):
-        return False
-    return best is None or any((path.parent / Path(best).name).glob("*.safetensors"))
-
-
-def _finished(checkpoint: Path) -> bool:
-    """Tell whether the run of a whole checkpoint had come to its end: all steps done, or stopped early."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
-    return bool(state["global_step"] >= state["max_steps"] or control.get("should_training_stop"))
 
 
 def _measured(trainer: Tuner) -> dict[str, float]:

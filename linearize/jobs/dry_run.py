@@ -24,7 +24,8 @@ from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 from linearize.distillation.processes import check_alone
 from linearize.errors import TrainingError
-from linearize.finetune.trainer import checkpointing, make_trainer, set_trained
+from linearize.finetune.checks import checkpointing
+from linearize.finetune.trainer import make_trainer, set_trained
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob

@@ -18,13 +18,14 @@ import linearize
 from linearize.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
+from linearize.finetune.checkpoints import last_checkpoint
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import load_for_task, load_processor, usual_length
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided
 from linearize.finetune.tasks import TASKS, main_metric, recovery, task
-from linearize.finetune.trainer import finetune, last_checkpoint, measure_task
+from linearize.finetune.trainer import finetune, measure_task
 from linearize.jobs.config import InitJob
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
