@@ -81,6 +81,7 @@ def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: li
     These are the outputs, other than those of tokens, that change as the embeddings of padding do.
     """
     mask, embeddings = batch["attention_mask"], None
+    assert isinstance(mask, Tensor)
     with contextlib.suppress(NotImplementedError):
         embeddings = model.get_input_embeddings()
 
