@@ -170,7 +170,7 @@ def render(models: dict[str, Found]) -> str:
     """Write the tables for docs/models.md."""
     lines = ["| model | tests that the original passes | of these, converted | others |", "|---|---:|---:|---:|"]
     why: dict[str, dict[str, set[str]]] = {}
-    for name, found in models.items():
+    for name, found in sorted(models.items()):
         others = found["others"]
         lines.append(f"| {name} | {found['original']} | {found['converted']} | {len(others)} |")
         for one in others:
