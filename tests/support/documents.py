@@ -84,7 +84,7 @@ RECIPES = {
     "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
                     "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
-                    "distil={steps: 1, batch_size: 4, holdout: 4}"],
+                    "align={steps: 0}", "distil={steps: 1, batch_size: 4, holdout: 4}"],
     "gpt2-small-wikitext2": ["kernels=[softmax,hedgehog]", "model.config={model_type: gpt2, n_embd: 16, n_layer: 1, "
                              "n_head: 2}", "model.tokenizer.size=300", "rows={max_length: 16}", "device=cpu",
                              f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
