@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 FREE = (
-    *("model", "kernel", "kernel_arg", "window", "lengths", "image_size", "causal", "backward", "features_given"),
-    *("decode", "train", "stage_one", "alignment", "heads", "head_dim", "batch", "batch_tokens", "layers", "dtype"),
-    *("memory", "plot"),
+    *("model", "kernel", "kernel_arg", "window", "sinks", "lengths", "image_size", "causal", "backward"),
+    *("features_given", "decode", "train", "stage_one", "alignment", "heads", "head_dim", "batch", "batch_tokens"),
+    *("layers", "dtype", "memory", "plot"),
 )
 """Options that have no meaning beside --goals."""
 
@@ -134,7 +134,7 @@ def _suite(given: dict[str, object]) -> str:
         return "stage-one" if "stage_one" in given else "alignment" if "alignment" in given else "model"
     _refuse(given, ("layers",), "one attention is measured")
     if "features_given" in given:
-        _refuse(given, ("kernel", "kernel_arg", "window"), "with --features-given no kernel is measured")
+        _refuse(given, ("kernel", "kernel_arg", "window", "sinks"), "with --features-given no kernel is measured")
     return "attention"
 
 

@@ -52,6 +52,8 @@ def test_what_can_be_measured(options, capsys):
         (["bert-base", "--heads", "3"], "leave --heads out"),
         (["--layers", "3"], "leave --layers out"),
         (["--features-given", "--window", "3"], "leave --window out"),
+        (["--features-given", "--sinks", "3"], "leave --sinks out"),
+        (["--kernel", "hedgehog", "--sinks", "3"], "sinks: got 3 without a window"),
         (["--lengths", "many"], "--lengths: got 'many'"),
         (["--lengths", "none"], "lengths: got none"),
         (["--plot", "speed.pdf"], "expected the name of a .png file"),
