@@ -109,11 +109,13 @@ def plain(value: object) -> object:
 
 
 def kernels_of(model: nn.Module) -> dict[str, object]:
-    """Return the kernel of every converted attention with all its arguments and its window, by host module."""
-    return {
-        name: plain([layer.kernel, layer.mixer.config, getattr(layer.mixer, "window", None)])
-        for name, layer in linear_attentions(model).items()
-    }
+    """Return the kernel of every converted attention with all its arguments, window and sinks, by host module."""
+    found = {}
+    for name, layer in linear_attentions(model).items():
+        # Without sinks as it was before there were any, so that runs begun then go on.
+        sinks = [sinks] if (sinks := getattr(layer.mixer, "sinks", 0)) else []
+        found[name] = plain([layer.kernel, layer.mixer.config, getattr(layer.mixer, "window", None), *sinks])
+    return found
 
 
 def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:

@@ -215,3 +215,8 @@ def test_inspect_bad_folders(saved, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="cut off"):
         inspect_checkpoint(saved)
+
+
+def test_card_says_window_and_sinks():
+    text = model_card(converted("bert", window=8, sinks=2))
+    assert "| `encoder.layer.0.attention.self` | hedgehog | window=8, sinks=2 |" in text

@@ -58,6 +58,15 @@ def test_kernels_are_compared_by_their_arguments(change):
         check_same(first, other)
 
 
+def test_kernels_are_compared_by_their_sinks():
+    """Sinks have no weights of their own: a run with others would have gone on as the same one."""
+    first, other = (
+        fingerprint(model=linearize.convert(original("bert"), "hedgehog", window=4, sinks=sinks)) for sinks in (2, 3)
+    )
+    with pytest.raises(ConfigError, match=r"started with kernels="):
+        check_same(first, other)
+
+
 def test_no_two_values_have_one_hash():
     values = [
         [], [[]], "", b"", [""], ["ab", "c"], ["a", "bc"], {"a": 1}, {"a": 1.0}, {"a": True}, {"a": None}, [1, 2],
