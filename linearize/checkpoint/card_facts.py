@@ -50,11 +50,9 @@ def eval_results(provenance: Mapping[str, object], task_type: str) -> list[EvalR
 def _longest_row(provenance: Mapping[str, object]) -> int | None:
     """Return the tokens of the longest row that a checkpoint was taught and measured on, in any stage, if known."""
     found = [provenance.get("longest_row")]
-    tuned = provenance.get("finetuning")
-    facts = tuned.get("facts") if isinstance(tuned, Mapping) else None
-    if isinstance(facts, Mapping):
-        longest, cut = facts.get("longest_row"), facts.get("max_length")
-        found.append(min(longest, cut) if isinstance(longest, int) and isinstance(cut, int) else None)
+    facts = mapping(mapping(provenance.get("finetuning")).get("facts"))
+    longest, cut = facts.get("longest_row"), facts.get("max_length")
+    found.append(min(longest, cut) if isinstance(longest, int) and isinstance(cut, int) else None)
     return max((one for one in found if isinstance(one, int)), default=None)
 
 

@@ -265,7 +265,7 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
         if kernel.arguments() or kernel.keep_softmax or kernel.layers:
             raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
         return
-    _check_arguments(LayerKernel(kernel.name, kernel.args, kernel.window, kernel.sinks), where)
+    _check_arguments(kernel.everywhere, where)
     for number, one in kernel.single_layers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"{where}.layers: got {number!r}, expected numbers of layers from 0")

@@ -86,7 +86,12 @@ class Kernel:
 
     def arguments(self) -> dict[str, object]:
         """The kernel's arguments, window and sinks among them."""
-        return LayerKernel(self.name, self.args, self.window, self.sinks).arguments()
+        return self.everywhere.arguments()
+
+    @property
+    def everywhere(self) -> LayerKernel:
+        """The kernel of the layers that have none of their own."""
+        return LayerKernel(self.name, self.args, self.window, self.sinks)
 
     @property
     def single_layers(self) -> dict[int, LayerKernel]:

@@ -273,8 +273,9 @@ def distil_steps(config: Distil, batches: TaskBatches) -> int:
 
 def convert(model: PreTrainedModel, kernel: Kernel, seed: int) -> PreTrainedModel:
     """Put a row's kernels into a model."""
-    kept = {number for number, one in kernel.single_layers.items() if one.name == SOFTMAX}
-    layers = {n: (one.name, one.arguments()) for n, one in kernel.single_layers.items() if n not in kept}
+    single = kernel.single_layers
+    kept = {number for number, one in single.items() if one.name == SOFTMAX}
+    layers = {number: (one.name, one.arguments()) for number, one in single.items() if number not in kept}
     return put_in_kernels(
         model,
         kernel.name,

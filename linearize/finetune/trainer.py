@@ -132,13 +132,7 @@ def finetune(
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)
     trainer.gather_into(model)
-    adapter = None
-    if config.lora is not None:
-        adapter = None if adapter_of is None else adapter_files(model, config.lora, adapter_of)
-        merge_lora(model)
-    elif config.freeze_kernels:
-        model.requires_grad_(True)
-    model.eval()
+    adapter = _end_training(model, config, adapter_of)
     state = trainer.state
     best = int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2])
     stopped = "early stopping" if state.global_step < state.max_steps else "steps"
@@ -155,6 +149,18 @@ def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
     if config.freeze_kernels:
         for layer in linear_attentions(model).values():
             layer.requires_grad_(False)
+
+
+def _end_training(model: PreTrainedModel, config: TuneConfig, adapter_of: str | None) -> dict[str, bytes] | None:
+    """Undo `set_trained`: low-rank updates become part of the weights; where asked for, return their files too."""
+    adapter = None
+    if config.lora is not None:
+        adapter = None if adapter_of is None else adapter_files(model, config.lora, adapter_of)
+        merge_lora(model)
+    elif config.freeze_kernels:
+        model.requires_grad_(True)
+    model.eval()
+    return adapter
 
 
 def _train(trainer: Tuner, folder: Path, last: Path | None, started: dict[str, object]) -> None:

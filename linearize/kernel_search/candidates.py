@@ -106,7 +106,7 @@ class Layout:
             label = None if layer.index is None else wanted.get(layer.index)
             if label == SOFTMAX:
                 reason = (reasons or {}).get(number_of(layer), "kept by the search")
-                layer = replace(layer, kernel=SOFTMAX, arguments={}, window=None, sinks=0, reason=reason)
+                layer = layer.bare(reason=reason)
             elif label is not None:
                 layer = self.plans[label][number_of(layer)]
             layers.append(layer)

@@ -63,7 +63,7 @@ def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
     """Return a model with the tensors of `model` whose layers of `base` can be observed; `model` stays as it is."""
     shared: dict[int, object] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
     made = copy.deepcopy(model, shared)
-    plain = [replace(x, kernel=CARRIER, arguments={}, window=None, sinks=0) if x.converted else x for x in base.layers]
+    plain = [layer.bare(CARRIER) if layer.converted else layer for layer in base.layers]
     return apply(made, replace(base, layers=tuple(plain)))
 
 
@@ -179,7 +179,7 @@ def prepare(
     modules: dict[Key, LinearAttention] = {}
     for label, plans in layout.plans.items():
         for number, layer in plans.items():
-            made = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window, layer.sinks)
+            made = LinearAttention(*layer.mixer)
             made.reset_parameters(given.base.seed + number)
             modules[number, label] = made.to(accelerator.device).requires_grad_(False)
     bench = Bench(hosts, modules)
@@ -218,7 +218,7 @@ def _measure(layout: Layout, where: Where, on_event: Callback) -> dict[int, dict
         for number in map(number_of, layers):
             for label, own in layout.plans.items():
                 plan = own[number]
-                same = (name for name, one in named.items() if _alike(one, plan))
+                same = (name for name, one in named.items() if one.mixer == plan.mixer)
                 name = next(same, label if label not in named else f"{label} in layer {number}")
                 named[name], name_of[number, label] = plan, name
         costs = measure_costs(layers[0].shape, named, where, on_event)
@@ -226,8 +226,3 @@ def _measure(layout: Layout, where: Where, on_event: Callback) -> dict[int, dict
             found[number] = {label: costs[name_of[number, label]] for label in layout.plans}
     # As the layers stand, whatever their sizes.
     return {number: found[number] for number in layout.numbers}
-
-
-def _alike(one: LayerPlan, other: LayerPlan) -> bool:
-    """Whether two layers of one size would do the same."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("kernel", "arguments", "window", "sinks"))

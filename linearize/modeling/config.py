@@ -209,10 +209,9 @@ def _check_kernels(plan: Plan) -> None:
     """Build every kernel once, without memory: unknown names and wrong arguments show before the model is built."""
     seen = []
     for layer in plan.converted:
-        what = (layer.kernel, layer.arguments, layer.shape, layer.window, layer.sinks)
-        if what not in seen:
-            seen.append(what)
-            _check_kernel(*what)
+        if layer.mixer not in seen:
+            seen.append(layer.mixer)
+            _check_kernel(*layer.mixer)
 
 
 def _check_kernel(*what: Any) -> None:

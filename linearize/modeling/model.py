@@ -12,19 +12,16 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
-from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
+from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class, implementation
+from linearize.modeling.lookups import record_outputs, share_classes, share_renamings
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights, take_stored_names
 
@@ -213,8 +210,8 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     if base in _CLASSES:
         return _CLASSES[base]
     name = f"Linearized{base.__name__}"
-    _share_renamings(name, base)
-    _share_classes(base)
+    share_renamings(name, base)
+    share_classes(base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     _CLASSES[base] = type(
         name,
@@ -236,24 +233,6 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register_interface()
     return model_class(base, config_class(base.config_class))
-
-
-def _share_renamings(name: str, base: type[PreTrainedModel]) -> None:
-    """Let weights be renamed between file and model as those of the original are: transformers goes by class name."""
-    mapping = get_checkpoint_conversion_mapping(base.__name__)
-    if mapping is None and base.config_class is not None:
-        mapping = get_checkpoint_conversion_mapping(base.config_class.model_type)
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
-
-
-def _share_classes(base: type[PreTrainedModel]) -> None:
-    """Let files that choose classes of attentions by the implementation's name (SAM) choose those of SDPA."""
-    modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
-    for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
-        if "eager" in table and all(isinstance(x, type) for x in table.values()):
-            for name in (IMPLEMENTATION, LOCAL_AS_FULL):
-                table.setdefault(name, table.get("sdpa", table["eager"]))
 
 
 def attach(model: PreTrainedModel, plan: Plan) -> None:
@@ -313,17 +292,12 @@ def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
 def change_class(model: PreTrainedModel, config: type[PreTrainedConfig]) -> None:
     """Give a model, where it stands, the class of converted models of its own class; `config` is its config's."""
     model.__class__ = model_class(type(model), config)
-    # transformers' output recorder looks models up by class.
-    try:
-        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-    except ImportError:
-        from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
-    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
+    record_outputs(model)
 
 
 def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
     """Put the kernel of one layer into its host."""
-    attention = LinearAttention(layer.kernel, layer.arguments, layer.shape, layer.window, layer.sinks)
+    attention = LinearAttention(*layer.mixer)
     if not any(t.is_meta for t in [*attention.parameters(), *attention.buffers()]):
         attention.reset_parameters(plan.seed + (layer.index or 0))
         reference = next(host.parameters(), None)

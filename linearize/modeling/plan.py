@@ -57,6 +57,15 @@ class LayerPlan:
         """Whether the layer gets a kernel."""
         return self.kernel != SOFTMAX
 
+    @property
+    def mixer(self) -> tuple[str, dict[str, Any], HeadShape, int | None, int]:
+        """What `build_mixer` and `LinearAttention` take: all that says what the layer computes."""
+        return self.kernel, self.arguments, self.shape, self.window, self.sinks
+
+    def bare(self, kernel: str = SOFTMAX, reason: str = "") -> LayerPlan:
+        """Return the layer with another kernel, or softmax, without arguments."""
+        return dataclasses.replace(self, kernel=kernel, arguments={}, window=None, sinks=0, reason=reason)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -184,13 +193,10 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     named = isinstance(module, str) and isinstance(kernel, str) and module and kernel
     _expect(named, "module and kernel of a layer are names", [module, kernel])
     _expect(isinstance(values["reason"], str), "reason of a layer", values["reason"])
-    for name, low in (("index", 0), ("cache_index", 0), ("window", 1), ("sinks", 0)):
+    for name, low, optional in (("index", 0, True), ("cache_index", 0, True), ("window", 1, True), ("sinks", 0, False)):
         value = values[name]
-        _expect(
-            (value is None and name != "sinks") or (type(value) is int and low <= value < 2**31),
-            f"{name} of a layer",
-            value,
-        )
+        good = type(value) is int and low <= value < 2**31
+        _expect(good or (optional and value is None), f"{name} of a layer", value)
     _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])

@@ -16,7 +16,7 @@ is not divided by exp(m_i). Sinks: Xiao et al. 2024, https://arxiv.org/abs/2309.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,6 +108,11 @@ class WindowState(NamedTuple):
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
     tokens: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
+        """Take what `present` gave, out of whatever else a layer keeps."""
+        return cls(**{name: tensor for name, tensor in tensors.items() if name in cls._fields})
 
     def present(self) -> dict[str, Tensor]:
         """Return what there is by its name."""
@@ -278,11 +283,8 @@ def _exact(q: Tensor, sinks: _Sinks, visible: Tensor, scaling: float) -> tuple[T
     batch, heads, tokens, size = q.shape
     key_heads = sinks.k.shape[1]
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, size) * scaling
-    visible = visible[:, None, None]
-    scores = (queries @ sinks.k.float()[:, :, None].transpose(-1, -2)).masked_fill(~visible, FLOOR)
-    top = scores.detach().amax(dim=-1)
-    weights = torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0)
-    mixed = weights @ with_ones(sinks.v, True)[:, :, None]
+    scores = queries @ sinks.k.float()[:, :, None].transpose(-1, -2)
+    mixed, top = _weigh(scores, visible[:, None, None], with_ones(sinks.v, True)[:, :, None])
     return mixed.reshape(batch, heads, tokens, -1), top.reshape(batch, heads, tokens)
 
 
@@ -327,10 +329,15 @@ def _softmax(q: Tensor, keys: _Keys, span: int, scaling: float) -> tuple[Tensor,
     values = with_ones(keys.v, True).unfold(2, seen, block)[:, :, None].transpose(-1, -2)
     distance = torch.arange(seen, device=q.device) - torch.arange(block, device=q.device)[:, None]
     visible = (distance >= 0) & (distance < span) & keys.mask.unfold(1, seen, block)[:, None, None, :, None]
-    scores = (queries @ near).masked_fill(~visible, FLOOR)
-    top = scores.detach().amax(dim=-1)
-    mixed = torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0) @ values
+    mixed, top = _weigh(queries @ near, visible, values)
     return mixed.reshape(batch, heads, count * block, -1)[:, :, :tokens], top.reshape(batch, heads, -1)[:, :, :tokens]
+
+
+def _weigh(scores: Tensor, visible: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum values under the exponentials of the visible scores: the sums, and the largest score that they leave out."""
+    scores = scores.masked_fill(~visible, FLOOR)
+    top = scores.detach().amax(dim=-1)
+    return torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0) @ values, top
 
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

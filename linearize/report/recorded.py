@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from linearize.checkpoint.chosen import mapping
 from linearize.data.local import looks_local
 from linearize.options import on_disk
 
@@ -46,7 +47,7 @@ def recorded_data(provenance: Mapping[str, object], checkpoint: str) -> Recorded
         provenance: what the checkpoint says of how it was made.
         checkpoint: its folder or Hub name.
     """
-    tuned = _mapping(provenance.get("finetuning"))
+    tuned = mapping(provenance.get("finetuning"))
     name = str(tuned.get("data") or "").partition(": ")[0]
     if name and name != "tables":
         found, missing = _find({name: 1.0}, checkpoint)
@@ -64,8 +65,8 @@ def recorded_data(provenance: Mapping[str, object], checkpoint: str) -> Recorded
 
 def taught_length(provenance: Mapping[str, object]) -> int | None:
     """Return the tokens of the longest row that a checkpoint was taught on, as it says; None where it does not."""
-    tuned = _mapping(provenance.get("finetuning"))
-    facts = _mapping(tuned.get("facts"))
+    tuned = mapping(provenance.get("finetuning"))
+    facts = mapping(tuned.get("facts"))
     known = [facts.get("longest_row"), tuned.get("max_length")]
     of_task = [length for length in known if type(length) is int and length > 0]
     before = provenance.get("longest_row")
@@ -75,8 +76,8 @@ def taught_length(provenance: Mapping[str, object]) -> int | None:
 def _stages(provenance: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Give the options of the stages that say some, the last stage first; those of a conversion are its own."""
     for stage, name in (("alignment", "alignment"), ("stage one", "distillation")):
-        yield stage, _mapping(_mapping(provenance.get(name)).get("options"))
-    yield "stage one", _mapping(provenance.get("options"))
+        yield stage, mapping(mapping(provenance.get(name)).get("options"))
+    yield "stage one", mapping(provenance.get("options"))
 
 
 def _find(weights: Mapping[str, float], checkpoint: str) -> tuple[tuple[tuple[str, float], ...], str | None]:
@@ -93,10 +94,6 @@ def _place(name: str, checkpoint: str) -> str | None:
                 return str(folder / name)
     on_hub = HUB_NAME.fullmatch(name) is not None and not looks_local(name) and not on_disk(name)
     return name if on_hub else None
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
 
 
 def _weight(value: object) -> bool:

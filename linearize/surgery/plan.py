@@ -113,8 +113,7 @@ def replan(
         if layer.index is not None and layer.index in chosen:
             kernel, arguments = chosen[layer.index]
             arguments = _complete(model, kernel, dict(arguments), {}, max_length)[1]
-            bare = dataclasses.replace(layer, kernel=SOFTMAX, arguments={}, window=None, sinks=0, reason="")
-            layer = _decide(bare, kernel, arguments)
+            layer = _decide(layer.bare(), kernel, arguments)
         layers.append(layer)
     return dataclasses.replace(base, layers=tuple(layers))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.tasks import WORDS, word_tokenizer
-from support.tiny import original
+from support.tasks import WORDS, causal_folder
 
 from linearize.cli import main
 from linearize.finetune.metrics.by_position import EDGES, losses_by_position, range_sums
@@ -30,9 +29,7 @@ def test_ranges_against_a_loop():
 
 
 def test_evaluate_shows_them(tmp_path, capsys):
-    sizes = {"vocab_size": 17, "max_position_embeddings": 160, "bos_token_id": 2, "eos_token_id": 3}
-    original("llama", "AutoModelForCausalLM", **sizes).save_pretrained(tmp_path / "llama")
-    word_tokenizer().save_pretrained(tmp_path / "llama")
+    causal_folder(tmp_path / "llama", 160)
     (tmp_path / "set").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "set" / f"{split}.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 400)))

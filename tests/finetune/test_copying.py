@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.tasks import WORDS, word_tokenizer
-from support.tiny import original
+from support.tasks import WORDS, causal_folder
 
 from linearize.errors import ConfigError, DataError
 from linearize.jobs.evaluate import evaluate_checkpoint
@@ -16,9 +15,7 @@ from linearize.jobs.task_config import EvaluateJob
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("copying")
-    sizes = {"vocab_size": 17, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 3}
-    original("llama", "AutoModelForCausalLM", **sizes).save_pretrained(root / "llama")
-    word_tokenizer().save_pretrained(root / "llama")
+    causal_folder(root / "llama", 64)
     (root / "set").mkdir()
     for split in ("train", "validation"):
         (root / "set" / f"{split}.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 100)))

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from support.tasks import WORDS, word_tokenizer, write
+from support.tasks import WORDS, causal_folder, word_tokenizer, write
 from support.tiny import SMALLER, original
 
 from linearize.errors import ConfigError, DataError
@@ -164,9 +164,7 @@ def test_a_text_of_zero_tokens_is_refused(bert, tmp_path):
 
 def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gpt2):
     """They were refused, though nothing keeps them from reading on; a table of positions does."""
-    sizes = {"vocab_size": 17, "max_position_embeddings": 16, "bos_token_id": 2, "eos_token_id": 3}
-    original("llama", "AutoModelForCausalLM", **sizes).save_pretrained(tmp_path / "llama")
-    word_tokenizer().save_pretrained(tmp_path / "llama")
+    causal_folder(tmp_path / "llama", 16)
     (tmp_path / "set").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "set" / f"{split}.txt").write_text(" ".join(words(60)))

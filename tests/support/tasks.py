@@ -29,6 +29,16 @@ def word_tokenizer():
     )
 
 
+def causal_folder(folder: Path, positions: int) -> Path:
+    """Save a tiny untrained Llama that reads `WORDS`, made for so many positions."""
+    from support.tiny import original
+
+    sizes = {"vocab_size": 17, "max_position_embeddings": positions, "bos_token_id": 2, "eos_token_id": 3}
+    original("llama", "AutoModelForCausalLM", **sizes).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

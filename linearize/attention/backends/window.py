@@ -22,11 +22,7 @@ class Windowed:
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
         assert mixer.window is not None
-        before = (
-            None
-            if call.state is None
-            else WindowState(**{name: x for name, x in call.state.items() if name in WindowState._fields})
-        )
+        before = None if call.state is None else WindowState.of(call.state)
         queries, keys = mixer.features(call)
         # In fp32 until the output, as all sums.
         out, state = window_attention(

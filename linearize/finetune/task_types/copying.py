@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linearize.data.columns import column_kinds, find_column
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import IGNORED, DataOptions, Logits, Predictions, Row, RowSet, TaskData, copy_tokenizer
-from linearize.finetune.tables import Given, need_columns, open_splits
+from linearize.finetune.tables import Given
 from linearize.finetune.task import Task
-from linearize.finetune.task_types.language import starts_of, token_losses, tokens_of
+from linearize.finetune.task_types.language import read_tokens, starts_of, token_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,12 +55,7 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         DataError: if there is no text column, or too little text for one passage.
         ConfigError: if `max_length` is below 4.
     """
-    tokenizer = copy_tokenizer(processor)
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
-    column = find_column(column_kinds(splits.train, "text"), task.columns[0] if task.columns else None, "text", "text")
-    for table in (splits.train, splits.validation):
-        need_columns(table, [column], "text", kind="text")
-    train, valid = (tokens_of(table, column, tokenizer)[0] for table in (splits.train, splits.validation))
+    train, valid, _, description = read_tokens(task, given, copy_tokenizer(processor), options)
     if options.auto_length:
         options = dataclasses.replace(options, max_length=max(4, min(options.max_length, 2 * len(valid))))
     length = options.max_length // 2
@@ -69,14 +63,14 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         raise ConfigError(f"data, max_length: got {options.max_length}, expected at least 4: a passage stands twice")
     for name, row in (("training", train), ("validation", valid)):
         if len(row) < length:
-            raise DataError(f"{splits.description}: got {len(row)} {name} tokens, expected a passage of {length}")
+            raise DataError(f"{description}: got {len(row)} {name} tokens, expected a passage of {length}")
     return TaskData(
         task,
         Copies(train, length),
         Copies(valid, length),
         _collate,
         _compute_metrics,
-        f"{splits.description}; passages of {length:,} tokens, each twice",
+        f"{description}; passages of {length:,} tokens, each twice",
         reduce=_sums,
         facts={"context": 2 * length},
     )

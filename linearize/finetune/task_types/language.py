@@ -75,21 +75,33 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         ConfigError: if the stride does not fit, or a masked model's tokenizer has no mask token.
     """
     tokenizer = copy_tokenizer(processor)
+    train, valid, words, description = read_tokens(task, given, tokenizer, options)
+    if options.auto_length:
+        options = dataclasses.replace(options, max_length=max(2, min(options.max_length, len(valid))))
+    length = options.max_length
+    for name, row in (("training", train), ("validation", valid)):
+        if len(row) < min(length, 2):
+            raise DataError(f"{description}: got {len(row)} {name} tokens, expected a window of {length}")
+    if not task.type.next_token:
+        return _masked(task, train, valid, tokenizer, options, description)
+    return _causal(task, train, valid, words, options, description)
+
+
+def read_tokens(
+    task: Task, given: Given, tokenizer: PreTrainedTokenizerBase, options: DataOptions
+) -> tuple[np.ndarray, np.ndarray, int, str]:
+    """Read the texts to train and to measure on, each as one row of tokens [N], the words of the latter, and one line.
+
+    Raises:
+        DataError: if there is no text column.
+    """
     splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
     column = find_column(column_kinds(splits.train, "text"), task.columns[0] if task.columns else None, "text", "text")
     for table in (splits.train, splits.validation):
         need_columns(table, [column], "text", kind="text")
     train, _ = tokens_of(splits.train, column, tokenizer)
     valid, words = tokens_of(splits.validation, column, tokenizer)
-    if options.auto_length:
-        options = dataclasses.replace(options, max_length=max(2, min(options.max_length, len(valid))))
-    length = options.max_length
-    for name, row in (("training", train), ("validation", valid)):
-        if len(row) < min(length, 2):
-            raise DataError(f"{splits.description}: got {len(row)} {name} tokens, expected a window of {length}")
-    if not task.type.next_token:
-        return _masked(task, train, valid, tokenizer, options, splits.description)
-    return _causal(task, train, valid, words, options, splits.description)
+    return train, valid, words, splits.description
 
 
 def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
