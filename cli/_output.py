@@ -58,10 +58,15 @@ class Screen(Console):
 
 
 def console(*, to_stderr: bool = False) -> Screen:
-    """Return a console that honours NO_COLOR, COLUMNS and the terminal's width; 120 columns without any of these."""
+    """Return a console that honours NO_COLOR, COLUMNS and the terminal's width; 120 columns without any of these.
+
+    Of several processes one speaks.
+    """
+    from linearize.distillation.processes import is_main
+
     stream = sys.stderr if to_stderr else sys.stdout
     known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False)
+    return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False, quiet=not is_main())
 
 
 EVERY = 8.0
@@ -118,8 +123,11 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
 
 
 def print_json(data: object) -> None:
-    """Print one JSON document; NaN and infinity become null, as JSON has neither."""
-    print(json.dumps(finite(data), indent=2, allow_nan=False))
+    """Print one JSON document, of several processes once; NaN and infinity become null, as JSON has neither."""
+    from linearize.distillation.processes import is_main
+
+    if is_main():
+        print(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
 class WholeWords:

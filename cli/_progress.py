@@ -45,13 +45,10 @@ def show(
         planned: called with the console once the model is loaded and its plan is made.
     """
     from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, plan_table, print_json
-    from linearize.distillation.processes import is_main
     from linearize.jobs.events import Planned, PositionsExtended
 
     # With --json, stdout is for the program that reads it and people look at stderr.
     out = console(to_stderr=as_json)
-    # Of several processes one speaks.
-    out.quiet = not is_main()
     progress = StepProgress(out)
     beat = Heartbeat(out, "loading the model")
 
@@ -74,7 +71,7 @@ def show(
     out.print(f"Saved {result.output} ({added:,} parameters added, {seconds:.0f} s).", markup=False)
     if result.findings is not None:
         show_findings(out, result.findings)
-    if as_json and is_main():
+    if as_json:
         print_json(result.to_dict())
     return 0
 

@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
     """Align."""
     from linearize.cli._output import StepProgress, closeness_table, console, on_interrupt, print_json
     from linearize.cli._progress import kept_states, show_findings
-    from linearize.distillation.processes import is_main
     from linearize.jobs import events
     from linearize.jobs.align import align_checkpoint
 
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
-    out.quiet = not is_main()
     progress = StepProgress(out)
 
     def on_event(event: Event) -> None:
@@ -65,6 +63,6 @@ def run(args: argparse.Namespace) -> int:
         progress.stop()
     out.print(f"Saved {saved.output} ({saved.seconds:.0f} s).", markup=False)
     show_findings(out, saved.findings)
-    if args.json and is_main():
+    if args.json:
         print_json(saved.to_dict())
     return 0

@@ -55,15 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune and print the metrics."""
     from linearize.cli._output import console, print_json
-    from linearize.distillation.processes import is_main
 
     job = take_options(args, TuneJob)
     if args.dry_run:
         return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
-    out.quiet = not is_main()
     result, found = tune(job, out)
-    if args.json and is_main():
+    if args.json:
         print_json(
             {
                 "output": str(job.target()),

@@ -38,13 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Search and print."""
     from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, print_json
     from linearize.cli._progress import kept_states, show_training
-    from linearize.distillation.processes import is_main
     from linearize.jobs import events
     from linearize.jobs.search import search_checkpoint
 
     job = take_options(args, SearchJob)
     out = console(to_stderr=args.json)
-    out.quiet = not is_main()
     prepare_native(args, job.device, out)
     progress, beat = StepProgress(out), Heartbeat(out, "loading the model")
 
@@ -65,6 +63,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if job.plot:
         out.print(f"Picture: {job.plot}", markup=False)
-    if args.json and is_main():
+    if args.json:
         print_json({"plan": result.plan.to_dict(), **result.to_dict()})
     return 0

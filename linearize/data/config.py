@@ -13,6 +13,9 @@ from linearize.options import check, option
 
 Mixture = tuple[tuple[str, float], ...]
 
+HOLDOUT = 64
+"""Examples held out by default, where there are four times as many."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -48,7 +51,12 @@ class DataConfig:
     max_length: int = option(128, "tokens per row; longer texts are cut", low=1)
     batch_size: int = option(32, "rows per batch and process", low=1)
     seed: int = option(0, "seed of the held-out choice, the order and the built-in crops", low=0)
-    holdout: int = option(64, "examples set aside first, to measure on; never trained on, nor are their doubles", low=0)
+    holdout: int | None = option(
+        None,
+        "examples set aside first, to measure on; never trained on, nor are their doubles",
+        low=0,
+        shown="64, at most a quarter of them",
+    )
     packing: bool = option(False, "join short texts to rows of full length (causal language models)")
     bucketing: bool = option(False, "put texts of similar length in one batch, to pad less", name="bucket_by_length")
     streaming: bool = option(False, "read while training instead of loading first; for very large sets")
@@ -82,6 +90,12 @@ class DataConfig:
     def finds_pairs(self) -> bool:
         """Whether the two columns of a pair are looked for: no column is named, and texts are not packed."""
         return self.text_column is None and self.text_pair_column is None and not self.packing
+
+    def held_out(self, examples: int | None) -> int:
+        """Return how many of so many examples (None: not known) are held out."""
+        if self.holdout is not None:
+            return self.holdout
+        return HOLDOUT if examples is None else max(1, min(HOLDOUT, examples // 4))
 
     @property
     def sources(self) -> Mixture:

@@ -99,7 +99,7 @@ def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
     if modality == "text":
         table, called = prose_table()
         return Part(TextRecords(table), 1.0, called + because)
-    crops = Crops((config.limit or CROPS) + config.holdout, config.seed)
+    crops = Crops((config.limit or CROPS) + config.held_out(None), config.seed)
     called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are of the same two)"
     return Part(crops, 1.0, called + because)
 
@@ -161,7 +161,8 @@ def _mapped(
     fallback: bool,
 ) -> Source:
     weights = [part.weight for part in parts]
-    split = split_off(records, weights, config.holdout, config.limit, config.seed)
+    holdout = config.held_out(sum(len(part.sizes) for part in records))
+    split = split_off(records, weights, holdout, config.limit, config.seed)
     if config.packing:
         assert isinstance(encoder, TextEncoder)
         train, held = _packed(records, split, weights, encoder, config)
@@ -239,7 +240,7 @@ def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
 def _streamed(
     config: DataConfig, streams: list[StreamPart], encoder: TextEncoder | ImageEncoder, parts: Sequence[Part]
 ) -> Source:
-    feed = StreamFeed(streams, config.holdout, config.limit, config.seed)
+    feed = StreamFeed(streams, config.held_out(None), config.limit, config.seed)
     train: StreamFeed | PackedFeed = feed
     held: Sequence[Any] = feed.held_items()
     if config.packing:

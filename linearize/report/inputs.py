@@ -143,7 +143,7 @@ def _config(options: InputOptions, length: int, seed: int) -> DataConfig:
         max_length=length,
         batch_size=min(BATCH, options.inputs),
         seed=seed,
-        holdout=max(HOLDOUT, options.inputs),
+        holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
 
 
@@ -234,9 +234,10 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders
     most = _most(loaded, options)
     if len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
-        if not isinstance(part.data, StreamPart) and len(part.data.sizes) < 2 * config.holdout:
-            count = min(options.inputs, len(part.data.sizes))
-            examples = part.data.fetch(list(range(min(most, len(part.data.sizes)))))
+        total = None if isinstance(part.data, StreamPart) else len(part.data.sizes)
+        if total is not None and (config.held_out(total) < options.inputs or total < 2 * options.inputs):
+            count = min(options.inputs, total)
+            examples = part.data.fetch(list(range(min(most, total))))
             return _Chosen(examples, f"the first {count} examples of {_bare(part.origin, folders)}", True)
     source = load_source(config, processor, modality)
     called = _bare(source.description.partition(": ")[0], folders)

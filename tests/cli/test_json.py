@@ -105,3 +105,12 @@ def test_an_error_leaves_stdout_empty(verb, capsys):
     assert main([verb, "--jsno"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Did you mean --json" in err
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+def test_of_several_processes_the_first_speaks(rank, speaks, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    for words in (["kernels"], ["kernels", "--json"]):
+        assert main(words) == 0
+        assert bool(capsys.readouterr().out) == speaks

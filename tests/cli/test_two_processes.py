@@ -39,3 +39,16 @@ def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory, cap
     one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_evaluate_like_one_and_one_speaks(folders, tmp_path, tmp_path_factory, capsys):
+    logs = tmp_path_factory.mktemp("logs")
+    words = ["evaluate", folders / "gpt2", "--task", "causal-lm", "--dataset", folders / "data.jsonl", "--json"]
+    code, one, _ = run(capsys, *words, "--max-length", 16, "--device", "cpu")
+    assert code == 0
+    two = launch([SCRIPT, *words, "--max-length", 16], 2, logs)
+    assert json.loads(two)["figures"] == pytest.approx(json.loads(one)["figures"], rel=1e-5)
+    (second,) = (path for path in logs.rglob("stdout.log") if path.parent.name == "1")
+    assert second.read_text() == ""

@@ -91,8 +91,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_the_stated_hub_data_set_comes_first(hub: list[tuple[Any, ...]], gpt_tokenizer: Any) -> None:
     source = load_source(DataConfig(), gpt_tokenizer, "text")
     assert hub == [("Salesforce/wikitext", "wikitext-2-raw-v1", "train", False)]
-    assert not source.fallback and source.num_train == 35
-    assert source.description.startswith("Hub data set Salesforce/wikitext:wikitext-2-raw-v1 (split train): 35 texts")
+    # A quarter of its 99 texts is held out, fewer than 64.
+    assert not source.fallback and (source.num_train, source.num_holdout) == (75, 24)
+    assert source.description.startswith("Hub data set Salesforce/wikitext:wikitext-2-raw-v1 (split train): 75 texts")
 
 
 def test_hub_names_with_and_without_config(hub: list[tuple[Any, ...]], gpt_tokenizer: Any) -> None:

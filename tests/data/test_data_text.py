@@ -270,10 +270,18 @@ def test_a_text_without_tokens_still_has_a_row(rows: Rows) -> None:
     assert batch["input_ids"].tolist() == [[0], [0]] and batch["attention_mask"].tolist() == [[1], [1]]
 
 
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (10, 2), (96, 24), (256, 64), (400, 64)])
+def test_little_data_is_not_mostly_held_out(rows: Rows, gpt_tokenizer: Any, count: int, held: int) -> None:
+    source = load_source(DataConfig(dataset=rows("a.jsonl", numbered(0, count))), gpt_tokenizer, "text")
+    assert (source.num_train, source.num_holdout) == (count - held, held)
+
+
 def test_too_little_data_is_refused(rows: Rows, gpt_tokenizer: Any) -> None:
     path = rows("a.jsonl", numbered(0, 10))
     with pytest.raises(DataError, match="got 10 usable examples and a holdout of 64"):
-        load_source(DataConfig(dataset=path), gpt_tokenizer, "text")
+        load_source(DataConfig(dataset=path, holdout=64), gpt_tokenizer, "text")
+    with pytest.raises(DataError, match="got 1 usable examples and a holdout of 1"):
+        load_source(DataConfig(dataset=rows("one.jsonl", numbered(0, 1))), gpt_tokenizer, "text")
     double = rows("b.jsonl", [{"text": "w1"}] * 10)
     with pytest.raises(DataError, match="to train on that is not held out"):
         load_source(DataConfig(dataset=double, holdout=1), gpt_tokenizer, "text")
