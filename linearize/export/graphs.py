@@ -182,19 +182,12 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
         last_logits: of a model that writes, return the logits of a prompt's last token alone.
 
     Raises:
-        UnsupportedModelError: for encoder-decoders, kernels joined with a softmax window, and decoders whose state is
-            more than sums, keys and values.
+        UnsupportedModelError: for encoder-decoders, and decoders whose state is more than sums, keys and values.
     """
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__}: got an encoder-decoder, expected an encoder, a decoder or an image model"
         )
-    for name, layer in linear_attentions(model).items():
-        if (window := getattr(layer.mixer, "window", None)) is not None:
-            raise UnsupportedModelError(
-                f"{name}: got a kernel joined with a softmax window of {window} tokens, expected one without: convert "
-                "the original again without --window"
-            )
     if not any(layer.shape.causal for layer in linear_attentions(model).values()) or not _takes(model, "use_cache"):
         return [_whole_graph(model)]
     if not _takes(model, "position_ids"):

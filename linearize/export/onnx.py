@@ -74,7 +74,7 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
         cause = " ".join(str(error.__cause__ or error).split())
         raise UnsupportedModelError(
             f"{graph.name}: torch.onnx has no translation for something in this model ({cause[:300]}); choose another "
-            "kernel, or leave the window out"
+            "kernel"
         ) from error
     finally:
         quiet.setLevel(level)
@@ -219,6 +219,7 @@ def state_of(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _worst(pairs: list[tuple[Tensor, Tensor]]) -> Checked:
     found = []
     for got, expected in pairs:
-        difference = (got.double() - expected.double()).abs().max().item()
+        got, expected = got.double(), expected.double()
+        difference = (got - expected).abs().max().item()
         found.append(Checked(difference if difference == difference else float("inf"), expected.abs().max().item()))
     return max(found, key=lambda one: one.difference / max(one.largest, 1e-30))

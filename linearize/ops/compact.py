@@ -8,7 +8,16 @@ from torch import Tensor
 
 def real_first(mask: Tensor) -> Tensor:
     """Return the order [B, T] that puts the real tokens of `mask` [B, T] first and keeps their order."""
-    return torch.argsort((~mask.bool()).to(torch.uint8), dim=-1, stable=True)
+    real = mask.bool()
+    # By counting: ONNX has no sort that keeps the order of equals.
+    place = torch.where(real, real.cumsum(dim=-1), real.sum(dim=-1, keepdim=True) + (~real).cumsum(dim=-1)) - 1
+    return inverse(place)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the order [B, T] that undoes another."""
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.zeros_like(order).scatter(1, order, places)
 
 
 def take(x: Tensor, order: Tensor) -> Tensor:
@@ -19,4 +28,4 @@ def take(x: Tensor, order: Tensor) -> Tensor:
 
 def put_back(x: Tensor, order: Tensor) -> Tensor:
     """Undo `take` with a whole order: [B, H, T, D] -> [B, H, T, D]."""
-    return take(x, torch.argsort(order, dim=-1))
+    return take(x, inverse(order))

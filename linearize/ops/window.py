@@ -34,10 +34,12 @@ from linearize.ops.state import (
     State,
     divide,
     empty_state,
+    group_queries,
     masked_log_scale,
     with_ones,
     without_padding,
 )
+from linearize.ops.tracing import overlapping, running_max
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -267,7 +269,7 @@ class _Sinks(NamedTuple):
 def _collect(keys: _Keys, sinks: int, state: WindowState | None) -> _Sinks:
     """Take the sinks from the state where they came before, else from these keys, whose real tokens stand in front."""
     count = keys.mask.sum(dim=1)
-    slot = torch.arange(sinks, device=keys.mask.device).expand(len(count), -1)
+    slot = torch.arange(sinks, device=keys.mask.device).expand(count.shape[0], -1)
     before = torch.zeros_like(count) if state is None or state.tokens is None else state.tokens
     # Tokens that are not there yet are masked; any will do in their place.
     order = (slot - before[:, None]).clamp(min=0, max=keys.k.shape[2] - 1)
@@ -280,12 +282,14 @@ def _collect(keys: _Keys, sinks: int, state: WindowState | None) -> _Sinks:
 
 def _exact(q: Tensor, sinks: _Sinks, visible: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Sum softmax's weights over the sinks that a query sees (`visible` [B, T, S]), as `_join` takes them."""
-    batch, heads, tokens, size = q.shape
-    key_heads = sinks.k.shape[1]
-    queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, size) * scaling
-    scores = queries @ sinks.k.float()[:, :, None].transpose(-1, -2)
-    mixed, top = _weigh(scores, visible[:, None, None], with_ones(sinks.v, True)[:, :, None])
-    return mixed.reshape(batch, heads, tokens, -1), top.reshape(batch, heads, tokens)
+    grouped = group_queries(q, sinks.k.shape[1])
+    shape = grouped.shape[:4]
+    # A matrix product for each key head, all queries of its group at once.
+    queries = grouped.float().flatten(2, 3).flatten(0, 1) * scaling
+    scores = torch.bmm(queries, sinks.k.float().flatten(0, 1).transpose(1, 2))
+    weights, top = _weigh(scores.view(*shape, -1), visible[:, None, None])
+    mixed = torch.bmm(weights.view(scores.shape), with_ones(sinks.v, True).flatten(0, 1))
+    return mixed.view(*shape, -1).flatten(1, 2), top.flatten(1, 2)
 
 
 def _linear(queries: _Queries, keys: _Keys, past: State | None, op: LinearOp) -> tuple[tuple[Tensor, Tensor], State]:
@@ -304,7 +308,7 @@ def _linear(queries: _Queries, keys: _Keys, past: State | None, op: LinearOp) ->
     scale = masked_log_scale(keys.phi, keys.scale, keys.mask)
     assert scale is not None
     # The op's own stabiliser, which it does not return.
-    shift = torch.maximum(scale.detach().cummax(dim=-1).values, past.log_scale[..., None])
+    shift = torch.maximum(running_max(scale.detach()), past.log_scale[..., None])
     groups = queries.phi.shape[1] // shift.shape[1]
     return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
 
@@ -317,27 +321,35 @@ def _softmax(q: Tensor, keys: _Keys, span: int, scaling: float) -> tuple[Tensor,
     Returns:
         Sums [B, H, T, V + 1] and their log-scale [B, H, T].
     """
-    batch, heads, tokens, size = q.shape
-    key_heads = keys.k.shape[1]
-    block = min(tokens, max(span, 32))
-    count = -(-tokens // block)
+    tokens, key_heads = q.shape[2], keys.k.shape[1]
+    open_length = isinstance(tokens, torch.SymInt)
+    block = max(span, 32) if open_length else min(tokens, max(span, 32))
+    # In a graph always several: of one, the length would be taken for a constant.
+    count = (tokens + block - 1) // block + int(open_length)
     seen = block + span - 1
     keys = keys.padded(0, count * block - tokens)
     queries = F.pad(q.float(), (0, 0, 0, count * block - tokens)) * scaling
-    queries = queries.reshape(batch, key_heads, heads // key_heads, count, block, size)
-    near = keys.k.float().unfold(2, seen, block)[:, :, None]
-    values = with_ones(keys.v, True).unfold(2, seen, block)[:, :, None].transpose(-1, -2)
+    queries = group_queries(queries, key_heads).unflatten(3, (count, block)).transpose(2, 3)
+    shape = queries.shape[:5]
+    # A matrix product for each key head and block, all queries of the group at once.
+    near = overlapping(keys.k.float(), 2, count, seen, block).flatten(0, 2)
+    values = overlapping(with_ones(keys.v, True), 2, count, seen, block).flatten(0, 2)
+    scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), near.transpose(1, 2))
     distance = torch.arange(seen, device=q.device) - torch.arange(block, device=q.device)[:, None]
-    visible = (distance >= 0) & (distance < span) & keys.mask.unfold(1, seen, block)[:, None, None, :, None]
-    mixed, top = _weigh(queries @ near, visible, values)
-    return mixed.reshape(batch, heads, count * block, -1)[:, :, :tokens], top.reshape(batch, heads, -1)[:, :, :tokens]
+    visible = (distance >= 0) & (distance < span)
+    visible = visible & overlapping(keys.mask, 1, count, seen, block)[:, None, :, None, None]
+    weights, top = _weigh(scores.view(*shape, seen), visible)
+    mixed = torch.bmm(weights.view(scores.shape), values).view(*shape, -1)
+    # [B, K, blocks, G, block] -> [B, H, T].
+    mixed, top = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens] for x in (mixed, top))
+    return mixed, top
 
 
-def _weigh(scores: Tensor, visible: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum values under the exponentials of the visible scores: the sums, and the largest score that they leave out."""
+def _weigh(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the exponentials of the visible scores, and the largest score that they leave out."""
     scores = scores.masked_fill(~visible, FLOOR)
     top = scores.detach().amax(dim=-1)
-    return torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0) @ values, top
+    return torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0), top
 
 
 def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

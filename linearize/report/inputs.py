@@ -234,11 +234,12 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders
     most = _most(loaded, options)
     if len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
-        total = None if isinstance(part.data, StreamPart) else len(part.data.sizes)
-        if total is not None and (config.held_out(total) < options.inputs or total < 2 * options.inputs):
-            count = min(options.inputs, total)
-            examples = part.data.fetch(list(range(min(most, total))))
-            return _Chosen(examples, f"the first {count} examples of {_bare(part.origin, folders)}", True)
+        if not isinstance(part.data, StreamPart):
+            total = len(part.data.sizes)
+            if config.held_out(total) < options.inputs or total < 2 * options.inputs:
+                examples = part.data.fetch(list(range(min(most, total))))
+                count = min(options.inputs, total)
+                return _Chosen(examples, f"the first {count} examples of {_bare(part.origin, folders)}", True)
     source = load_source(config, processor, modality)
     called = _bare(source.description.partition(": ")[0], folders)
     examples = source.holdout_examples(most)

@@ -69,11 +69,14 @@ def test_models_are_written_down_for_any_length(name):
             torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("keep", [(), (0,)], ids=["linear", "mixed"])
+OPTIONS = {"linear": {}, "mixed": {"keep_softmax": [0]}, "window": {"window": 4, "sinks": 2}}
+
+
+@pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_prompt_and_steps_are_the_model(name, keep):
+def test_prompt_and_steps_are_the_model(name, which):
     """The modules themselves, before anything is written down."""
-    model = converted(name, "AutoModelForCausalLM", keep_softmax=list(keep))
+    model = converted(name, "AutoModelForCausalLM", **OPTIONS[which])
     prompt, step = graphs_of(model)
     ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -88,7 +91,7 @@ def test_prompt_and_steps_are_the_model(name, keep):
         found = step.run({"input_ids": ids[:, number, None], **state})
         torch.testing.assert_close(found["logits"][:, 0], whole[:, number], rtol=1e-5, atol=1e-5)
     assert set(step.inputs) == {"input_ids", *(key.replace(AFTER, BEFORE, 1) for key in found if key != "logits")}
-    assert ("present.mask" in found) == ("present.0.keys" in found) == bool(keep)
+    assert ("present.mask" in found) == ("present.0.keys" in found) == (which == "mixed")
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -126,9 +129,6 @@ def test_what_cannot_be_exported_is_refused_in_one_line():
         graphs_of(converted("bart"))
     with pytest.raises(UnsupportedModelError, match="got a layer that remembers a DynamicSlidingWindowLayer"):
         graphs_of(converted("gemma3", "AutoModelForCausalLM"))
-    for name in ("bert", "gpt2"):
-        with pytest.raises(UnsupportedModelError, match="got a kernel joined with a softmax window of 8 tokens"):
-            graphs_of(converted(name, window=8))
 
 
 def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
@@ -152,6 +152,8 @@ def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
         ("gpt2", "flexformer_n", {}),
         ("llama", "hedgehog", {"keep_softmax": [0]}),
         ("qwen2", "performer", {}),
+        ("bert", "flexformer_n", {"window": 8, "sinks": 2}),
+        ("llama", "flexformer_n", {"window": 8, "sinks": 2}),
     ],
 )
 def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
