@@ -26,6 +26,7 @@ EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola --resume
   linearize finetune bert-base --task mrpc --output bert-mrpc                     # the teacher: the original, tuned
   linearize finetune bert-hedgehog --task mrpc --teacher bert-mrpc --extra-pairs 1 --epochs 10
+  linearize finetune bert-hedgehog --task cola --teacher bert-cola --extra-texts more.jsonl=2,lines.txt=0.5
   linearize finetune bert-hedgehog --task cola --config mine.yaml --epochs 10                # options from a file
   linearize finetune bert-hedgehog --task cola --dry-run                                     # what it would cost
   torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
@@ -38,7 +39,10 @@ process gathers and writes the states, and --resume goes on to the bit with as m
 `linearize distill --help`.
 
 With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the labels
-join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported.
+join half-way. The state that is kept is chosen on rows held out of the training rows, never on those reported. Rows
+without a label are for the teacher alone: texts of pairs paired anew (--extra-pairs 1: one per training row), and texts
+of other data sets (--extra-texts more.jsonl=2: two per training row, without those that the task has already; where the
+task reads one text, both of a pair).
 
 Low-rank updates (--lora) are merged into the weights that are saved. --keep-adapter keeps them by themselves too, with
 kernels and head, in OUTPUT/adapter: peft.PeftModel.from_pretrained(MODEL, "OUTPUT/adapter") puts them on the model that

@@ -63,7 +63,7 @@ class DataConfig:
     limit: int | None = option(None, "train on at most this many examples; the held-out ones come on top", low=1)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset", _as_dataset(self.dataset))
+        object.__setattr__(self, "dataset", as_mixture(self.dataset))
         self._part_columns()
         check(self, "data")
         for name in ("split", "text_column", "text_pair_column", "image_column", "label_column"):
@@ -100,17 +100,16 @@ class DataConfig:
     @property
     def sources(self) -> Mixture:
         """The data sets with their weights; one of weight 1 for a plain name, none for the built-in data."""
-        if self.dataset is None:
-            return ()
-        return ((self.dataset, 1.0),) if isinstance(self.dataset, str) else self.dataset
+        return weighted(self.dataset)
 
 
-def parse_mixture(text: str) -> str | Mixture:
+def parse_mixture(text: str, option: str = "dataset") -> str | Mixture:
     """Read ``"name"`` or ``"name=weight,name=weight"``.
 
     Args:
         text: What was given on a command line or in a recipe. A path that exists is taken as it stands, whatever
             characters it holds. Names with commas between them and no weights weigh the same.
+        option: What the messages call it.
 
     Returns:
         The name itself, or the pairs of name and weight.
@@ -119,27 +118,40 @@ def parse_mixture(text: str) -> str | Mixture:
         ConfigError: If a name is empty or a weight is missing or not a positive number.
     """
     if not text.strip():
-        raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; leave it out for none.")
+        raise ConfigError(
+            f"data: got an empty {option}, expected a Hub name, a file or a folder; leave it out for none."
+        )
     if ("," not in text and "=" not in text) or os.path.exists(text):
         return text
     parts = [part.strip() for part in text.split(",")]
-    weighted = "=" in text
+    has_weights = "=" in text
     pairs = []
     for part in parts:
-        name, equals, weight = part.rpartition("=") if weighted else (part, "=", "1")
+        name, equals, weight = part.rpartition("=") if has_weights else (part, "=", "1")
         if not equals:
-            raise ConfigError(f"data: got {part!r} without a weight in dataset {text!r}, expected name=weight.")
+            raise ConfigError(f"data: got {part!r} without a weight in {option} {text!r}, expected name=weight.")
         pairs.append((name.strip(), _weight(name, weight)))
     return tuple(pairs)
 
 
-def _as_dataset(value: Any) -> str | Mixture | None:
-    """Bring a string, a mapping or a list of pairs (as YAML has them) to the field's own type."""
+def weighted(given: str | Mixture | None) -> Mixture:
+    """Return data sets with their weights; a plain name has weight 1."""
+    if given is None:
+        return ()
+    return ((given, 1.0),) if isinstance(given, str) else given
+
+
+def as_mixture(value: Any, option: str = "dataset") -> str | Mixture | None:
+    """Bring a string, a mapping or a list of pairs (as YAML has them) to the type of a field of data sets.
+
+    Raises:
+        ConfigError: As `parse_mixture`; also for any other value.
+    """
     if value is None:
         return None
     if isinstance(value, str | os.PathLike):
         # Also what parse_mixture returns is checked below: "=0.5" has an empty name.
-        value = parse_mixture(os.fspath(value))
+        value = parse_mixture(os.fspath(value), option)
         if isinstance(value, str):
             return value
     pairs = list(value.items()) if isinstance(value, Mapping) else value
@@ -147,9 +159,9 @@ def _as_dataset(value: Any) -> str | Mixture | None:
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     )
     if not shaped or not pairs:
-        raise ConfigError(f"data: got dataset {value!r}, expected a name or pairs of name and weight.")
+        raise ConfigError(f"data: got {option} {value!r}, expected a name or pairs of name and weight.")
     if not all(isinstance(name, str) and name for name, _ in pairs):
-        raise ConfigError(f"data: got dataset {value!r}, expected a name beside every weight.")
+        raise ConfigError(f"data: got {option} {value!r}, expected a name beside every weight.")
     return tuple((name, _weight(name, weight)) for name, weight in pairs)
 
 

@@ -22,7 +22,7 @@ class TaskBatches:
     """What stage one asks of a data source, see `linearize.distillation.loop.Batches`.
 
     Args:
-        data: a task's rows; pairs made anew are learned from as well.
+        data: a task's rows; those without a label (pairs made anew, further texts) are learned from as well.
         batch_size: rows per batch and process.
         holdout: how many of the rows held out of the training rows to measure on.
         seed: of the order of the training rows, new for each pass, and of the choice of those held out.

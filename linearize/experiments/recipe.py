@@ -13,6 +13,7 @@ from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build, kind_of
 from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, LayerKernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
+from linearize.finetune.prepare import check_unlabelled
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
 from linearize.parsing import parse_yaml
@@ -254,10 +255,16 @@ def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None
                 f"{where}.tasks.{name}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no "
                 "tuned softmax model; leave it out"
             )
-        if job.rows.extra_pairs and not job.finetune.teacher:
+        if job.rows.unlabelled and not job.finetune.teacher:
+            called = "pairs made anew" if job.rows.unlabelled[0] == "extra_pairs" else "these texts"
             raise ConfigError(
-                f"{where}.tasks.{name}.rows.extra_pairs: pairs made anew have no label; set finetune.teacher to true"
+                f"{where}.tasks.{name}.rows.{job.rows.unlabelled[0]}: {called} have no label; set finetune.teacher to "
+                "true"
             )
+        try:
+            check_unlabelled(job.task, job.rows)
+        except ConfigError as error:
+            raise ConfigError(f"{where}.tasks.{name}.rows: {error}") from error
 
 
 def _check_kernel(kernel: Kernel, where: str) -> None:

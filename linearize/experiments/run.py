@@ -21,6 +21,7 @@ from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe
 from linearize.experiments.stages import STAGE, StageRunner, local_or_name
+from linearize.finetune.extra_texts import located as texts_at
 from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_yaml
 
@@ -108,7 +109,7 @@ def run_cell(runner: StageRunner, cell: Cell) -> ResultRow:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Refuse a folder of data that lacks a task's, before anything slow; the Hub is not asked.
+    """Refuse a folder of data that lacks a task's, or texts that are nowhere, before anything slow, without the Hub.
 
     Raises:
         DataError: naming what is missing.
@@ -116,6 +117,8 @@ def check_data(recipe: Recipe) -> None:
     for job in resolve(recipe).values():
         if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
             local_or_name(job, job.data) if Path(job.data).expanduser().exists() else _missing(job.data)
+        for name, _ in job.rows.text_sources:
+            texts_at(name, None if job.step.make else job.data)
 
 
 def _missing(name: str) -> None:

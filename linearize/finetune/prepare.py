@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError, DataError
+from linearize.finetune.extra_texts import located as texts_at
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.tables import Given, local_folder
 from linearize.finetune.task import Task
@@ -32,16 +33,30 @@ def prepare(
         ConfigError: if the options do not fit the task.
     """
     options = options or DataOptions()
-    if options.extra_pairs and not task.type.extra_pairs:
-        raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
+    check_unlabelled(task, options)
     given = task.dataset if data is None else data
     if given is None:
         raise DataError(f"task {task.name} has no data set of its own; name one (--dataset NAME_OR_PATH)")
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
+    # The options keep the names as they were given: where the data lies may be another place for a continuation.
+    texts = tuple((texts_at(name, given), share) for name, share in options.text_sources)
+    rows = dataclasses.replace(options, extra_texts=texts) if texts else options
     given = located(task, given)
     module = importlib.import_module(task.type.module)
-    return dataclasses.replace(module.prepare(task, given, processor, options), options=options)
+    return dataclasses.replace(module.prepare(task, given, processor, rows), options=options)
+
+
+def check_unlabelled(task: Task, options: DataOptions) -> None:
+    """Refuse rows without a label beside a task's own where its rows have no one label for a teacher to give.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if options.unlabelled and not task.type.unlabelled:
+        name = options.unlabelled[0]
+        reads = "reads no pairs" if name == "extra_pairs" else "reads no texts with a class or a number each"
+        raise ConfigError(f"data, {name}: got {getattr(options, name)!r}, but task {task.name} {reads}; drop it")
 
 
 def located(task: Task, given: Given) -> Given:

@@ -92,7 +92,8 @@ class TaskData:
         reduce: (logits, labels) -> what is kept of the logits, on the device; None: all.
         facts: what a reader of the metrics must know, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
-        extra: re-paired rows without a label (`IGNORED`, or NaN for a number), for a teacher to label; None: none.
+        extra: rows without a label (`IGNORED`, or NaN for a number), pairs made anew or further texts, for a teacher
+            to label; None: none.
         wrap: makes what is measured of the model, where that is not the model itself; such rows cannot be tuned on.
         options: what the rows were asked to be.
         by_unit: (predictions, labels) -> metrics by name of every unit [N], where metrics are their means and a unit (a
@@ -212,13 +213,18 @@ def check_tokens(task: Task, rows: Sequence[Row], tokenizer: PreTrainedTokenizer
     Raises:
         DataError: saying which one.
     """
-    least = tokenizer.num_special_tokens_to_add()
     for place, row in enumerate(rows):
-        if len(row["input_ids"]) <= least and not set(row["input_ids"]) - set(tokenizer.all_special_ids):
+        if not has_tokens(row, tokenizer):
             raise DataError(
                 f"task {task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
                 "tokenizer drops all its characters), expected text; remove the row"
             )
+
+
+def has_tokens(row: Row, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a row has a token beside those that the tokenizer puts around every text."""
+    found = row["input_ids"]
+    return len(found) > tokenizer.num_special_tokens_to_add() or bool(set(found) - set(tokenizer.all_special_ids))
 
 
 def row_facts(lengths: Sequence[int], options: DataOptions) -> Facts:

@@ -52,7 +52,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     """Hold rows out of the training rows: they become `data.selection`.
 
     The same seed holds out the same rows, for a teacher and for its student. Rows of one question stay together, and
-    re-paired rows that share a text with a held-out one are left out.
+    rows without a label that share a text with a held-out one are left out.
 
     Args:
         data: a task's rows. One that has a selection already is returned as it is.

@@ -24,7 +24,7 @@ class TaskType:
         columns: how many columns it reads at most.
         label_fields: the fields of a batch that hold the labels.
         next_token: whether the prediction at a position is of the next token.
-        extra_pairs: whether texts of pairs can be paired anew for a teacher to label.
+        unlabelled: whether rows without a label may stand beside the task's own, for a teacher to label.
     """
 
     name: str
@@ -34,7 +34,7 @@ class TaskType:
     columns: int = 1
     label_fields: tuple[str, ...] = ("labels",)
     next_token: bool = False
-    extra_pairs: bool = False
+    unlabelled: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ TASK_TYPES: dict[str, TaskType] = {
             "class",
             "linearize.finetune.task_types.text",
             columns=2,
-            extra_pairs=True,
+            unlabelled=True,
         ),
         TaskType(
             "regression",
@@ -30,7 +30,7 @@ TASK_TYPES: dict[str, TaskType] = {
             "number",
             "linearize.finetune.task_types.text",
             columns=2,
-            extra_pairs=True,
+            unlabelled=True,
         ),
         TaskType(
             "similarity",

@@ -216,7 +216,7 @@ def make_trainer(
     *,
     sharded: bool = False,
 ) -> Tuner:
-    """Build transformers' trainer for a task; re-paired rows are learned from where there is a teacher.
+    """Build transformers' trainer for a task; rows without a label are learned from where there is a teacher.
 
     With `sharded` the model will be spread over the processes of an FSDP run, and the teacher is at once.
     """

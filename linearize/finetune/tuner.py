@@ -30,7 +30,7 @@ from linearize.modeling.model import kernel_parameters
 
 LABELS = ("labels", "start_positions", "end_positions")
 BY_ROW = ("classification", "regression")
-"""Kinds of tasks with one label per row, which rows made anew have none of."""
+"""Kinds of tasks with one label per row, which rows for a teacher alone have none of."""
 PER_TOKEN = tuple(name for name, type in TASK_TYPES.items() if type.next_token)
 """Kinds whose models sum the loss over tokens and divide by those of all passes."""
 KERNEL_RATE = 3e-4

@@ -68,7 +68,8 @@ def sources_of(job: TuneJob) -> list[str | None]:
     """Return what is read, and must not be written over; the checkpoint itself may be, if linearize wrote it."""
     target = job.target()
     in_place = os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
-    return [None if in_place else job.model, job.dataset, job.teacher]
+    texts = [name for name, _ in job.data.text_sources]
+    return [None if in_place else job.model, job.dataset, job.teacher, *texts]
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     device = own_device(job.device)
     check_adapter(job.tune, _adapter_of(job))
     check_report_to(job.tune.report_to)
-    if job.data.extra_pairs and job.teacher is None:
+    if job.data.unlabelled and job.teacher is None:
+        name = job.data.unlabelled[0]
         raise ConfigError(
-            f"extra_pairs: got {job.data.extra_pairs}, but pairs made anew have no label; name a teacher (--teacher)"
+            f"{name}: got {getattr(job.data, name)!r}, but these rows have no label; name a teacher (--teacher)"
         )
     work = target.with_name(f"{target.name}.training")
     check_work(work, resume=job.resume, overwrite=job.overwrite)

@@ -83,7 +83,8 @@ class TuneJob(Job):
         False, "with --lora: keep the low-rank updates by themselves too, in OUTPUT/adapter, for peft", group="tuning"
     )
     data: DataOptions = section(
-        DataOptions, only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "seed")
+        DataOptions,
+        only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "extra_texts", "seed"),
     )
     tune: TuneConfig = section(
         TuneConfig,

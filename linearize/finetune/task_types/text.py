@@ -15,6 +15,7 @@ from linearize.data.pairs import paired_anew
 from linearize.data.records import Example
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.chunks import ChunkMean, chunk_facts, chunked, pad_chunks, whole_lengths
+from linearize.finetune.extra_texts import extra_texts
 from linearize.finetune.metrics import metric
 from linearize.finetune.prepared import (
     IGNORED,
@@ -26,6 +27,7 @@ from linearize.finetune.prepared import (
     TaskData,
     check_tokens,
     copy_tokenizer,
+    has_tokens,
     pad,
     row_facts,
     text_facts,
@@ -63,14 +65,14 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     examples = splits.train.fetch(range(len(splits.train)))
     held = splits.validation.fetch(range(len(splits.validation)))
     validation, facts = (_in_chunks if options.chunks else _measured)(task, held, tokenizer, options)
-    extra = _extra(task, examples, tokenizer, options)
+    extra, said = _extra(task, examples, held, tokenizer, options)
     return TaskData(
         task,
         _rows(task, examples, tokenizer, options),
         validation,
         collate,
         metrics_of(task),
-        splits.description + ("" if extra is None else f", {len(extra):,} pairs made anew"),
+        splits.description + said,
         facts=facts,
         extra=extra,
         wrap=ChunkMean if options.chunks else None,
@@ -105,15 +107,48 @@ def _in_chunks(
 
 
 def _extra(
+    task: Task,
+    examples: Sequence[Example],
+    measured: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+) -> tuple[Rows | None, str]:
+    """Make the rows without a label that the options ask for, and say how many; their label says that there is none.
+
+    Raises:
+        ConfigError: if pairs are to be made anew and the task does not read pairs.
+        DataError: if further texts cannot be read, or are not new.
+    """
+    if not options.unlabelled:
+        return None, ""
+    rows, said = [], ""
+    if options.extra_pairs:
+        rows = _paired_anew(task, examples, tokenizer, options)
+        said = f", {len(rows):,} pairs made anew"
+    if options.extra_texts:
+        found = extra_texts(task, examples, measured, options)
+        made = tokenise(
+            tokenizer, [e.value for e in found.examples], [e.pair for e in found.examples], options.max_length
+        )
+        # Nobody chose these texts one by one, so one without any token is passed over.
+        rows += [
+            {**row, "sources": places}
+            for row, places in zip(made, found.sources, strict=True)
+            if has_tokens(row, tokenizer)
+        ]
+        said += f", {found.description}"
+    none = math.nan if task.type.labels == "number" else IGNORED
+    return Rows([{**row, "labels": none} for row in rows]), said
+
+
+def _paired_anew(
     task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> Rows | None:
-    """Make the rows of texts paired anew that the options ask for; their label says that there is none.
+) -> list[Row]:
+    """Make the rows of texts paired anew, still without the field of the label.
 
     Raises:
         ConfigError: if the task does not read pairs.
     """
-    if not options.extra_pairs:
-        return None
     if examples[0].pair is None:
         raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
     seconds = [str(example.pair) for example in examples]
@@ -121,10 +156,7 @@ def _extra(
     sources = paired_anew([example.value for example in examples], seconds, count, options.seed)
     firsts = [examples[first].value for first, _ in sources]
     rows = tokenise(tokenizer, firsts, [seconds[second] for _, second in sources], options.max_length)
-    for row, places in zip(rows, sources, strict=True):
-        row["labels"] = math.nan if task.type.labels == "number" else IGNORED
-        row["sources"] = places
-    return Rows(rows)
+    return [{**row, "sources": places} for row, places in zip(rows, sources, strict=True)]
 
 
 def _rows(task: Task, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
