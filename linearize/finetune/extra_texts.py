@@ -94,8 +94,7 @@ def extra_texts(task: Task, train: Sequence[Example], measured: Sequence[Example
     pairs = train[0].pair is not None
     for number, (name, share) in enumerate(options.text_sources):
         records = _open(task, name, pairs)
-        most = len(records.sizes) if pairs else 2 * len(records.sizes)
-        wanted = max(1, round(min(share * len(train), most)))
+        wanted = max(1, round(min(share * len(train), 2 * len(records.sizes))))
         chance = np.random.default_rng([options.seed, _STREAM, number])
         before = len(found)
         for example in _shuffled(records, chance, pairs):

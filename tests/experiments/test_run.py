@@ -13,11 +13,10 @@ from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
 from linearize.experiments.formats import cell
-from linearize.experiments.recipe import cells, check, load_recipe, resolve
+from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
-from linearize.experiments.stages import open_job
-from linearize.jobs.events import DataOpened, Logged, StepDone
+from linearize.jobs.events import Logged, StepDone
 
 
 def figures(rows):
@@ -161,40 +160,6 @@ def test_a_recipe_aligns_between_its_stages(tiny, tmp_path):
     )
     assert json.loads(aligned.read_text())["alignment"]["steps"] == 3
     assert "alignment" not in json.loads(plain.read_text())
-
-
-def test_texts_without_a_label_are_found_before_a_run_begins(tiny, sets, tmp_path):
-    """They lie in the folder of data; stage one and the alignment learn from them too."""
-    tiny["tasks"]["cola"] = {"rows": {"extra_texts": "mrpc=0.5"}}
-    tiny["finetune"] |= {"teacher": True}
-    recipe = check(tiny, "tiny")
-    data, _ = open_job(recipe.model, resolve(recipe)["cola"], 0)
-    assert data.description.endswith("24 texts without a label (24 of mrpc)")
-    # 48 rows, 9 of them held out, and 24 texts.
-    assert TaskBatches(data, 8, 8, 0).steps_per_epoch == (39 + 24 + 7) // 8
-    tiny["tasks"]["cola"]["rows"]["extra_texts"] = "mrcp"
-    with pytest.raises(DataError, match="extra_texts: got 'mrcp', which does not exist in "):
-        run_recipe(check(tiny, "tiny"), tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.slow
-def test_texts_without_a_label_beside_the_rows(tiny, sets, tmp_path):
-    """Every stage of a converted row learns from them, softmax does not."""
-    tiny |= {
-        "kernels": ["softmax", "hedgehog"],
-        "tasks": {"cola": {"rows": {"extra_texts": "mrpc=0.5"}}},
-        "figures": {},
-    }
-    tiny |= {"align": {"steps": 2, "batch_size": 8, "eval_every": 1, "holdout": 8}}
-    tiny["finetune"] |= {"teacher": True, "batch_size": 8, "eval_every": 20}
-    seen = []
-    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", on_event=seen.append)
-    said = [event.description for event in seen if isinstance(event, DataOpened)]
-    assert said and all("24 texts without a label (24 of mrpc)" in line for line in said)
-    # 48 rows, 9 of them held out; two passes of 16 rows, one of 8 with 24 texts beside them.
-    assert [row["finetune"]["steps"] for row in rows] == [2 * 3, (39 + 24 + 7) // 8]
-    assert [row["finetune"]["selection"]["rows"] for row in rows] == [9, 9]
 
 
 @pytest.mark.parametrize("flow", ["pretrained", "transfer"])
