@@ -103,13 +103,13 @@ class DataConfig:
         return weighted(self.dataset)
 
 
-def parse_mixture(text: str, option: str = "dataset") -> str | Mixture:
+def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
     """Read ``"name"`` or ``"name=weight,name=weight"``.
 
     Args:
         text: What was given on a command line or in a recipe. A path that exists is taken as it stands, whatever
             characters it holds. Names with commas between them and no weights weigh the same.
-        option: What the messages call it.
+        called: What the messages call it.
 
     Returns:
         The name itself, or the pairs of name and weight.
@@ -119,7 +119,7 @@ def parse_mixture(text: str, option: str = "dataset") -> str | Mixture:
     """
     if not text.strip():
         raise ConfigError(
-            f"data: got an empty {option}, expected a Hub name, a file or a folder; leave it out for none."
+            f"data: got an empty {called}, expected a Hub name, a file or a folder; leave it out for none."
         )
     if ("," not in text and "=" not in text) or os.path.exists(text):
         return text
@@ -129,7 +129,7 @@ def parse_mixture(text: str, option: str = "dataset") -> str | Mixture:
     for part in parts:
         name, equals, weight = part.rpartition("=") if has_weights else (part, "=", "1")
         if not equals:
-            raise ConfigError(f"data: got {part!r} without a weight in {option} {text!r}, expected name=weight.")
+            raise ConfigError(f"data: got {part!r} without a weight in {called} {text!r}, expected name=weight.")
         pairs.append((name.strip(), _weight(name, weight)))
     return tuple(pairs)
 
@@ -141,7 +141,7 @@ def weighted(given: str | Mixture | None) -> Mixture:
     return ((given, 1.0),) if isinstance(given, str) else given
 
 
-def as_mixture(value: Any, option: str = "dataset") -> str | Mixture | None:
+def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
     """Bring a string, a mapping or a list of pairs (as YAML has them) to the type of a field of data sets.
 
     Raises:
@@ -151,7 +151,7 @@ def as_mixture(value: Any, option: str = "dataset") -> str | Mixture | None:
         return None
     if isinstance(value, str | os.PathLike):
         # Also what parse_mixture returns is checked below: "=0.5" has an empty name.
-        value = parse_mixture(os.fspath(value), option)
+        value = parse_mixture(os.fspath(value), called)
         if isinstance(value, str):
             return value
     pairs = list(value.items()) if isinstance(value, Mapping) else value
@@ -159,9 +159,9 @@ def as_mixture(value: Any, option: str = "dataset") -> str | Mixture | None:
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     )
     if not shaped or not pairs:
-        raise ConfigError(f"data: got {option} {value!r}, expected a name or pairs of name and weight.")
+        raise ConfigError(f"data: got {called} {value!r}, expected a name or pairs of name and weight.")
     if not all(isinstance(name, str) and name for name, _ in pairs):
-        raise ConfigError(f"data: got {option} {value!r}, expected a name beside every weight.")
+        raise ConfigError(f"data: got {called} {value!r}, expected a name beside every weight.")
     return tuple((name, _weight(name, weight)) for name, weight in pairs)
 
 
