@@ -25,11 +25,14 @@ class Halves:
 
     text_column: str = field(default="text", metadata={"help": "column of the texts"})
     longest: int = field(default=4_000, metadata={"help": "characters of a half, at most"})
+    shortest: int = field(default=0, metadata={"help": "characters of a text, at least; shorter ones are left out"})
     seed: int = field(default=0, metadata={"help": "of which halves are swapped"})
 
     def __post_init__(self) -> None:
         if self.longest < 2:
             raise ConfigError(f"retrieval: got longest {self.longest}, expected at least 2 characters")
+        if self.shortest < 0:
+            raise ConfigError(f"retrieval: got shortest {self.shortest}, expected 0 characters or more")
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,16 @@ class Released:
 def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     """Cut texts in two -> rows with `text1`, `text2` and `label`; every other row gets another one's second half.
 
+    The halves of a text shorter than twice `longest` are equally long, which tells that they belong together; with
+    `shortest` at twice `longest` all halves are.
+
     Raises:
-        DataError: if there are fewer than four texts.
+        DataError: if there are fewer than four texts of the length wanted.
     """
+    texts = [text for text in texts if len(text) >= config.shortest]
     if len(texts) < 4:
-        raise DataError(f"retrieval: got {len(texts)} texts, expected at least four to make pairs of")
+        wanted = f" of {config.shortest} characters or more" if config.shortest else ""
+        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least four to make pairs of")
     order = np.random.default_rng(config.seed).permutation(len(texts))
     cut = [(texts[i][: len(texts[i]) // 2], texts[i][len(texts[i]) // 2 :]) for i in order]
     made = []
