@@ -357,12 +357,25 @@ def tokenizer_for(job: Job, tokens: Tokens | None, given: Given | None) -> PreTr
         return load_processor(tokens.name, "text")
     texts: Iterable[str] = ()
     if tokens.kind in LEARNED:
-        source = job.task.dataset if given is None else given
-        table = raw_table(local_or_name(job, str(source)), job.task.train)
+        source = str(job.task.dataset) if given is None else given
+        table = raw_table(local_or_name(job, source) if isinstance(source, str) else source, job.task.train)
         columns = job.task.columns or (find_column(column_kinds(table, "text"), None, "text", "text"),)
         texts = (text for column in columns for text in table[column] if text)
     framed = not job.task.type.next_token
-    return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed)
+    segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)
+    return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed, segments=segments)
+
+
+def _embeds_segments(config: dict[str, object]) -> bool:
+    """Whether a model of this config tells a pair's two texts apart by `token_type_ids`, as BERT does."""
+    from transformers import AutoConfig
+
+    values = dict(config)
+    try:
+        made = AutoConfig.for_model(str(values.pop("model_type")), **values)
+    except Exception:  # What is wrong with a config is said where the model is made.
+        return False
+    return getattr(made, "type_vocab_size", 0) > 1
 
 
 def _seeded(name: str) -> bool:

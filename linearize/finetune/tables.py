@@ -179,7 +179,7 @@ def _holds_data(root: Path) -> bool:
 
 def _table(task: Task, given: Given, split: str) -> Dataset:
     """Open a split as it is, with all its columns."""
-    return raw_table(given, split) if isinstance(given, str) else _given_table(given, split)
+    return raw_table(given, split)
 
 
 def _view(task: Task, given: Given, split: str) -> View:
@@ -214,12 +214,14 @@ def _config(task: Task, split: str) -> DataConfig:
     return DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
 
 
-def raw_table(name: str, split: str) -> Dataset:
+def raw_table(name: Given, split: str) -> Dataset:
     """Open one split as a `datasets.Dataset` with all its columns.
 
     Raises:
         DataError: if it cannot be found or read, or is of several kinds of files.
     """
+    if not isinstance(name, str):
+        return _given_table(name, split)
     path = Path(name).expanduser()
     if not exists(path) and not looks_local(name):
         return load_hub(name, split, False)

@@ -26,13 +26,17 @@ class Halves:
     text_column: str = field(default="text", metadata={"help": "column of the texts"})
     longest: int = field(default=4_000, metadata={"help": "characters of a half, at most"})
     shortest: int = field(default=0, metadata={"help": "characters of a text, at least; shorter ones are left out"})
-    seed: int = field(default=0, metadata={"help": "of which halves are swapped"})
+    overlap: int = field(default=0, metadata={"help": "characters around the middle that both halves have"})
+    seed: int = field(default=0, metadata={"help": "of the order of the texts"})
 
     def __post_init__(self) -> None:
         if self.longest < 2:
             raise ConfigError(f"retrieval: got longest {self.longest}, expected at least 2 characters")
-        if self.shortest < 0:
-            raise ConfigError(f"retrieval: got shortest {self.shortest}, expected 0 characters or more")
+        if self.shortest < 0 or not 0 <= self.overlap < self.longest:
+            raise ConfigError(
+                f"retrieval: got shortest {self.shortest} and overlap {self.overlap}, expected 0 characters or more, "
+                f"the overlap below longest ({self.longest})"
+            )
 
 
 @dataclass(frozen=True)
@@ -41,27 +45,32 @@ class Released:
 
 
 def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
-    """Cut texts in two -> rows with `text1`, `text2` and `label`; every other row gets another one's second half.
+    """Cut texts in two -> rows with `text1`, `text2` and `label`: first halves with their own second and with another.
 
-    The halves of a text shorter than twice `longest` are equally long, which tells that they belong together; with
-    `shortest` at twice `longest` all halves are.
+    So every half stands in one row of either label, and no word of a text tells the label by itself. The halves of a
+    text shorter than twice `longest` are equally long, which would tell that they belong together; with `shortest` at
+    twice `longest` all halves are. With `overlap`, the first half ends and the second begins with a text's middle.
 
     Raises:
-        DataError: if there are fewer than four texts of the length wanted.
+        DataError: if there are fewer than two texts of the length wanted.
     """
     texts = [text for text in texts if len(text) >= config.shortest]
-    if len(texts) < 4:
+    if len(texts) < 2:
         wanted = f" of {config.shortest} characters or more" if config.shortest else ""
-        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least four to make pairs of")
+        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two to make pairs of")
     order = np.random.default_rng(config.seed).permutation(len(texts))
-    cut = [(texts[i][: len(texts[i]) // 2], texts[i][len(texts[i]) // 2 :]) for i in order]
-    made = []
+    cut = [_cut(texts[i], config.overlap) for i in order]
+    made: list[dict[str, object]] = []
     for place, (first, second) in enumerate(cut):
-        same = place % 2 == 0
-        # Odd rows borrow from odd rows, so every half occurs once as a first and once as a second text.
-        other = second if same else cut[(place + 2) % len(cut) if place + 2 < len(cut) else 1][1]
-        made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": int(same)})
+        for other, label in ((second, 1), (cut[(place + 1) % len(cut)][1], 0)):
+            made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": label})
     return made
+
+
+def _cut(text: str, overlap: int) -> tuple[str, str]:
+    middle = len(text) // 2
+    begin = max(0, middle - overlap // 2)
+    return text[: begin + overlap], text[begin:]
 
 
 def read_released(folder: str) -> dict[str, list[dict[str, object]]]:

@@ -18,7 +18,7 @@ KINDS = ("bytes", *LEARNED)
 
 
 def make_tokenizer(
-    kind: str, texts: Iterable[str] = (), size: int | None = None, *, framed: bool = True
+    kind: str, texts: Iterable[str] = (), size: int | None = None, *, framed: bool = True, segments: bool = False
 ) -> PreTrainedTokenizerBase:
     """Make a tokenizer of a kind.
 
@@ -27,6 +27,7 @@ def make_tokenizer(
         texts: what words or pieces are learned from.
         size: size of the vocabulary, special tokens among it; None: all words, or 8,192 pieces.
         framed: whether rows begin with a token of their own, which classifiers read.
+        segments: whether rows have `token_type_ids`, 1 from a pair's second text on; for models that embed them.
 
     Raises:
         UnknownNameError: for another kind.
@@ -43,8 +44,11 @@ def make_tokenizer(
         learner: trainers.WordLevelTrainer | trainers.BpeTrainer = trainers.WordLevelTrainer(
             vocab_size=size or 10_000_000, special_tokens=list(SPECIAL)
         )
-        made.train_from_iterator(texts, learner)
-        return wrap(made, framed)
+        # A special token that stands in the texts, such as WikiText's <unk>, would leave a gap in the words' numbers,
+        # the last of which then lies outside of the embedding.
+        plain = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
+        made.train_from_iterator(plain, learner)
+        return wrap(made, framed, segments)
     made = Tokenizer(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "pieces")
@@ -54,7 +58,7 @@ def make_tokenizer(
         vocab_size=wanted, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(() if kind == "bytes" else texts, learner)
-    return wrap(made, framed)
+    return wrap(made, framed, segments)
 
 
 def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrainedTokenizerBase:
@@ -67,7 +71,7 @@ def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrained
     return wrap(made, framed)
 
 
-def wrap(made: Tokenizer, framed: bool) -> PreTrainedTokenizerBase:
+def wrap(made: Tokenizer, framed: bool, segments: bool = False) -> PreTrainedTokenizerBase:
     """Give a tokenizer transformers' interface; framed, it writes `<cls> a` and `<cls> a <sep> b`."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
@@ -86,4 +90,5 @@ def wrap(made: Tokenizer, framed: bool) -> PreTrainedTokenizerBase:
         mask_token=MASK,
         eos_token=END,
         bos_token=END,
+        model_input_names=["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
     )

@@ -16,6 +16,7 @@ from linearize.experiments.formats import cell
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
+from linearize.experiments.stages import _embeds_segments
 from linearize.jobs.events import Logged, StepDone
 
 
@@ -279,6 +280,42 @@ def test_from_scratch_on_made_data(tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "cells" / "exp_2-recall-s0")
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_words_are_learned_from_a_made_data_set(tmp_path):
+    for split in ("train", "validation"):
+        texts = [f"{split} word{n} is here {n} there" for n in range(16)]
+        (tmp_path / f"{split}.txt").write_text("\n".join(texts) + "\n")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    recipe = {
+        "summary": "halves",
+        "flow": "scratch",
+        "kernels": ["elu"],
+        "tasks": {
+            "halves": {
+                "task": "text-classification",
+                "make": "retrieval-halves",
+                "dataset": str(tmp_path),
+                "columns": ["text1", "text2"],
+                "tokenizer": {"kind": "words"},
+            }
+        },
+        "model": {"pretrained": False, "config": {"model_type": "bert", **sizes}},
+        "rows": {"max_length": 16},
+        "finetune": {"batch_size": 8, "steps": 1},
+        "device": "cpu",
+    }
+    (row,) = run_recipe(check(recipe, "made"), tmp_path / "run")
+    assert 0 <= row["score"] <= 1
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "cells" / "elu-halves-s0")
+    known = tokenizer.get_vocab()
+    assert {"train", "word0", "word15"} <= set(known), "words of both halves"
+    assert "validation" not in known
+    assert tokenizer("is here", "there")["token_type_ids"] == [0, 0, 0, 0, 1], "BERT tells the two texts apart"
+    for kind, embeds in (("bert", True), ("distilbert", False), ("no such model", False)):
+        assert _embeds_segments({"model_type": kind}) is embeds
 
 
 def test_scratch_with_a_first_task(tmp_path, sets):

@@ -148,7 +148,22 @@ def test_retrieval(tmp_path):
     for row in rows:
         assert len(row["text1"]) == len(row["text2"]) == 3
         assert (row["text1"][0] == row["text2"][0].lower()) == bool(row["label"])
-    assert sum(row["label"] for row in rows) == 5
+    for half in ("text1", "text2"):
+        assert len({row[half] for row in rows}) == 9
+        for label in (0, 1):
+            assert len({row[half] for row in rows if row["label"] == label}) == 9, "no half tells the label by itself"
+    long = [f"{text}{text.upper()}" for text in texts[:5]]
+    rows = retrieval.halves(retrieval.Halves(longest=8, shortest=16), texts + long)
+    assert len(rows) == 10 and all(len(row["text1"]) == len(row["text2"]) == 8 for row in rows), "no length tells"
+    with pytest.raises(DataError, match=r"got 1 texts of 16 characters or more"):
+        retrieval.halves(retrieval.Halves(shortest=16), texts + long[:1])
+    texts_of_ten = [f"{n}{n}{n}abcd{n}{n}{n}" for n in range(4)]
+    for row in retrieval.halves(retrieval.Halves(longest=6, overlap=4), texts_of_ten):
+        first, second = row["text1"], row["text2"]
+        assert first[2:] == second[:4] == "abcd" and (first[0] == second[-1]) == bool(row["label"])
+    for wrong in ({"shortest": -1}, {"overlap": -1}, {"longest": 5, "overlap": 5}):
+        with pytest.raises(ConfigError, match=r"expected 0 characters or more, the overlap below longest"):
+            retrieval.Halves(**wrong)
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
     assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
@@ -211,6 +226,8 @@ def test_learned_tokenizers(kind, tmp_path):
     if kind == "words":
         assert len(made) == len(SPECIAL) + 6
         assert made("the zebra")["input_ids"][1] == made.unk_token_id
+        assert sorted(made.get_vocab().values()) == list(range(len(made))), "every number is a row of the embedding"
+        assert len(make_tokenizer(kind, texts, len(SPECIAL) + 3)) == len(SPECIAL) + 3
 
 
 @pytest.mark.parametrize(
