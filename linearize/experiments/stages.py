@@ -375,7 +375,7 @@ def _embeds_segments(config: dict[str, object]) -> bool:
         made = AutoConfig.for_model(str(values.pop("model_type")), **values)
     except Exception:  # What is wrong with a config is said where the model is made.
         return False
-    return getattr(made, "type_vocab_size", 0) > 1
+    return bool(getattr(made, "type_vocab_size", 0) > 1)
 
 
 def _seeded(name: str) -> bool:
