@@ -97,6 +97,12 @@ RECIPES = {
     "associative-recall": ["tasks.recall.options={train: 32, validation: 8, vocabulary: 6, length: 16}",
                            "rows.max_length=16", "model.config.n_embd=16", "device=cpu",
                            "finetune={batch_size: 8, steps: 2, eval_every: 2}"],
+    "listops-small": ["kernels=[softmax,elu]", "device=cpu", f"finetune={{{TINY_TUNING}}}",
+                      "tasks.listops.options={train: 32, validation: 8, shortest: 5, longest: 30, depth: 3}"],
+    "pixels-small": ["kernels=[softmax,elu]", "device=cpu", f"finetune={{{TINY_TUNING}}}",
+                     "tasks.pixels.options={side: 4}"],
+    "retrieval-small": ["kernels=[softmax,elu]", "device=cpu", f"finetune={{{TINY_TUNING}}}",
+                        "tasks.retrieval.options={longest: 8}", "tasks.retrieval.tokenizer={kind: words}"],
 }  # fmt: skip
 EXAMPLES = {
     "long_documents": ["--max-length", "80", "--distill-steps", "1", "--align-steps", "1", "--epochs", "0.1"],
