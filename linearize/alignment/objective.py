@@ -150,7 +150,9 @@ class Objective:
                         error = error + self._error(mine[block.name], attended, mask, scales.attentions[block.name])
                     error = share.tokens * error
                     if train and error.requires_grad:
-                        error.backward()
+                        # The pass goes on under autocast; gradients are taken outside it, as ever.
+                        with torch.autocast(device_type=error.device.type, enabled=False):
+                            error.backward()
                 terms[block.name] = float(error.detach())
                 kept.pop(block.name, None)
 

@@ -113,6 +113,6 @@ def _in_pytorch(
     leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
     asked = [*leaves, *(w if w is not None and w.requires_grad else None for w in weights)]
     wanted = [x for x in asked if x is not None]
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(device_type=grad.device.type, enabled=False):
         found = iter(torch.autograd.grad(fallback(*leaves), wanted, grad, allow_unused=True))
     return [None if x is None else next(found) for x in asked]

@@ -222,9 +222,11 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_kv: Tensor) -> tuple[Tensor | None, ...]:
         phi_q, phi_k, v, weight, start, out, sums = ctx.saved_tensors
         chunks = _Chunks(phi_q, phi_k, v, weight, ctx.plan)
-        rows = _row_gradients(chunks, grad_out, out, sums)
-        grad_q = _query_gradients(chunks, rows, start)
-        grad_k, grad_v, grad_weight, grad_start = _key_gradients(chunks, rows, grad_kv)
+        # Sums are fp32 by design; autocast, where a backward runs in it, would lower them.
+        with torch.autocast(device_type=v.device.type, enabled=False):
+            rows = _row_gradients(chunks, grad_out, out, sums)
+            grad_q = _query_gradients(chunks, rows, start)
+            grad_k, grad_v, grad_weight, grad_start = _key_gradients(chunks, rows, grad_kv)
         return (
             grad_q.reshape(phi_q.shape).to(phi_q.dtype),
             grad_k.to(phi_k.dtype),

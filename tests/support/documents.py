@@ -47,6 +47,8 @@ FOLDERS = {
 CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
 """Converted checkpoints under the names that README.md gives them, for the other documents."""
 WORDS = {"vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2"}
+LAYERS = "{1: softmax, 3: ", "{0: softmax, 1: "
+"""Numbers of layers in a recipe's row, and those of a model that has two."""
 
 SMALL_SEARCH = "--search-steps 3 --length 32 --no-search-memory"
 """Behind a line with --kernel auto."""
@@ -191,7 +193,7 @@ def make_cheap(patch, root: Path) -> None:
 
 def run_line(line, capsys, *, parse_only=False):
     """Run, or check, one command; an AssertionError says that it fails or is not covered."""
-    words = [WORDS.get(word, word) for word in shlex.split(line, comments=True)]
+    words = [WORDS.get(word, word).replace(*LAYERS) for word in shlex.split(line, comments=True)]
     if words[0] == "linearize":
         run_linearize(line, words[1:], capsys, parse_only)
     elif words[0] == "python":
