@@ -20,6 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from linearize.distillation.processes import is_main
 from linearize.errors import printable
 from linearize.parsing import finite
 
@@ -62,8 +63,6 @@ def console(*, to_stderr: bool = False) -> Screen:
 
     Of several processes one speaks.
     """
-    from linearize.distillation.processes import is_main
-
     stream = sys.stderr if to_stderr else sys.stdout
     known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False, quiet=not is_main())
@@ -124,8 +123,6 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
 
 def print_json(data: object) -> None:
     """Print one JSON document, of several processes once; NaN and infinity become null, as JSON has neither."""
-    from linearize.distillation.processes import is_main
-
     if is_main():
         print(json.dumps(finite(data), indent=2, allow_nan=False))
 

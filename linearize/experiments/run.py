@@ -20,8 +20,9 @@ from linearize.experiments.events import CellDone, CellStarted
 from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe
-from linearize.experiments.stages import STAGE, StageRunner, local_or_name
-from linearize.finetune.extra_texts import located as texts_at
+from linearize.experiments.stages import STAGE, StageRunner
+from linearize.finetune.extra_texts import texts_at
+from linearize.finetune.prepare import located
 from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_yaml
 
@@ -116,7 +117,7 @@ def check_data(recipe: Recipe) -> None:
     """
     for job in resolve(recipe).values():
         if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
-            local_or_name(job, job.data) if Path(job.data).expanduser().exists() else _missing(job.data)
+            located(job.task, job.data) if Path(job.data).expanduser().exists() else _missing(job.data)
         for name, _ in job.rows.text_sources:
             texts_at(name, None if job.step.make else job.data)
 

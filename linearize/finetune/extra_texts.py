@@ -43,7 +43,7 @@ class ExtraTexts:
     description: str
 
 
-def located(name: str, data: Given | None) -> str:
+def texts_at(name: str, data: Given | None) -> str:
     """Return where a data set of texts lies: in the folder of data sets, or else where its name says; the Hub's as is.
 
     Args:

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from linearize.errors import ConfigError, DataError
-from linearize.finetune.extra_texts import located as texts_at
+from linearize.finetune.extra_texts import texts_at
 from linearize.finetune.prepared import DataOptions, TaskData
 from linearize.finetune.tables import Given, local_folder
 from linearize.finetune.task import Task

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from linearize.data.config import HOLDOUT, DataConfig
 from linearize.errors import ConfigError, DataError
 from linearize.loading import Loaded
 from linearize.options import name_of
@@ -20,11 +21,8 @@ from linearize.report.options import InputOptions
 from linearize.report.recorded import RecordedData, recorded_data, taught_length
 
 if TYPE_CHECKING:
-    from linearize.data.config import DataConfig
     from linearize.data.records import Example
 
-HOLDOUT = 64
-"""What conversion holds out unless asked otherwise: the same examples are looked at here."""
 BATCH = 8
 LENGTH, LONGEST = 128, 512
 """Tokens per input where nothing is known of the checkpoint, and the most where nobody asks for more."""
@@ -134,8 +132,6 @@ def _length(loaded: Loaded, options: InputOptions, provenance: Mapping[str, obje
 
 
 def _config(options: InputOptions, length: int, seed: int) -> DataConfig:
-    from linearize.data.config import DataConfig
-
     return DataConfig(
         dataset=options.dataset,
         text_column=options.text_column,
@@ -143,6 +139,7 @@ def _config(options: InputOptions, length: int, seed: int) -> DataConfig:
         max_length=length,
         batch_size=min(BATCH, options.inputs),
         seed=seed,
+        # The conversion's own where that has enough: the same examples are looked at here.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
 

@@ -13,10 +13,10 @@ from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
 from linearize.experiments.formats import cell
+from linearize.experiments.job_data import _embeds_segments
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
-from linearize.experiments.stages import _embeds_segments
 from linearize.jobs.events import Logged, StepDone
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from linearize.errors import DataError
 from linearize.experiments.batches import TaskBatches
+from linearize.experiments.job_data import open_job
 from linearize.experiments.recipe import check, resolve
 from linearize.experiments.run import run_recipe
-from linearize.experiments.stages import open_job
 from linearize.jobs.events import DataOpened
 
 
