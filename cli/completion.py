@@ -58,10 +58,12 @@ def verbs() -> list[Verb]:
     from linearize.cli.main import VERBS, build_parser
     from linearize.experiments.recipe import recipe_names
     from linearize.finetune.tasks import TASKS
+    from linearize.jobs.presets import PRESETS
     from linearize.registry import kernel_infos
 
     kernels, recipes = tuple(info.name for info in kernel_infos()), tuple(recipe_names())
-    values = {"--kernel": kernels, "--task": tuple(TASKS), "--device": ("auto", "cpu", "cuda", "mps")}
+    values = {"--kernel": kernels, "--preset": tuple(PRESETS), "--task": tuple(TASKS)}
+    values["--device"] = ("auto", "cpu", "cuda", "mps")
     names = {"kernels": kernels, "run": recipes, "recipes": recipes, "completion": SHELLS}
     found = []
     for name, text in VERBS.items():

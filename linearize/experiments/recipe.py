@@ -18,6 +18,7 @@ from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
 from linearize.parsing import parse_yaml
 from linearize.registry import kernel_info, make_config
+from linearize.surgery.layers import kept_layers
 
 SUFFIXES = (".yaml", ".yml")
 AVERAGE = "average"
@@ -273,6 +274,10 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
             raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
         return
     _check_arguments(kernel.everywhere, where)
+    try:
+        kept_layers(kernel.keep_softmax, 0)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     for number, one in kernel.single_layers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"{where}.layers: got {number!r}, expected numbers of layers from 0")

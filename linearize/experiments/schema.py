@@ -59,7 +59,7 @@ class Kernel:
         align: whether the alignment is run, where the recipe has one.
         window: softmax inside a window of so many tokens, beside the kernel.
         sinks: softmax for so many first tokens, beside the window.
-        keep_softmax: numbers of layers that stay.
+        keep_softmax: numbers of layers that stay, or "1/4" for the last of every four.
         layers: kernels of single layers by their number, as a search finds them (`linearize search`); the others have
             the row's.
         rows: what this row reads in another way, `max_length` or `chunks`. A converted model takes that many tokens,
@@ -74,7 +74,7 @@ class Kernel:
     align: bool = True
     window: int | None = None
     sinks: int | None = None
-    keep_softmax: tuple[int, ...] = ()
+    keep_softmax: tuple[int, ...] | str = ()
     layers: dict[int, str | LayerKernel] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
     note: str = ""
@@ -118,7 +118,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Model:
-    """The model: a checkpoint by name (or a folder of an installed package), or a config to train from scratch."""
+    """The model: a checkpoint by name (or a folder of an installed package), or a config to train from scratch.
+
+    Of a checkpoint, `config` holds changes to its config, such as dropout.
+    """
 
     name: str | None = None
     package: str | None = None

@@ -96,7 +96,10 @@ class StageRunner:
         most = cell.read.rows.max_length
         taught = at_length(job, job.distil.max_length, most)
         data, processor = self.data(taught, cell.seed)
-        model = load_for_task(base or checkpoint(self.recipe.model), data, seed=cell.seed)
+        if base is None:
+            model = load_for_task(checkpoint(self.recipe.model), data, seed=cell.seed, changes=job.config)
+        else:
+            model = load_for_task(base, data, seed=cell.seed)
         fit_tokenizer(model, processor)
         processor = lengthen(model, processor, cell)
         check_length(model, job.task, taught.rows.max_length)
@@ -218,7 +221,7 @@ class StageRunner:
         if base is not None:
             return load_for_task(str(base), data, new_head=True, seed=seed)
         if self.recipe.model.pretrained:
-            return load_for_task(checkpoint(self.recipe.model), data, new_head=True, seed=seed)
+            return load_for_task(checkpoint(self.recipe.model), data, new_head=True, seed=seed, changes=job.config)
         _, processor = self.data(job, seed)
         model = fresh_model(_sized(job.config, processor, job.rows.max_length), data.task, data.num_labels, seed=seed)
         return model if kernel is None or kernel.name == SOFTMAX else convert(model, kernel, seed)
@@ -268,15 +271,13 @@ def distil_steps(config: Distil, batches: TaskBatches) -> int:
 
 def convert(model: PreTrainedModel, kernel: Kernel, seed: int) -> PreTrainedModel:
     """Put a row's kernels into a model."""
-    single = kernel.single_layers
-    kept = {number for number, one in single.items() if one.name == SOFTMAX}
-    layers = {number: (one.name, one.arguments()) for number, one in single.items() if number not in kept}
+    layers = {number: (one.name, one.arguments()) for number, one in kernel.single_layers.items()}
     return put_in_kernels(
         model,
         kernel.name,
         kernel.arguments(),
         layers=layers or None,
-        keep_softmax=sorted(kept | set(kernel.keep_softmax)),
+        keep_softmax=kernel.keep_softmax,
         seed=seed,
     )
 

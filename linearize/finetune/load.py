@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
-from linearize.errors import CheckpointError, ConfigError, first_line
+from linearize.errors import CheckpointError, ConfigError, first_line, unknown_name
 from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
 from linearize.heads import Modality
@@ -134,7 +134,14 @@ def tuned_length(name: str) -> int | None:
     return length if type(length) is int and length > 1 else None
 
 
-def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: int = 0) -> PreTrainedModel:
+def load_for_task(
+    name: str,
+    data: TaskData,
+    *,
+    new_head: bool = False,
+    seed: int = 0,
+    changes: Mapping[str, object] | None = None,
+) -> PreTrainedModel:
     """Load a checkpoint with the head of a task; a head that it does not have is drawn from the seed.
 
     The names that a trained head has for its outputs decide what they mean: where they are the task's in another order,
@@ -145,9 +152,11 @@ def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: in
         data: the task's data, which says how many labels there are.
         new_head: whether a trained head of another size is replaced.
         seed: of a new head.
+        changes: to the checkpoint's config, such as dropout.
 
     Raises:
-        ConfigError: if the checkpoint has a trained head with another number of labels.
+        ConfigError: if the checkpoint has a trained head with another number of labels, or its config has nothing of a
+            name that is to be changed.
         CheckpointError: if it cannot be loaded.
     """
     import transformers
@@ -161,12 +170,31 @@ def load_for_task(name: str, data: TaskData, *, new_head: bool = False, seed: in
         if own is not None and task.labels is not None and not is_named(task.labels):
             named = dataclasses.replace(task, labels=own)
         options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
+    if changes:
+        options |= _known_changes(name, changes)
     transformers.set_seed(seed)
     with _explained(name, f"as {task.head.auto_class}"):
         model = getattr(transformers, task.head.auto_class).from_pretrained(name, **options)
     if own is not None and (order := label_order(own, task.labels or ())):
         reorder_outputs(model, order)
     return ready(model)
+
+
+def _known_changes(name: str, changes: Mapping[str, object]) -> Mapping[str, object]:
+    """Hold changes against a checkpoint's config.
+
+    Raises:
+        ConfigError: if the config has nothing of a name.
+        CheckpointError: if it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    with _explained(name, "its config"):
+        known = AutoConfig.from_pretrained(name).to_dict()
+    for key in changes:
+        if key not in known:
+            raise ConfigError(f"model.config: {unknown_name('key', key, known)}")
+    return changes
 
 
 def is_named(labels: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from linearize.alignment.config import AlignConfig
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
 from linearize.errors import ConfigError
+from linearize.jobs.presets import PRESETS, preset_options
 from linearize.kernel_search.config import SearchConfig
 from linearize.options import check, make, option, parse_lengths, parse_pairs, section
 
@@ -53,6 +54,11 @@ LOCAL_AS_FULL = (
     "convert layers with a sliding window or chunks too (Mistral, Gemma), as attention without it: they see all tokens "
     "then, so that the result equals the original at most up to the window's length"
 )
+PRESET = (
+    "kernel, window, first tokens and softmax layers that were measured to work well together, what is given beside it "
+    f"comes first: {', '.join(PRESETS)}"
+)
+KEPT = "layers to leave as they are, such as 0,11; or 1/4 for the last of every four"
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
 
 
@@ -69,10 +75,12 @@ class Job:
         return make(cls, options)
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Read layer numbers such as 0-2,5."""
-    from linearize.surgery.layers import parse_indices
+def parse_layers(text: str) -> tuple[int, ...] | str:
+    """Read layer numbers such as 0-2,5; a share such as 1/4 stays a text until the number of layers is known."""
+    from linearize.surgery.layers import parse_indices, parse_share
 
+    if parse_share(text) is not None:
+        return text
     return tuple(parse_indices(text, "--keep-softmax")) if text else ()
 
 
@@ -191,10 +199,9 @@ class ConvertJob(StageOneJob):
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_args()
+    preset: str | None = option(None, PRESET, metavar="NAME")
     layers: str | None = _layers()
-    keep_softmax: tuple[int, ...] = option(
-        (), "layers to leave as they are, such as 0,11", metavar="LAYERS", parse=parse_layers
-    )
+    keep_softmax: tuple[int, ...] | str = option((), KEPT, metavar="LAYERS", parse=parse_layers)
     plan: str | None = option(
         None, "what becomes of every layer: a file of --plan-out, perhaps edited", metavar="FILE.yaml"
     )
@@ -237,6 +244,11 @@ class ConvertJob(StageOneJob):
                 f"image-size: got {self.image_size} beside max-length {self.max_length}, which says the same in "
                 "tokens; drop one of them"
             )
+        if self.preset is not None and (self.plan is not None or self.kernel == AUTO):
+            other = f"--kernel {AUTO}" if self.plan is None else "--plan FILE"
+            raise ConfigError(
+                f"preset: got {self.preset!r} beside {other}, which chooses as well; leave one of them out"
+            )
         chosen: dict[str, Any] = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
         chosen["--sinks"] = self.sinks
         if self.plan is not None:
@@ -256,15 +268,15 @@ class ConvertJob(StageOneJob):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what follows from other options: the alignment's steps, and the folders of states."""
-        target = _target(
-            values.get("output"), values["model"], _ending(values.get("kernel", KERNEL), values.get("plan"))
-        )
+        """Return what follows from other options: a preset's, the alignment's steps, and the folders of states."""
+        preset = preset_options(values)
+        kernel = {"kernel": KERNEL, **preset, **values}["kernel"]
+        target = _target(values.get("output"), values["model"], _ending(kernel, values.get("plan")))
         steps = values.get("distill_steps", DistillConfig.steps)
         found = _states(values, target)
         # Of another type it is refused by stage one's own checks.
         found["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
-        return found | {"data": data_rows(values, "distill_length")}
+        return found | {"": dict(preset), "data": data_rows(values, "distill_length")}
 
 
 @dataclass(frozen=True, kw_only=True)

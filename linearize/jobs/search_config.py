@@ -11,6 +11,7 @@ from linearize.jobs.config import (
     DATA,
     DEVICES,
     EXAMPLE_INPUTS,
+    KEPT,
     LENGTH,
     LOCAL_AS_FULL,
     OF_DATA,
@@ -37,9 +38,7 @@ class SearchJob(TrainingJob):
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
     seed: int = option(0, "seed of kernels, data order and sampling", metavar="S")
     search: SearchConfig = section(SearchConfig, "search", leave_out=("folder",))
-    keep_softmax: tuple[int, ...] = option(
-        (), "layers to leave as they are beside the budget, such as 0,11", metavar="LAYERS", parse=parse_layers
-    )
+    keep_softmax: tuple[int, ...] | str = option((), f"beside the budget, {KEPT}", metavar="LAYERS", parse=parse_layers)
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
     task: str | None = option(

@@ -27,7 +27,7 @@ def convert(
     kernel_args: Mapping[str, object] | None = None,
     *,
     layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None,
-    keep_softmax: Iterable[int] = (),
+    keep_softmax: Iterable[int] | str = (),
     window: int | None = None,
     sinks: int = 0,
     max_length: int | None = None,
@@ -46,7 +46,7 @@ def convert(
         kernel: name of the kernel for all layers that `layers` does not name, or of a preset.
         kernel_args: its arguments.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
-        keep_softmax: numbers of layers to leave as they are.
+        keep_softmax: numbers of layers to leave as they are; or "1/4" for the last layer of every four.
         window: W of a softmax window joined to the kernels (see `linearize.ops.window`); None: none.
         sinks: first tokens that get softmax's weights too, beside the window (attention sinks).
         max_length: longest input it shall take, in tokens; None: as before.

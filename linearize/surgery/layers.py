@@ -33,6 +33,36 @@ def parse_indices(text: str, where: str) -> list[int]:
     return found
 
 
+def kept_layers(keep: Iterable[int] | str, count: int) -> list[int]:
+    """Return the numbers of the layers that stay softmax.
+
+    Args:
+        keep: their numbers, or a text: "0,11" and the like, or the share "1/N" for the last layer of every N.
+        count: number of attentions that can be converted.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    if not isinstance(keep, str):
+        return list(keep)
+    every = parse_share(keep)
+    return parse_indices(keep, "keep_softmax") if every is None else list(range(every - 1, count, every))
+
+
+def parse_share(text: str) -> int | None:
+    """Read "1/N" as N; None: it is no share.
+
+    Raises:
+        ConfigError: if it is another share than one of two or more.
+    """
+    first, slash, last = text.partition("/")
+    if not slash:
+        return None
+    if first.strip() != "1" or not last.strip().isdecimal() or not 2 <= int(last) <= _LARGEST:
+        raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of so many, such as 1/4")
+    return int(last)
+
+
 def parse_layers(text: str) -> dict[int, str]:
     """Read "0-5=diag_softmax,6-11=norm_elu" as a kernel name per layer.
 
@@ -63,7 +93,7 @@ def assign(
     kernel: str | None,
     arguments: Mapping[str, object],
     layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None,
-    keep_softmax: Iterable[int],
+    keep_softmax: Iterable[int] | str,
 ) -> list[tuple[str, dict[str, object]]]:
     """Return kernel and arguments for each of `count` layers.
 
@@ -72,13 +102,13 @@ def assign(
         kernel: for all layers that `layers` does not name, a preset too; None only if it names all.
         arguments: of `kernel`.
         layers: kernel, or (kernel, arguments), per layer number; or the text form.
-        keep_softmax: layers to leave as they are.
+        keep_softmax: layers to leave as they are, see `kept_layers`.
 
     Raises:
         ConfigError: if a layer is missing, named twice or beyond the last one, or a single layer is to be a preset.
     """
     named = parse_layers(layers) if isinstance(layers, str) else dict(layers or {})
-    kept = list(keep_softmax)
+    kept = kept_layers(keep_softmax, count)
     for index in [*named, *kept]:
         if not 0 <= index < count:
             raise ConfigError(

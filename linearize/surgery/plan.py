@@ -28,7 +28,7 @@ def plan(
     kernel_args: Mapping[str, object] | None = None,
     *,
     layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None,
-    keep_softmax: Iterable[int] = (),
+    keep_softmax: Iterable[int] | str = (),
     window: int | None = None,
     sinks: int = 0,
     max_length: int | None = None,

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.errors import ConfigError, DataError, unknown_name
@@ -173,14 +174,27 @@ def _documents(config: documents.Documents, source: str | None) -> Made:
 
     asked = task("text-classification", columns=(config.text_column,), label=config.label_column)
     splits = open_splits(asked, str(source), limit=None, seed=config.seed, raw=True)
+    other: Splits[Dataset] | None = None
+    if config.filler:
+        beside = Path(str(source)).parent / config.filler
+        other = _lines(str(beside) if beside.exists() else config.filler, config.filler_column, config.seed)
     found = {
-        split: documents.documents(config, table[config.text_column], table[config.label_column], count, seed)
+        split: documents.documents(
+            config,
+            table[config.text_column],
+            table[config.label_column],
+            count,
+            seed,
+            None if other is None else getattr(other, split)[config.filler_column],
+        )
         for split, table, count, seed in (
             ("train", splits.train, config.train, config.seed),
             ("validation", splits.validation, config.validation, config.seed + 1),
         )
     }
-    description = f"documents of {config.parts} texts, one of which decides, of {splits.description}: {_said(found)}"
+    between = "" if other is None else f", the others of {other.description}"
+    description = f"documents of {config.parts} texts, one of which decides, of {splits.description}{between}: "
+    description += _said(found)
     return Made(_tables(found), None, description)
 
 

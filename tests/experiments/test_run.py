@@ -282,6 +282,30 @@ def test_from_scratch_on_made_data(tmp_path):
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
 
 
+@pytest.mark.parametrize("flow", ["finetuned", "untuned"])
+def test_the_config_of_a_checkpoint_is_changed(tmp_path, checkpoint, sets, flow):
+    recipe = {
+        "summary": "without dropout",
+        "flow": flow,
+        "kernels": ["elu"],
+        "tasks": {"cola": {"model": {"attention_probs_dropout_prob": 0.0}}},
+        "model": {"name": checkpoint, "config": {"hidden_dropout_prob": 0.25}},
+        "data": str(sets),
+        "rows": {"max_length": 20, "limit": 32},
+        "teacher": {"steps": 1, "batch_size": 8},
+        "distil": {"steps": 1, "batch_size": 8, "holdout": 8},
+        "finetune": {"steps": 1, "batch_size": 8},
+        "device": "cpu",
+    }
+    run_recipe(check(recipe, "made"), tmp_path / "run")
+    made = next(path.parent for path in (tmp_path / "run").rglob("config.json") if path.parent.name.startswith("elu"))
+    config = json.loads((made / "config.json").read_text())
+    assert (config["hidden_dropout_prob"], config["attention_probs_dropout_prob"]) == (0.25, 0.0)
+    recipe["model"]["config"] = {"hiden_dropout_prob": 0.0}
+    with pytest.raises(ConfigError, match=r"model.config: unknown key 'hiden_dropout_prob'. Did you mean 'hidden_drop"):
+        run_recipe(check(recipe, "made"), tmp_path / "wrong")
+
+
 def test_words_are_learned_from_a_made_data_set(tmp_path):
     for split in ("train", "validation"):
         texts = [f"{split} word{n} is here {n} there" for n in range(16)]

@@ -9,7 +9,7 @@ import linearize
 from linearize.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.modeling.plan import SOFTMAX
 from linearize.registry import kernel_infos, make_config
-from linearize.surgery.layers import assign, expand, parse_indices, parse_layers
+from linearize.surgery.layers import assign, expand, kept_layers, parse_indices, parse_layers
 
 PRESETS = [info for info in kernel_infos() if info.preset is not None]
 
@@ -45,6 +45,28 @@ def test_every_layer_gets_one_kernel():
     chosen = assign(4, "hedgehog", {"activation": "exp"}, {1: "elu", 2: ("luna", {"channels": 2})}, [3])
     assert chosen == [("hedgehog", {"activation": "exp"}), ("elu", {}), ("luna", {"channels": 2}), (SOFTMAX, {})]
     assert [name for name, _ in assign(2, None, {}, "0=elu,1=softmax", [])] == ["elu", "softmax"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "count", "kept"),
+    [
+        ("1/4", 8, [3, 7]),
+        ("1/4", 11, [3, 7]),
+        ("1 / 2", 5, [1, 3]),
+        ("1/4", 3, []),
+        ("0-1,3", 4, [0, 1, 3]),
+        ((2,), 4, [2]),
+    ],
+)
+def test_layers_that_stay_softmax(keep, count, kept):
+    assert kept_layers(keep, count) == kept
+    assert [name == SOFTMAX for name, _ in assign(count, "elu", {}, None, keep)] == [n in kept for n in range(count)]
+
+
+@pytest.mark.parametrize("text", ["2/4", "1/1", "1/0", "1/", "/4", "1/4,5", "1/-2"])
+def test_shares_that_are_none(text):
+    with pytest.raises(ConfigError, match="expected one layer of so many, such as 1/4"):
+        kept_layers(text, 8)
 
 
 @pytest.mark.parametrize(

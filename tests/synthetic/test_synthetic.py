@@ -202,6 +202,34 @@ def test_documents(tmp_path):
         make("documents", {"parts": 20}, str(tmp_path))
 
 
+def test_documents_with_other_texts_between(tmp_path):
+    texts, other = tmp_path / "texts", tmp_path / "other"
+    texts.mkdir()
+    other.mkdir()
+    for split in ("train", "validation"):
+        rows = [{"text": f"{split}{n} is a text of ours", "label": n % 2} for n in range(6)]
+        (texts / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [f"{split}line{n} stands between and is long" for n in range(9)] + ["too short"] * 9
+        (other / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    plain = {"words": 4, "parts": 3, "train": 40, "validation": 8}
+    made = make("documents", {"filler": "other", **plain}, str(texts))
+    places = set()
+    for split, table in made.tables.items():
+        for row in table:
+            parts = [part.split() for part in row["text"].split("\n")]
+            assert [len(part) for part in parts] == [4, 4, 4]
+            decides = parts.pop(row["place"])
+            assert decides[1:] == ["is", "a", "text"] and row["label"] == int(decides[0].removeprefix(split)) % 2
+            assert len({part[0] for part in parts}) == 2
+            assert all(part[0].startswith(f"{split}line") and part[1] == "stands" for part in parts)
+            places.add(row["place"])
+    assert places == {0, 1, 2}
+    with pytest.raises(DataError, match="got 0 other texts of at least 8 words, expected at least the 3"):
+        make("documents", {"filler": "other", **plain, "words": 8}, str(texts))
+    with pytest.raises(ConfigError, match="before every text, expected another one before the others"):
+        make("documents", {**plain, "heading": "x", "other": "x"}, str(texts))
+
+
 def test_byte_tokenizer():
     made = make_tokenizer("bytes")
     assert len(made) == len(SPECIAL) + 256

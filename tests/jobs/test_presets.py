@@ -1,0 +1,64 @@
+"""`convert --preset`: what it stands for, what comes before it, and where it is refused."""
+
+from __future__ import annotations
+
+import pytest
+from support.checkpoints import make_original
+from support.command_lines import run
+
+from linearize.errors import ConfigError, UnknownNameError
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import make_plan
+from linearize.jobs.presets import PRESETS
+from linearize.modeling.plan import SOFTMAX
+from linearize.options import effective, options_of
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_options_that_it_stands_for(name):
+    assert set(PRESETS[name]) <= set(options_of(ConvertJob))
+    with_preset = effective(ConvertJob.of(model="m", preset=name))
+    written_out = effective(ConvertJob.of(model="m", **PRESETS[name]))
+    assert with_preset.pop("preset") == name
+    assert written_out.pop("preset") is None
+    assert with_preset == written_out != effective(ConvertJob.of(model="m"))
+
+
+def test_what_is_given_comes_before_a_preset():
+    job = ConvertJob.of(model="m", preset="causal", kernel="elu", window=16, keep_softmax="0")
+    assert (job.kernel, job.window, job.keep_softmax, job.sinks) == ("elu", 16, (0,), PRESETS["causal"]["sinks"])
+    assert job.target() == "m-elu"
+
+
+def test_the_layers_of_a_causal_preset(tmp_path):
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", num_hidden_layers=8)
+    _, plan, _ = make_plan(ConvertJob.of(model=str(tmp_path / "llama"), preset="causal", keep_softmax="1/4"))
+    kept = [layer.index for layer in plan.layers if layer.kernel == SOFTMAX]
+    near = {(layer.window, layer.sinks) for layer in plan.layers if layer.kernel != SOFTMAX}
+    assert kept == [3, 7]
+    assert near == {(PRESETS["causal"]["window"], PRESETS["causal"]["sinks"])}
+
+
+def test_presets_that_are_refused(tmp_path):
+    with pytest.raises(UnknownNameError, match=r"unknown preset 'casual'. Did you mean 'causal'?"):
+        ConvertJob.of(model="m", preset="casual")
+    for other in ({"plan": "plan.yaml"}, {"kernel": "auto"}):
+        with pytest.raises(ConfigError, match=r"preset: got 'causal' beside --.*which chooses as well"):
+            ConvertJob.of(model="m", preset="causal", **other)
+    make_original(tmp_path / "bert")
+    job = ConvertJob.of(model=str(tmp_path / "bert"), preset="causal")
+    with pytest.raises(ConfigError, match="sees the tokens behind too; leave --preset out"):
+        make_plan(job)
+
+
+def test_a_preset_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", num_hidden_layers=4)
+    line = "convert llama --preset causal --distill-steps 0 --align-steps 0 --device cpu --output made"
+    code = run(capsys, *line.split())[0]
+    assert code == 0
+    from linearize.checkpoint.inspect import inspect_checkpoint
+
+    plan = inspect_checkpoint("made").plan
+    assert plan is not None
+    assert {layer.window for layer in plan.layers if layer.kernel != SOFTMAX} == {PRESETS["causal"]["window"]}
