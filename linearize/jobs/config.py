@@ -55,8 +55,8 @@ LOCAL_AS_FULL = (
     "then, so that the result equals the original at most up to the window's length"
 )
 PRESET = (
-    "kernel, window, first tokens and softmax layers that were measured to work well together, what is given beside it "
-    f"comes first: {', '.join(PRESETS)}"
+    "kernel, window and first tokens that were measured to work well together; what is given beside it comes first: "
+    f"{', '.join(PRESETS)}"
 )
 KEPT = "layers to leave as they are, such as 0,11; or 1/4 for the last of every four"
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
