@@ -1,18 +1,25 @@
-"""Long documents whose class stands in one passage at any place: texts of a data set in a row, one of which decides.
+"""Long documents whose class stands in one or two passages at any place: texts of a data set in a row, which decide.
 
 Where real documents can be told by their beginnings, or by what most of their parts say, neither cutting them nor
 averaging over chunks costs anything, and nothing is learned about long inputs. Here the other passages are texts about
-something else (`filler`), or of random classes, told from the one that decides by what stands before it.
+something else (`filler`), or of random classes, told from those that decide by what stands before them.
+
+One text that decides can be found by chunks too: those without it say nothing, and the mean is what its chunk says.
+Where two decide, by whether their classes agree, and stand farther apart than a chunk is long, no mean over chunks can
+tell: every chunk sees one of the two at most, and each class comes as often with agreement as without.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from linearize.errors import ConfigError, DataError
+from linearize.errors import ConfigError, DataError, unknown_name
+
+ONE, AGREEMENT = DECIDES = ("one", "agreement")
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,10 @@ class Documents:
         default="", metadata={"help": "data set of texts for the other passages, beside the source or elsewhere"}
     )
     filler_column: str = field(default="text", metadata={"help": "column of those"})
+    decides: str = field(
+        default="one", metadata={"help": "one: the class of one text; agreement: whether two have the same class"}
+    )
+    apart: int = field(default=1, metadata={"help": "texts from one of those two to the other, at least"})
     parts: int = field(default=6, metadata={"help": "texts of a document"})
     words: int = field(default=200, metadata={"help": "words of a text, at most; longer ones are cut"})
     train: int = field(default=2_000, metadata={"help": "training documents"})
@@ -40,6 +51,12 @@ class Documents:
     def __post_init__(self) -> None:
         if min(self.parts, self.words, self.train, self.validation) < 1:
             raise ConfigError("documents: parts, words, train and validation: expected numbers from 1")
+        if self.decides not in DECIDES:
+            raise unknown_name("documents: decides", self.decides, DECIDES)
+        if not 1 <= self.apart < max(self.parts, 2):
+            raise ConfigError(
+                f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
+            )
         if self.headings[0] == self.headings[1] and not self.filler:
             raise ConfigError(
                 f"documents: got {self.headings[0]!r} before every text, expected another one before the others"
@@ -63,7 +80,7 @@ def documents(
     seed: int,
     filler: Sequence[str] | None = None,
 ) -> list[dict[str, object]]:
-    """Put documents together -> rows with `text`, `label` and `place` (of the text that decides, from 0).
+    """Put documents together -> rows with `text`, `label` and `places` (of the texts that decide, from 0).
 
     Args:
         config: how.
@@ -74,7 +91,7 @@ def documents(
         filler: texts for the other passages; those of fewer than `config.words` words are left out. None: `texts`.
 
     Raises:
-        DataError: if there are fewer texts than a document has.
+        DataError: if there are fewer texts than a document has, or (agreement) fewer than two of a class or one class.
     """
     if filler is not None:
         filler = [text for text in filler if len(text.split()) >= config.words]
@@ -82,18 +99,58 @@ def documents(
     if len(others) < config.parts or not texts:
         what = "texts" if filler is None else f"other texts of at least {config.words} words"
         raise DataError(f"documents: got {len(others)} {what}, expected at least the {config.parts} of a document")
+    if config.decides == AGREEMENT:
+        _check_classes(labels)
     chance = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []
     heading, other = config.headings
     for _ in range(count):
-        drawn = chance.choice(len(others), size=config.parts, replace=False)
-        place = int(chance.integers(config.parts))
-        decides = int(drawn[place] if filler is None else chance.integers(len(texts)))
+        drawn = [int(one) for one in chance.choice(len(others), size=config.parts, replace=False)]
+        label: int | str
+        if config.decides == AGREEMENT:
+            label, places, chosen = _two(config, labels, chance)
+        else:
+            places = [int(chance.integers(config.parts))]
+            chosen = [drawn[places[0]] if filler is None else int(chance.integers(len(texts)))]
+            label = labels[chosen[0]]
+        if filler is None:
+            drawn = _without(drawn, chosen, places)
         passages = [others[one] for one in drawn]
-        passages[place] = texts[decides]
+        for place, one in zip(places, chosen, strict=True):
+            passages[place] = texts[one]
         parts = [
-            f"{heading if n == place else other} {' '.join(text.split()[: config.words])}".strip()
+            f"{heading if n in places else other} {' '.join(text.split()[: config.words])}".strip()
             for n, text in enumerate(passages)
         ]
-        rows.append({"text": "\n".join(parts), "label": labels[decides], "place": place})
+        rows.append({"text": "\n".join(parts), "label": label, "places": places})
     return rows
+
+
+def _two(
+    config: Documents, labels: Sequence[int | str], chance: np.random.Generator
+) -> tuple[int, list[int], list[int]]:
+    """Draw whether two texts agree, their places and the two."""
+    first = second = int(chance.integers(len(labels)))
+    agree = int(chance.integers(2))
+    while second == first or (labels[second] == labels[first]) != bool(agree):
+        second = int(chance.integers(len(labels)))
+    apart = int(chance.integers(config.apart, config.parts))
+    place = int(chance.integers(config.parts - apart))
+    return agree, [place, place + apart], [first, second]
+
+
+def _without(drawn: list[int], chosen: list[int], places: list[int]) -> list[int]:
+    """Put texts that decide at their places, by exchange with where they were drawn for."""
+    drawn = list(drawn)
+    for place, one in zip(places, chosen, strict=True):
+        if one in drawn:
+            drawn[drawn.index(one)] = drawn[place]
+        drawn[place] = one
+    return drawn
+
+
+def _check_classes(labels: Sequence[int | str]) -> None:
+    counts = Counter(labels)
+    if len(counts) < 2 or min(counts.values()) < 2:
+        found = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items(), key=str))
+        raise DataError(f"documents: got texts of the classes {found}, expected two classes or more, each with two")

@@ -190,12 +190,12 @@ def test_documents(tmp_path):
     for split, table in made.tables.items():
         for row in table:
             parts = row["text"].split("\n")
-            assert [part.startswith("Verdict: ") for part in parts] == [n == row["place"] for n in range(4)]
+            assert [part.startswith("Verdict: ") for part in parts] == [n == row["places"][0] for n in range(4)]
             names = [part.split()[1] for part in parts]
             assert len(set(names)) == 4 and all(name.startswith(split) for name in names)
             assert all(len(part.split()) == 6 for part in parts)
-            assert row["label"] == labels[names[row["place"]]]
-    assert set(made.tables["train"]["place"]) == {0, 1, 2, 3}, "any place decides"
+            assert row["label"] == labels[names[row["places"][0]]]
+    assert {place for places in made.tables["train"]["places"] for place in places} == {0, 1, 2, 3}, "any place decides"
     again, other = make("documents", options, str(tmp_path)), make("documents", options | {"seed": 1}, str(tmp_path))
     assert again.tables["train"][:] == made.tables["train"][:] != other.tables["train"][:]
     with pytest.raises(DataError, match="got 12 texts, expected at least the 20 of a document"):
@@ -218,16 +218,57 @@ def test_documents_with_other_texts_between(tmp_path):
         for row in table:
             parts = [part.split() for part in row["text"].split("\n")]
             assert [len(part) for part in parts] == [4, 4, 4]
-            decides = parts.pop(row["place"])
+            decides = parts.pop(row["places"][0])
             assert decides[1:] == ["is", "a", "text"] and row["label"] == int(decides[0].removeprefix(split)) % 2
             assert len({part[0] for part in parts}) == 2
             assert all(part[0].startswith(f"{split}line") and part[1] == "stands" for part in parts)
-            places.add(row["place"])
+            places.add(row["places"][0])
     assert places == {0, 1, 2}
     with pytest.raises(DataError, match="got 0 other texts of at least 8 words, expected at least the 3"):
         make("documents", {"filler": "other", **plain, "words": 8}, str(texts))
     with pytest.raises(ConfigError, match="before every text, expected another one before the others"):
         make("documents", {**plain, "heading": "x", "other": "x"}, str(texts))
+
+
+@pytest.mark.parametrize("filler", ["", "other"])
+def test_documents_of_two_texts_that_agree_or_not(tmp_path, filler):
+    texts, other = tmp_path / "texts", tmp_path / "other"
+    texts.mkdir()
+    other.mkdir()
+    for split in ("train", "validation"):
+        rows = [{"text": f"{split}{n} is a text", "label": "abc"[n % 3]} for n in range(9)]
+        (texts / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (other / f"{split}.txt").write_text("\n".join(f"{split}line{n} stands between" for n in range(9)) + "\n")
+    options = {"decides": "agreement", "filler": filler, "words": 3, "parts": 6, "apart": 3, "train": 300}
+    made = make("documents", options | {"validation": 40}, str(texts))
+    assert "two of which decide by whether they agree" in made.description
+    apart, first = set(), set()
+    for split, table in made.tables.items():
+        for row in table:
+            parts = [part.split() for part in row["text"].split("\n")]
+            if not filler:
+                said = [n for n, part in enumerate(parts) if part.pop(0) == "Verdict:"]
+                assert said == row["places"]
+            assert len({part[0] for part in parts}) == 6, "no text comes twice"
+            one, two = row["places"]
+            apart.add(two - one)
+            first.add(one)
+            classes = {int(parts[n][0].removeprefix(split)) % 3 for n in (one, two)}
+            assert row["label"] == (len(classes) == 1)
+    assert apart == {3, 4, 5} and first == {0, 1, 2}
+    assert 120 < sum(made.tables["train"]["label"]) < 180, "as many agree as not"
+
+
+def test_what_documents_refuse(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown documents: decides 'agree'\. Did you mean 'agreement'"):
+        make("documents", {"decides": "agree"}, str(tmp_path))
+    with pytest.raises(ConfigError, match="apart: got 6, expected 1 to 5 of 6 parts"):
+        make("documents", {"decides": "agreement", "apart": 6}, str(tmp_path))
+    for split in ("train", "validation"):
+        rows = [{"text": f"{split}{n} is a text", "label": int(n == 0)} for n in range(9)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="classes 0: 8, 1: 1, expected two classes or more, each with two"):
+        make("documents", {"decides": "agreement"}, str(tmp_path))
 
 
 def test_byte_tokenizer():
