@@ -131,6 +131,8 @@ def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
                 found.append(findings)
             case events.DataOpened(description):
                 out.print(f"Data: {description}", markup=False)
+            case events.Noted(text):
+                out.print(text, markup=False)
             case events.StepDone(report):
                 last[:] = [report]
                 progress(report)

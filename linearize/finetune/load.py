@@ -18,7 +18,7 @@ from linearize.finetune.task import Task
 from linearize.heads import Modality
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
-from linearize.surgery.positions import current_length, runs_beyond_limit
+from linearize.surgery.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -371,6 +371,25 @@ def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | No
         f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions go "
         "on, and what lies behind was never trained."
     )
+
+
+def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, length: int) -> str | None:
+    """Let a model with rotary positions be tuned on longer rows than it was made for; refuse those of other models.
+
+    Returns:
+        What was done, in one line; None if there was nothing to do.
+
+    Raises:
+        ConfigError: if rows are longer than the model's positions, and these are a table.
+        UnsupportedModelError: if they are scaled by the length.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is None or length <= most or not runs_beyond_limit(model):
+        check_length(model, task, length)
+        return None
+    report = extend_positions(model, length)
+    extend_processor(processor, report, model)
+    return f"Rows have up to {length:,} tokens, {type(model).__name__} was made for {most:,}: {report.note}."
 
 
 def check_length(

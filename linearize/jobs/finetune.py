@@ -15,7 +15,7 @@ from linearize.distillation.processes import is_main, own_device, under_fsdp, wa
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.checkpoints import last_checkpoint
 from linearize.finetune.checks import check_adapter, check_checkpointing, check_fsdp, check_trains
-from linearize.finetune.load import check_length, fit_tokenizer, load_for_task, load_processor
+from linearize.finetune.load import fit_positions, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import check_report_to
@@ -27,7 +27,7 @@ from linearize.finetune.work import check_work, remove_work
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_tuning
 from linearize.jobs.context import add_command
-from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Saved, StepDone, ignore
+from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.findings import Findings
 from linearize.jobs.task_config import TuneJob
 from linearize.loading import move
@@ -116,7 +116,8 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     # What is spread over the devices is handed out from the memory of the host.
     model = move(model, "cpu" if under_fsdp() else device)
     fit_tokenizer(model, processor)
-    check_length(model, job.task, job.data.max_length)
+    if (said := fit_positions(model, processor, job.task, job.data.max_length)) is not None:
+        on_event(Noted(said))
     teacher = None
     if job.teacher is not None:
         teacher = load_teacher(job.teacher, data, model, processor, job.data.max_length)

@@ -5,8 +5,9 @@ averaging over chunks costs anything, and nothing is learned about long inputs. 
 something else (`filler`), or of random classes, told from those that decide by what stands before them.
 
 One text that decides can be found by chunks too: those without it say nothing, and the mean is what its chunk says.
-Where two decide, by whether their classes agree, and stand farther apart than a chunk is long, no mean over chunks can
-tell: every chunk sees one of the two at most, and each class comes as often with agreement as without.
+Where two decide and stand farther apart than a chunk is long, no mean over chunks can tell: every chunk sees one of the
+two at most. Whether their classes agree comes as often with one class as with the other; and a chunk does not know
+whether there is another text behind it, which alone counts if the last decides.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import numpy as np
 
 from linearize.errors import ConfigError, DataError, unknown_name
 
-ONE, AGREEMENT = DECIDES = ("one", "agreement")
+ONE, LAST, AGREEMENT = "one", "last", "agreement"
+DECIDES = {
+    ONE: "one of which decides",
+    LAST: "the last of two decides",
+    AGREEMENT: "two of which decide by whether they agree",
+}
+"""What decides, and how a description of the data says it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,8 @@ class Documents:
     )
     filler_column: str = field(default="text", metadata={"help": "column of those"})
     decides: str = field(
-        default="one", metadata={"help": "one: the class of one text; agreement: whether two have the same class"}
+        default=ONE,
+        metadata={"help": "one: the class of one text; last: of the last of two; agreement: whether two have the same"},
     )
     apart: int = field(default=1, metadata={"help": "texts from one of those two to the other, at least"})
     parts: int = field(default=6, metadata={"help": "texts of a document"})
@@ -99,7 +107,7 @@ def documents(
     if len(others) < config.parts or not texts:
         what = "texts" if filler is None else f"other texts of at least {config.words} words"
         raise DataError(f"documents: got {len(others)} {what}, expected at least the {config.parts} of a document")
-    if config.decides == AGREEMENT:
+    if config.decides != ONE:
         _check_classes(labels)
     chance = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []
@@ -107,12 +115,13 @@ def documents(
     for _ in range(count):
         drawn = [int(one) for one in chance.choice(len(others), size=config.parts, replace=False)]
         label: int | str
-        if config.decides == AGREEMENT:
-            label, places, chosen = _two(config, labels, chance)
-        else:
+        if config.decides == ONE:
             places = [int(chance.integers(config.parts))]
             chosen = [drawn[places[0]] if filler is None else int(chance.integers(len(texts)))]
             label = labels[chosen[0]]
+        else:
+            agree, places, chosen = _two(config, labels, chance)
+            label = agree if config.decides == AGREEMENT else labels[chosen[1]]
         if filler is None:
             drawn = _without(drawn, chosen, places)
         passages = [others[one] for one in drawn]

@@ -193,8 +193,9 @@ def _documents(config: documents.Documents, source: str | None) -> Made:
         )
     }
     between = "" if other is None else f", the others of {other.description}"
-    what = "one of which decides" if config.decides == documents.ONE else "two of which decide by whether they agree"
-    description = f"documents of {config.parts} texts, {what}, of {splits.description}{between}: "
+    description = (
+        f"documents of {config.parts} texts, {documents.DECIDES[config.decides]}, of {splits.description}{between}: "
+    )
     description += _said(found)
     return Made(_tables(found), None, description)
 

@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 from support.tasks import WORDS, causal_folder, word_tokenizer, write
 from support.tiny import SMALLER, original
+from transformers import AutoModelForCausalLM
 
+import linearize
 from linearize.errors import ConfigError, DataError
+from linearize.events import Noted
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import measure_with_interval, resampled_scores
 from linearize.finetune.load import NO_LIMIT, WINDOW, length_limit, load_for_task, load_processor, whole_length
 from linearize.finetune.prepare import prepare
 from linearize.finetune.tasks import TASKS, task
 from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.sides import rows_per_batch
-from linearize.jobs.task_config import EvaluateJob
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 
 
 def words(count, start=0):
@@ -182,3 +186,35 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
     assert found(tmp_path / "llama", 16).notes == ()
     with pytest.raises(ConfigError, match="takes at most 32 tokens"):
         found(gpt2, 40)
+
+
+@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, gpt2, kernel):
+    """They were refused, and a converted one could not be converted anew for longer rows."""
+    folder = causal_folder(tmp_path / "llama", 16)
+    if kernel is not None:
+        original_folder, folder = folder, tmp_path / "linear"
+        linearize.convert(AutoModelForCausalLM.from_pretrained(original_folder), kernel).save_pretrained(folder)
+        load_processor(str(original_folder), "text").save_pretrained(folder)
+    (tmp_path / "set").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "set" / f"{split}.txt").write_text(" ".join(words(60)))
+    notes = []
+
+    def tuned(model, length, **more):
+        options = {"task": "causal-lm", "dataset": str(tmp_path / "set"), "device": "cpu", "max_length": length, **more}
+        job = TuneJob.of(model=str(model), output=str(tmp_path / "tuned"), steps=2, batch_size=1, **options)
+        return finetune_checkpoint(job, lambda event: notes.append(event.text) if isinstance(event, Noted) else None)
+
+    target, _ = tuned(folder, 24)
+    name = "LlamaForCausalLM" if kernel is None else "LinearizedLlamaForCausalLM"
+    assert notes == [
+        f"Rows have up to 24 tokens, {name} was made for 16: no table; config.max_position_embeddings raised, rotary "
+        "frequencies unchanged (no rope scaling)."
+    ]
+    assert json.loads((target / "config.json").read_text())["max_position_embeddings"] == 24
+    assert load_processor(str(target), "text").model_max_length == 24
+    options = {"task": "causal-lm", "dataset": str(tmp_path / "set"), "device": "cpu", "max_length": 24}
+    assert evaluate_checkpoint(EvaluateJob.of(model=str(target), **options)).notes == ()
+    with pytest.raises(ConfigError, match="takes at most 32 tokens"):
+        tuned(gpt2, 40, overwrite=True)

@@ -231,7 +231,8 @@ def test_documents_with_other_texts_between(tmp_path):
 
 
 @pytest.mark.parametrize("filler", ["", "other"])
-def test_documents_of_two_texts_that_agree_or_not(tmp_path, filler):
+@pytest.mark.parametrize("decides", ["agreement", "last"])
+def test_documents_of_two_texts_that_decide(tmp_path, filler, decides):
     texts, other = tmp_path / "texts", tmp_path / "other"
     texts.mkdir()
     other.mkdir()
@@ -239,24 +240,27 @@ def test_documents_of_two_texts_that_agree_or_not(tmp_path, filler):
         rows = [{"text": f"{split}{n} is a text", "label": "abc"[n % 3]} for n in range(9)]
         (texts / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (other / f"{split}.txt").write_text("\n".join(f"{split}line{n} stands between" for n in range(9)) + "\n")
-    options = {"decides": "agreement", "filler": filler, "words": 3, "parts": 6, "apart": 3, "train": 300}
+    options = {"decides": decides, "filler": filler, "words": 3, "parts": 6, "apart": 3, "train": 300}
     made = make("documents", options | {"validation": 40}, str(texts))
-    assert "two of which decide by whether they agree" in made.description
-    apart, first = set(), set()
+    said = {"agreement": "two of which decide by whether they agree", "last": "the last of two decides"}
+    assert said[decides] in made.description
+    apart, first, same = set(), set(), 0
     for split, table in made.tables.items():
         for row in table:
             parts = [part.split() for part in row["text"].split("\n")]
             if not filler:
-                said = [n for n, part in enumerate(parts) if part.pop(0) == "Verdict:"]
-                assert said == row["places"]
+                headed = [n for n, part in enumerate(parts) if part.pop(0) == "Verdict:"]
+                assert headed == row["places"]
             assert len({part[0] for part in parts}) == 6, "no text comes twice"
             one, two = row["places"]
             apart.add(two - one)
             first.add(one)
-            classes = {int(parts[n][0].removeprefix(split)) % 3 for n in (one, two)}
-            assert row["label"] == (len(classes) == 1)
+            classes = ["abc"[int(parts[n][0].removeprefix(split)) % 3] for n in (one, two)]
+            agree = classes[0] == classes[1]
+            assert row["label"] == (agree if decides == "agreement" else classes[1])
+            same += agree
     assert apart == {3, 4, 5} and first == {0, 1, 2}
-    assert 120 < sum(made.tables["train"]["label"]) < 180, "as many agree as not"
+    assert 130 < same < 210, "as many agree as not, of 340"
 
 
 def test_what_documents_refuse(tmp_path):
