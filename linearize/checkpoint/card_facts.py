@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from huggingface_hub import EvalResult
 
 from linearize.checkpoint.chosen import mapping, number
+from linearize.checkpoint.taught import longest_taught
 from linearize.errors import printable
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
@@ -47,15 +48,6 @@ def eval_results(provenance: Mapping[str, object], task_type: str) -> list[EvalR
     ]
 
 
-def _longest_row(provenance: Mapping[str, object]) -> int | None:
-    """Return the tokens of the longest row that a checkpoint was taught and measured on, in any stage, if known."""
-    found = [provenance.get("longest_row")]
-    facts = mapping(mapping(provenance.get("finetuning")).get("facts"))
-    longest, cut = facts.get("longest_row"), facts.get("max_length")
-    found.append(min(longest, cut) if isinstance(longest, int) and isinstance(cut, int) else None)
-    return max((one for one in found if isinstance(one, int)), default=None)
-
-
 def limits(plan: Plan, provenance: Mapping[str, object], length: int | None) -> list[str]:
     """Return what a user of the model has to know of where it ends, one sentence each.
 
@@ -66,7 +58,7 @@ def limits(plan: Plan, provenance: Mapping[str, object], length: int | None) -> 
     """
     kept = [layer for layer in plan.layers if not layer.converted]
     found = ["Short inputs are not faster than with softmax; the gain grows with the length."]
-    seen = _longest_row(provenance)
+    seen = longest_taught(provenance)
     if seen is not None and length is not None and seen < length:
         found.append(
             f"It takes {length:,} tokens; it was taught and measured on rows of up to {seen:,}. Beyond these it has "

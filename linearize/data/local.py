@@ -50,6 +50,31 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or file_kind(Path(name)) is not None
 
 
+def place_of(name: str, folder: str | None, *, called: str) -> str:
+    """Return where a data set lies: in a folder of data sets, or else where its name says; the Hub's as is.
+
+    Args:
+        name: as the user wrote it.
+        folder: where data sets lie beside each other, if anything.
+        called: the option that names it.
+
+    Raises:
+        DataError: if it is nowhere, as far as can be told without asking the Hub.
+    """
+    root = None if folder is None else Path(folder).expanduser()
+    if root is not None and root.is_dir() and exists(root / name):
+        return str(root / name)
+    if exists(Path(name).expanduser()):
+        return name
+    if looks_local(name) or name.count("/") > 1 or (root is not None and root.is_dir() and "/" not in name):
+        inside = "" if root is None else f" in {folder!r}"
+        raise DataError(
+            f"{called}: got {name!r}, which does not exist{inside}, expected a file or a folder, or a Hub name "
+            "(owner/name); check the path"
+        )
+    return name
+
+
 def open_local(
     path: Path, split: str, modality: Modality, streaming: bool
 ) -> list[Dataset] | list[IterableDataset] | list[ImageFile]:

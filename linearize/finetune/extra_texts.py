@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linearize.data.columns import column_kinds, find_column, find_pair, listed, uniform
 from linearize.data.config import DataConfig
-from linearize.data.local import looks_local
+from linearize.data.local import place_of
 from linearize.data.records import Example, TextRecords, text_digest
-from linearize.data.walk import exists
 from linearize.errors import DataError
 from linearize.finetune.config import DataOptions
 from linearize.finetune.tables import Given, raw_table
@@ -44,7 +42,7 @@ class ExtraTexts:
 
 
 def texts_at(name: str, data: Given | None) -> str:
-    """Return where a data set of texts lies: in the folder of data sets, or else where its name says; the Hub's as is.
+    """Return where a data set of texts lies: in the folder that the task is read from, or where its name says.
 
     Args:
         name: as the user wrote it.
@@ -53,18 +51,7 @@ def texts_at(name: str, data: Given | None) -> str:
     Raises:
         DataError: if it is nowhere, as far as can be told without asking the Hub.
     """
-    root = Path(data).expanduser() if isinstance(data, str) else None
-    if root is not None and root.is_dir() and exists(root / name):
-        return str(root / name)
-    if exists(Path(name).expanduser()):
-        return name
-    if looks_local(name) or name.count("/") > 1 or (root is not None and root.is_dir() and "/" not in name):
-        inside = "" if root is None else f" in {data!r}"
-        raise DataError(
-            f"extra_texts: got {name!r}, which does not exist{inside}, expected a file or a folder, or a Hub name "
-            "(owner/name); check the path"
-        )
-    return name
+    return place_of(name, data if isinstance(data, str) else None, called="extra_texts")
 
 
 def extra_texts(task: Task, train: Sequence[Example], measured: Sequence[Example], options: DataOptions) -> ExtraTexts:

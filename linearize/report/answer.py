@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from linearize.checkpoint.taught import taught_length
 from linearize.report.predictions import SEVERAL
-from linearize.report.recorded import taught_length
 
 if TYPE_CHECKING:
     from linearize.report.gather import Gathered

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from linearize.checkpoint.taught import taught_length
 from linearize.data.config import HOLDOUT, DataConfig
 from linearize.errors import ConfigError, DataError
 from linearize.loading import Loaded
 from linearize.options import name_of
 from linearize.report.options import InputOptions
-from linearize.report.recorded import RecordedData, recorded_data, taught_length
+from linearize.report.recorded import RecordedData, recorded_data
 
 if TYPE_CHECKING:
     from linearize.data.records import Example

@@ -63,16 +63,6 @@ def recorded_data(provenance: Mapping[str, object], checkpoint: str) -> Recorded
     return None
 
 
-def taught_length(provenance: Mapping[str, object]) -> int | None:
-    """Return the tokens of the longest row that a checkpoint was taught on, as it says; None where it does not."""
-    tuned = mapping(provenance.get("finetuning"))
-    facts = mapping(tuned.get("facts"))
-    known = [facts.get("longest_row"), tuned.get("max_length")]
-    of_task = [length for length in known if type(length) is int and length > 0]
-    before = provenance.get("longest_row")
-    return min(of_task) if of_task else before if type(before) is int and before > 0 else None
-
-
 def _stages(provenance: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Give the options of the stages that say some, the last stage first; those of a conversion are its own."""
     for stage, name in (("alignment", "alignment"), ("stage one", "distillation")):

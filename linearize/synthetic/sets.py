@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linearize.data.local import place_of
 from linearize.errors import ConfigError, DataError, unknown_name
 from linearize.registry import KINDS
 from linearize.synthetic import articles, documents, listops, pixels, recall, retrieval
@@ -176,8 +177,8 @@ def _documents(config: documents.Documents, source: str | None) -> Made:
     splits = open_splits(asked, str(source), limit=None, seed=config.seed, raw=True)
     other: Splits[Dataset] | None = None
     if config.filler:
-        beside = Path(str(source)).parent / config.filler
-        other = _lines(str(beside) if beside.exists() else config.filler, config.filler_column, config.seed)
+        beside = place_of(config.filler, str(Path(str(source)).parent), called="documents: filler")
+        other = _lines(beside, config.filler_column, config.seed)
     found = {
         split: documents.documents(
             config,

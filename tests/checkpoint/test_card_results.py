@@ -96,9 +96,12 @@ def test_limits(place, card):
     model = converted("bert", "AutoModel", "rfa")
     plan = Plan.from_dict(model.config.linearize)
     # Stage two may have read longer rows than stage one.
-    stages = {"longest_row": 28, "finetuning": {"facts": {"longest_row": 90, "max_length": 64}}}
+    stages = {"longest_row": 28, "finetuning": {"max_length": 64, "facts": {"longest_row": 90}}}
     assert "on rows of up to 64." in " ".join(limits(plan, stages, 128))
     assert "on rows of up to 28." in " ".join(limits(plan, stages | {"finetuning": {"facts": {}}}, 128))
+    # Perplexity has windows of a length, and no longest row.
+    windows = {"finetuning": {"max_length": 96, "facts": {"context": 64, "stride": 63}}}
+    assert "on rows of up to 96." in " ".join(limits(plan, stages | windows, 128))
     assert "weights can be negative" in " ".join(limits(plan, {}, None))
 
 

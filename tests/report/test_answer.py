@@ -12,6 +12,7 @@ from support.checkpoints import WORDS, tokenizer
 from support.tiny import converted, original
 
 import linearize
+from linearize.checkpoint.taught import taught_length
 from linearize.finetune.config import DataOptions
 from linearize.finetune.prepare import prepare
 from linearize.finetune.save import tuning_record
@@ -25,7 +26,7 @@ from linearize.report.gather import gather
 from linearize.report.inputs import InputOptions, load_inputs
 from linearize.report.options import ReportOptions
 from linearize.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
-from linearize.report.recorded import recorded_data, taught_length
+from linearize.report.recorded import recorded_data
 from linearize.report.write import write_report
 
 NAMES = {0: "<b>bad", 1: "<b>so", 2: "<b>good"}

@@ -226,6 +226,8 @@ def test_documents_with_other_texts_between(tmp_path):
     assert places == {0, 1, 2}
     with pytest.raises(DataError, match="got 0 other texts of at least 8 words, expected at least the 3"):
         make("documents", {"filler": "other", **plain, "words": 8}, str(texts))
+    with pytest.raises(DataError, match="documents: filler: got 'othr', which does not exist in "):
+        make("documents", {"filler": "othr", **plain}, str(texts))
     with pytest.raises(ConfigError, match="before every text, expected another one before the others"):
         make("documents", {**plain, "heading": "x", "other": "x"}, str(texts))
 
