@@ -136,7 +136,8 @@ def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
             case events.StepDone(report):
                 last[:] = [report]
                 progress(report)
-                beat.what = f"tuning, {progress.short(report)}"
+                last_one = report.step == report.steps
+                beat.what = "measuring the result" if last_one else f"tuning, {progress.short(report)}"
             case events.Logged(entry):
                 # The line of a log says how long it has to go, as the bar does on a terminal.
                 where = progress.where(last[0]) if last and last[0].step == entry["step"] else None

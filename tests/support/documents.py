@@ -39,6 +39,7 @@ FOLDERS = {
     "my-bert": ("bert", "AutoModelForMaskedLM", {}),
     "MINILM": ("bert", "AutoModel", {}),
     "LLAMA": ("llama", "AutoModelForCausalLM", {}),
+    "llama-linear": ("llama", "AutoModelForCausalLM", {}),
     "VIT": ("vit", "AutoModelForImageClassification", {"image_size": 30, "patch_size": 15}),
     "gpt2": ("gpt2", "AutoModelForCausalLM", {}),
     "google/vit-base-patch16-224": ("vit", "AutoModelForImageClassification", {}),
@@ -81,6 +82,21 @@ RECIPES = {
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
                     "distil={steps: 2, batch_size: 4, holdout: 8}", "seeds=0",
                     "align={steps: 2, batch_size: 4, holdout: 8}"],
+    "minilm-long-documents": ["model={name: MINILM}", "rows.max_length=16", "device=cpu", "seeds=0",
+                              "tasks.reviews.rows={max_length: 16}", "tasks.reviews.teacher={}",
+                              "tasks.documents.options={filler: wikitext2, parts: 2, words: 3, train: 24, "
+                              "validation: 8}",
+                              "tasks.last_short.options={decides: last, filler: wikitext2, parts: 2, words: 3, "
+                              "train: 24, validation: 8}", "tasks.last_short.rows={max_length: 16}",
+                              "tasks.last.options={decides: last, filler: wikitext2, parts: 4, words: 3, apart: 2, "
+                              "train: 24, validation: 8}",
+                              *[f"tasks.{name}.{stage}={{{how}}}" for name in ("documents", "last")
+                                for stage, how in (("teacher", ""), ("finetune", ""), ("distil", ""), ("align", ""))],
+                              f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                              "distil={steps: 2, batch_size: 4, holdout: 8, max_length: 16}",
+                              "align={steps: 2, batch_size: 4, holdout: 8, max_length: 80}",
+                              "kernels=[softmax,{name: softmax, label: chunks, rows: {max_length: 16, chunks: true}},"
+                              "{name: hedgehog, label: hedgehog 80, rows: {max_length: 80}}]"],
     "minilm-embedding": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
                          "distil={steps: 2, batch_size: 4, holdout: 8}", "align={steps: 2, batch_size: 4, holdout: 8}"],
     "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
@@ -143,6 +159,7 @@ def make_place(root: Path, *, converted: bool) -> None:
     rows = [{"text": " ".join(VOCABULARY[i % 11 :] + VOCABULARY[: i % 13]), "label": i % 2} for i in range(96)]
     write_texts(root, rows)
     write_glue(root / "glue", rows)
+    write_reviews(root, rows)
     for split in ("train", "validation"):
         own = "".join(f"{split} {row['text']}\n" for row in rows)
         (root / "data" / "wikitext2").mkdir(parents=True, exist_ok=True)
@@ -162,6 +179,15 @@ def write_texts(root, rows):
         own = "".join(json.dumps({"text": f"{name} {row['text']}"}) + "\n" for row in rows)
         (root / f"{name}.jsonl.gz").write_bytes(gzip.compress(own.encode()))
     (root / "corpus.txt").write_text("".join(row["text"] + "\n" for row in rows))
+
+
+def write_reviews(root, rows):
+    """Write the folders of long and short reviews, each with two splits."""
+    for name in ("imdb", "imdb_long"):
+        (root / "data" / name).mkdir(parents=True)
+        for split, count in (("train", 24), ("validation", 8)):
+            own = [{"text": f"{name} {split} {row['text']}", "label": row["label"]} for row in rows[:count]]
+            (root / "data" / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
 
 
 def write_glue(root, rows):
@@ -209,17 +235,28 @@ def run_line(line, capsys, *, parse_only=False):
 def run_linearize(line, words, capsys, parse_only=False):
     assert words and words[0] in QUICK, f"verb of {line!r} is not covered; add it to QUICK"
     build_parser(words[0]).parse_args(words[1:])
+    if words[0] == "run":
+        assert words[1] in RECIPES, f"recipe of {line!r} is not covered; add it to RECIPES"
     if parse_only or set(words) & set(ONLY_PARSED):
         return
     if words[0] == "run":
-        assert words[1] in RECIPES, f"recipe of {line!r} is not covered; add it to RECIPES"
-        words = [*words[:2], *[w for w in words[2:] if "=" in w], *RECIPES[words[1]], *[
-            w for w in words[2:] if "=" not in w
-        ]]  # fmt: skip
+        words = [*words[:2], *tiny(words[1], words[2:]), *words[2:]]
     searched = SMALL_SEARCH.split() if words[0] == "convert" and "auto" in words else []
     code = main([*words, *quick(words).split(), *searched])
     captured = capsys.readouterr()
     assert code == 0, f"{line!r} ends with {code}: {captured.err[-600:]}"
+
+
+def tiny(recipe, words):
+    """Return what makes a recipe small, but for what a line says itself and for the tasks that it leaves out."""
+    own = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    tasks = own["tasks"].strip("[]").split(",") if "tasks" in own else None
+    return [
+        change
+        for change in RECIPES[recipe]
+        if (name := change.partition("=")[0]) not in own
+        and (tasks is None or not name.startswith("tasks.") or name.split(".")[1] in tasks)
+    ]
 
 
 def quick(words):
