@@ -24,13 +24,8 @@ from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Recipe
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.interval import measure_with_interval
-from linearize.finetune.load import (
-    beyond_training,
-    check_length,
-    fit_tokenizer,
-    fresh_model,
-    load_for_task,
-)
+from linearize.finetune.lengths import beyond_training, check_length
+from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.teacher import load_teacher

@@ -18,7 +18,6 @@ from linearize.finetune.task import Task
 from linearize.heads import Modality
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
-from linearize.surgery.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that says what it was tuned for, and how."""
-NO_LIMIT = 1_000_000
-"""Tokens that no row reaches."""
-WINDOW = 2_048
-"""Tokens of a language model's windows where nobody says it, and the model takes as many."""
 
 
 @overload
@@ -48,7 +43,7 @@ def load_processor(name: str, modality: Modality) -> Processor:
     from transformers import AutoImageProcessor, AutoTokenizer
 
     auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
-    with _explained(name, f"its {kind}"):
+    with explained(name, f"its {kind}"):
         return auto.from_pretrained(name)
 
 
@@ -60,53 +55,8 @@ def read_config_dict(name: str) -> dict[str, Any]:
     """
     from transformers import PreTrainedConfig
 
-    with _explained(name, "its config.json"):
+    with explained(name, "its config.json"):
         return PreTrainedConfig.get_config_dict(name)[0]
-
-
-def usual_length(name: str, most: int = 128) -> int:
-    """Return how many tokens a row has where nobody says: as many as the checkpoint was tuned with, else `most`, or
-    what a shorter model takes.
-
-    Raises:
-        CheckpointError: if the checkpoint has no config that can be read.
-    """
-    tuned = tuned_length(name)
-    return min(most, length_limit(name) or most) if tuned is None else tuned
-
-
-def length_limit(name: str) -> int | None:
-    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None: no limit is known.
-
-    Raises:
-        CheckpointError: if the checkpoint has no config that can be read.
-    """
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    values = read_config_dict(name)
-    longest = values.get("max_position_embeddings") or values.get("n_positions")
-    kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
-    # RoBERTa and its kin count positions from behind the padding token's number.
-    reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
-    with _explained(name, "its tokenizer_config.json"):
-        tokenizer = get_tokenizer_config(name).get("model_max_length")
-    # transformers writes a number of thirty digits where a tokenizer has no limit.
-    known = [number for number in (tokenizer,) if isinstance(number, int) and 1 < number < NO_LIMIT]
-    known += [longest - reserved] if isinstance(longest, int) else []
-    return min(known, default=None)
-
-
-def whole_length(name: str, task: Task) -> int:
-    """Return the most tokens that a row may have where it shall be measured whole and nobody says a length.
-
-    As many as the checkpoint was tuned with, else what its model and tokenizer take. A language model's windows, which
-    could be as long as the text, are of at most `WINDOW` tokens.
-
-    Raises:
-        CheckpointError: if the checkpoint has no config that can be read.
-    """
-    most = WINDOW if task.type.labels == "tokens" and task.label is None else NO_LIMIT
-    return usual_length(name, most)
 
 
 def read_record(name: str | Path) -> dict[str, object] | None:
@@ -123,15 +73,6 @@ def read_record(name: str | Path) -> dict[str, object] | None:
     if not isinstance(found, dict):
         raise ValueError("no mapping")
     return found
-
-
-def tuned_length(name: str) -> int | None:
-    """Return the tokens per row that a folder was tuned with, as its record says; None where it does not."""
-    try:
-        length = (read_record(name) or {}).get("max_length")
-    except (OSError, ValueError):
-        return None
-    return length if type(length) is int and length > 1 else None
 
 
 def load_for_task(
@@ -173,7 +114,7 @@ def load_for_task(
     if changes:
         options |= _known_changes(name, changes)
     transformers.set_seed(seed)
-    with _explained(name, f"as {task.head.auto_class}"):
+    with explained(name, f"as {task.head.auto_class}"):
         model = getattr(transformers, task.head.auto_class).from_pretrained(name, **options)
     if own is not None and (order := label_order(own, task.labels or ())):
         reorder_outputs(model, order)
@@ -189,7 +130,7 @@ def _known_changes(name: str, changes: Mapping[str, object]) -> Mapping[str, obj
     """
     from transformers import AutoConfig
 
-    with _explained(name, "its config"):
+    with explained(name, "its config"):
         known = AutoConfig.from_pretrained(name).to_dict()
     for key in changes:
         if key not in known:
@@ -297,7 +238,7 @@ def label_options(task: Task, count: int) -> dict[str, object]:
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a converted model's config name the class that it has now; models with a cache do without while training."""
+    """Let a converted model's config name the class that it has now."""
     if is_linearized(model):
         name = type(model).__name__.removeprefix("Linearized")
         model.config.linearize = {**model.config.linearize, "base_architecture": name}
@@ -345,7 +286,7 @@ def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
 
 
 @contextlib.contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
+def explained(name: str, what: str) -> Iterator[None]:
     """Turn transformers' errors into one line."""
     try:
         with quiet():
@@ -355,61 +296,3 @@ def _explained(name: str, what: str) -> Iterator[None]:
             raise
         first = first_line(error)
         raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error
-
-
-def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | None:
-    """Refuse rows to measure on that a model cannot read; return what is to be said of those it was not trained on.
-
-    Raises:
-        ConfigError: if rows are longer than the model's positions, and these are not rotary.
-    """
-    most = current_length(model) if task.modality == "text" else None
-    if most is None or length <= most or not runs_beyond_limit(model):
-        check_length(model, task, length)
-        return None
-    return (
-        f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions go "
-        "on, and what lies behind was never trained."
-    )
-
-
-def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, length: int) -> str | None:
-    """Let a model with rotary positions be tuned on longer rows than it was made for; refuse those of other models.
-
-    Returns:
-        What was done, in one line; None if there was nothing to do.
-
-    Raises:
-        ConfigError: if rows are longer than the model's positions, and these are a table.
-        UnsupportedModelError: if they are scaled by the length.
-    """
-    most = current_length(model) if task.modality == "text" else None
-    if most is None or length <= most or not runs_beyond_limit(model):
-        check_length(model, task, length)
-        return None
-    report = extend_positions(model, length)
-    extend_processor(processor, report, model)
-    return f"Rows have up to {length:,} tokens, {type(model).__name__} was made for {most:,}: {report.note}."
-
-
-def check_length(
-    model: PreTrainedModel, task: Task, length: int, *, called: str = "", otherwise: str = "convert with --max-length"
-) -> None:
-    """Refuse rows of text that are longer than the model's positions.
-
-    Args:
-        model: the model.
-        task: the task; only text has a length.
-        length: tokens of the longest row.
-        called: what the model is to the user; by default its class.
-        otherwise: what to do but for lowering the length.
-
-    Raises:
-        ConfigError: if they are.
-    """
-    most = current_length(model) if task.modality == "text" else None
-    if most is not None and length > most:
-        name = called or type(model).__name__
-        raise ConfigError(
-            f"max_length: {name} takes at most {most} tokens, but rows have up to {length}; lower it, or {otherwise}"
-        )

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.pair import check_teacher as check_original_of
 from linearize.errors import CheckpointError, ConfigError
-from linearize.finetune.load import (
-    RECORD,
-    check_length,
-    check_trained,
-    load_for_task,
-    load_processor,
-    read_config_dict,
-    read_record,
-)
+from linearize.finetune.lengths import check_length
+from linearize.finetune.load import RECORD, check_trained, load_for_task, load_processor, read_config_dict, read_record
 from linearize.finetune.prepared import TaskData
 from linearize.loading import move
 from linearize.modeling.model import is_linearized

@@ -15,7 +15,8 @@ from linearize.distillation.processes import is_main, own_device, under_fsdp, wa
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.finetune.checkpoints import last_checkpoint
 from linearize.finetune.checks import check_adapter, check_checkpointing, check_fsdp, check_trains
-from linearize.finetune.load import fit_positions, fit_tokenizer, load_for_task, load_processor
+from linearize.finetune.lengths import fit_positions
+from linearize.finetune.load import fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import check_report_to

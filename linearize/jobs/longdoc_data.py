@@ -8,7 +8,8 @@ from pathlib import Path
 
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions
-from linearize.finetune.load import NO_LIMIT, length_limit, load_processor
+from linearize.finetune.lengths import NO_LIMIT, length_limit
+from linearize.finetune.load import load_processor
 from linearize.finetune.prepare import located, prepare
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.tables import open_splits

@@ -9,15 +9,8 @@ from linearize.errors import ConfigError
 from linearize.finetune.chunks import TOKENS
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import Difference, Measured, measure_with_interval, paired_difference
-from linearize.finetune.load import (
-    beyond_training,
-    check_trained,
-    fit_tokenizer,
-    length_limit,
-    load_for_task,
-    load_processor,
-    whole_length,
-)
+from linearize.finetune.lengths import beyond_training, length_limit, whole_length
+from linearize.finetune.load import check_trained, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.metrics.by_position import PositionLoss
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import Facts, TaskData

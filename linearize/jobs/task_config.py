@@ -57,7 +57,7 @@ def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rows' length where nobody says it: what the model takes, if that is little."""
     if "max_length" in values:
         return {}
-    from linearize.finetune.load import usual_length
+    from linearize.finetune.lengths import usual_length
 
     return {"data": {"max_length": usual_length(values["model"])}}
 
@@ -154,7 +154,7 @@ class EvaluateJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return what follows from other options: the rows' length."""
-        from linearize.finetune.load import whole_length
+        from linearize.finetune.lengths import whole_length
         from linearize.finetune.tasks import TASKS
 
         # Without a model or a known task there is an error elsewhere.

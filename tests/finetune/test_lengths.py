@@ -15,7 +15,8 @@ from linearize.errors import ConfigError, DataError
 from linearize.events import Noted
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import measure_with_interval, resampled_scores
-from linearize.finetune.load import NO_LIMIT, WINDOW, length_limit, load_for_task, load_processor, whole_length
+from linearize.finetune.lengths import NO_LIMIT, WINDOW, length_limit, whole_length
+from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.tasks import TASKS, task
 from linearize.jobs.evaluate import evaluate_checkpoint

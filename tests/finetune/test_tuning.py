@@ -20,7 +20,8 @@ from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
 from linearize.finetune.checkpoints import last_checkpoint
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import load_for_task, load_processor, usual_length
+from linearize.finetune.lengths import usual_length
+from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided

@@ -1,0 +1,132 @@
+"""How long the rows of a task are where nobody says it, and whether a model takes rows of a length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from linearize.errors import ConfigError
+from linearize.finetune.load import explained, read_config_dict, read_record
+from linearize.finetune.task import Task
+from linearize.surgery.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from linearize.types import Processor
+
+NO_LIMIT = 1_000_000
+"""Tokens that no row reaches."""
+WINDOW = 2_048
+"""Tokens of a language model's windows where nobody says it, and the model takes as many."""
+
+
+def usual_length(name: str, most: int = 128) -> int:
+    """Return how many tokens a row has where nobody says: as many as the checkpoint was tuned with, else `most`, or
+    what a shorter model takes.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    tuned = tuned_length(name)
+    return min(most, length_limit(name) or most) if tuned is None else tuned
+
+
+def length_limit(name: str) -> int | None:
+    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None: no limit is known.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    values = read_config_dict(name)
+    longest = values.get("max_position_embeddings") or values.get("n_positions")
+    kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
+    # RoBERTa and its kin count positions from behind the padding token's number.
+    reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
+    with explained(name, "its tokenizer_config.json"):
+        tokenizer = get_tokenizer_config(name).get("model_max_length")
+    # transformers writes a number of thirty digits where a tokenizer has no limit.
+    known = [number for number in (tokenizer,) if isinstance(number, int) and 1 < number < NO_LIMIT]
+    known += [longest - reserved] if isinstance(longest, int) else []
+    return min(known, default=None)
+
+
+def whole_length(name: str, task: Task) -> int:
+    """Return the most tokens that a row may have where it shall be measured whole and nobody says a length.
+
+    As many as the checkpoint was tuned with, else what its model and tokenizer take. A language model's windows, which
+    could be as long as the text, are of at most `WINDOW` tokens.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    most = WINDOW if task.type.labels == "tokens" and task.label is None else NO_LIMIT
+    return usual_length(name, most)
+
+
+def tuned_length(name: str) -> int | None:
+    """Return the tokens per row that a folder was tuned with, as its record says; None where it does not."""
+    try:
+        length = (read_record(name) or {}).get("max_length")
+    except (OSError, ValueError):
+        return None
+    return length if type(length) is int and length > 1 else None
+
+
+def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | None:
+    """Refuse rows to measure on that a model cannot read; return what is to be said of those it was not trained on.
+
+    Raises:
+        ConfigError: if rows are longer than the model's positions, and these are not rotary.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is None or length <= most or not runs_beyond_limit(model):
+        check_length(model, task, length)
+        return None
+    return (
+        f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions go "
+        "on, and what lies behind was never trained."
+    )
+
+
+def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, length: int) -> str | None:
+    """Let a model with rotary positions be tuned on longer rows than it was made for; refuse those of other models.
+
+    Returns:
+        What was done, in one line; None if there was nothing to do.
+
+    Raises:
+        ConfigError: if rows are longer than the model's positions, and these are a table.
+        UnsupportedModelError: if they are scaled by the length.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is None or length <= most or not runs_beyond_limit(model):
+        check_length(model, task, length)
+        return None
+    report = extend_positions(model, length)
+    extend_processor(processor, report, model)
+    return f"Rows have up to {length:,} tokens, {type(model).__name__} was made for {most:,}: {report.note}."
+
+
+def check_length(
+    model: PreTrainedModel, task: Task, length: int, *, called: str = "", otherwise: str = "convert with --max-length"
+) -> None:
+    """Refuse rows of text that are longer than the model's positions.
+
+    Args:
+        model: the model.
+        task: the task; only text has a length.
+        length: tokens of the longest row.
+        called: what the model is to the user; by default its class.
+        otherwise: what to do but for lowering the length.
+
+    Raises:
+        ConfigError: if they are.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is not None and length > most:
+        name = called or type(model).__name__
+        raise ConfigError(
+            f"max_length: {name} takes at most {most} tokens, but rows have up to {length}; lower it, or {otherwise}"
+        )
