@@ -165,8 +165,9 @@ def _articles(config: articles.Articles, source: str | None) -> Made:
         split: articles.articles(config, table[config.text_column])
         for split, table in (("train", splits.train), ("validation", splits.validation))
     }
-    found = articles.split_anew(config, found)
-    return Made(_tables(found), None, f"articles of {config.shortest} words or more: {_said(found)}")
+    found = articles.open_alike(config, articles.split_anew(config, found))
+    alike = f", both halves behind the same {config.opening} words" if config.opening else ""
+    return Made(_tables(found), None, f"articles of {config.shortest} words or more{alike}: {_said(found)}")
 
 
 def _documents(config: documents.Documents, source: str | None) -> Made:

@@ -122,3 +122,25 @@ def test_articles_are_put_together_of_lines(tmp_path):
     (tmp_path / "corpus" / "train.txt").write_text("a\nb\n", encoding="utf-8")
     with pytest.raises(DataError, match="without a heading"):
         make("articles", {}, str(tmp_path / "corpus"))
+
+
+def test_articles_that_open_alike(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for split in ("train", "validation"):
+        lines = [f"= {split} {n} =\n" + " ".join(f"{split}{n}w{m}" for m in range(6 + n)) for n in range(4)]
+        (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    plain = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
+    made = make("articles", {"shortest": 2, "opening": 5}, str(tmp_path / "corpus"))
+    assert "both halves behind the same 5 words" in made.description
+    opening = [f"train0w{m}" for m in range(5)]
+    for split, skipped in (("train", 1), ("validation", 0)):
+        before = plain.tables[split]["text"][skipped:]
+        for text, old in zip(made.tables[split]["text"], before, strict=True):
+            words = text.split()
+            halves = words[: len(words) // 2], words[len(words) // 2 :]
+            assert all(half[:5] == opening for half in halves)
+            assert [*halves[0][5:], *halves[1][5:]] == old.split()
+    with pytest.raises(DataError, match="the first of 6 words, expected another one behind an opening of 7"):
+        make("articles", {"shortest": 2, "opening": 7}, str(tmp_path / "corpus"))
+    with pytest.raises(ConfigError, match="got opening -1, expected 0 words or more"):
+        make("articles", {"opening": -1}, str(tmp_path / "corpus"))
