@@ -11,7 +11,7 @@ from typing import Any
 
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build, kind_of
-from linearize.experiments.schema import FLOWS, SOFTMAX, Align, Distil, Kernel, LayerKernel, Recipe, Step, Tune
+from linearize.experiments.schema import FLOWS, SOFTMAX, TILE, Align, Distil, Kernel, LayerKernel, Recipe, Step, Tune
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepare import check_unlabelled
 from linearize.finetune.prepared import DataOptions
@@ -269,6 +269,8 @@ def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None
 
 
 def _check_kernel(kernel: Kernel, where: str) -> None:
+    if kernel.positions != TILE:
+        _check_positions(kernel, where)
     if kernel.name == SOFTMAX:
         if kernel.arguments() or kernel.keep_softmax or kernel.layers:
             raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
@@ -285,6 +287,15 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
             _check_arguments(one, f"{where}.layers.{number}")
         elif one.arguments():
             raise ConfigError(f"{where}.layers.{number}: softmax takes no arguments; leave them out")
+
+
+def _check_positions(kernel: Kernel, where: str) -> None:
+    from linearize.surgery.positions import METHODS
+
+    if kernel.positions not in METHODS:
+        raise ConfigError(f"{where}: {unknown_name('positions', kernel.positions, METHODS)}")
+    if kernel.name == SOFTMAX or "max_length" not in kernel.rows:
+        raise ConfigError(f"{where}.positions: only a converted model with rows.max_length gets more; leave it out")
 
 
 def _check_arguments(kernel: LayerKernel, where: str) -> None:

@@ -17,6 +17,8 @@ and align; no label is used."""
 
 SOFTMAX = "softmax"
 
+TILE = "tile"
+
 FREE = ("device", "data", "keep_models", "needs", "paper", "differs", "figures", "summary")
 """What says where a run is done, or something about it, and changes no figure: a continuation may differ in it."""
 
@@ -64,6 +66,7 @@ class Kernel:
             the row's.
         rows: what this row reads in another way, `max_length` or `chunks`. A converted model takes that many tokens,
             and is tuned and measured so; softmax, which is tuned with the recipe's own rows, is measured so.
+        positions: how learned positions become as many as `rows.max_length`, "tile" or "interpolate".
         note: what differs from the paper.
     """
 
@@ -77,6 +80,7 @@ class Kernel:
     keep_softmax: tuple[int, ...] | str = ()
     layers: dict[int, str | LayerKernel] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
+    positions: str = TILE
     note: str = ""
 
     @property

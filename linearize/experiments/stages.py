@@ -254,7 +254,7 @@ def lengthen(model: PreTrainedModel, processor: Processor, cell: Cell) -> Proces
     most, length = current_length(model), cell.kernel.rows.get("max_length")
     if length is None or most is None or length <= most:
         return processor
-    return extend_processor(processor, extend_positions(model, length), model)
+    return extend_processor(processor, extend_positions(model, length, method=cell.kernel.positions), model)
 
 
 def distil_steps(config: Distil, batches: TaskBatches) -> int:

@@ -43,7 +43,7 @@ def plan(
         kernel: name of the kernel for all layers that `layers` does not name, or of a preset.
         kernel_args: its arguments.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
-        keep_softmax: numbers of layers to leave as they are.
+        keep_softmax: numbers of layers to leave as they are; or "1/4" for the last layer of every four.
         window: W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
             denominator (see `linearize.ops.window`); single layers take it among their arguments in `layers`.
         sinks: first tokens that get softmax's weights beside the window.

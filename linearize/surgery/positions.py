@@ -125,8 +125,8 @@ def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile")
     """
     if type(max_length) is not int or max_length < 1:
         raise ConfigError(f"got max_length {max_length!r}, expected a whole number of tokens, 1 or more")
-    if method not in _METHODS:
-        raise unknown_name("position method", method, _METHODS)
+    if method not in METHODS:
+        raise unknown_name("position method", method, METHODS)
     length, image = current_length(model), _image(model)
     if length is None:
         raise _no_length(model)
@@ -218,7 +218,8 @@ def _stretch(rows: Tensor, count: int) -> Tensor:
     return new
 
 
-_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _stretch}
+METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _stretch}
+"""How a learned table [N, D] of positions becomes one of more rows."""
 
 
 def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
@@ -249,7 +250,7 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
             note = "sinusoidal rows continued by their formula"
             return formula
         kept = _reserved(tables[name], limit)
-        return torch.cat([table[:kept], _METHODS[method](table[kept:], shape[0] - kept)])
+        return torch.cat([table[:kept], METHODS[method](table[kept:], shape[0] - kept)])
 
     changed = follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
     return PositionReport(length, max_length, method, changed, note)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from linearize.errors import ConfigError
 from linearize.experiments.recipe import check
 from linearize.experiments.run import run_recipe
+from linearize.experiments.schema import Kernel
+from linearize.experiments.stages import lengthen
 from linearize.finetune.interval import measure_with_interval
 from linearize.finetune.load import load_for_task
 from linearize.finetune.prepare import prepare
@@ -72,6 +76,9 @@ def test_a_tuned_model_is_measured_in_chunks_and_a_longer_one_tuned_at_its_lengt
         ({"name": "softmax", "rows": {"max_length": 8}}, "needs a label of its own"),
         ({"name": "softmax", "rows": {"limit": 3}}, r"kernels\[0\]\.rows: .*limit"),
         ({"name": "softmax", "rows": {"max_length": "long"}}, r"kernels\[0\]\.rows\.max_length: got 'long'"),
+        ({**LINEAR, "positions": "stretch"}, "unknown positions 'stretch'"),
+        ({"name": "hedgehog", "positions": "interpolate"}, "only a converted model with rows.max_length gets more"),
+        ({**CHUNKS, "positions": "interpolate"}, "only a converted model with rows.max_length gets more"),
     ],
 )
 def test_what_a_row_cannot_read(tiny, kernel, message):
@@ -84,3 +91,17 @@ def test_positions_that_are_not_there(tiny, tmp_path):
     recipe = check({**tiny, "flow": "pretrained", "kernels": kernels, "tasks": ["cola"], "figures": {}}, "recipe")
     with pytest.raises(ConfigError, match="takes at most 32 tokens"):
         run_recipe(recipe, tmp_path / "run")
+
+
+def test_positions_of_a_row_are_tiled_or_stretched(checkpoint):
+    def table(positions):
+        model = AutoModel.from_pretrained(checkpoint)
+        row = Kernel("hedgehog", rows={"max_length": 48}, positions=positions)
+        lengthen(model, AutoTokenizer.from_pretrained(checkpoint), SimpleNamespace(kernel=row))
+        return model.embeddings.position_embeddings.weight.detach()
+
+    short = AutoModel.from_pretrained(checkpoint).embeddings.position_embeddings.weight.detach()
+    tiled, stretched = table("tile"), table("interpolate")
+    assert len(tiled) == len(stretched) == 48 and len(short) == 32
+    assert torch.equal(tiled[:32], short) and torch.equal(tiled[32:], short[:16])
+    assert torch.equal(stretched[[0, 47]], short[[0, 31]]) and not torch.equal(stretched[1], short[1])
