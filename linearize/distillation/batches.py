@@ -14,13 +14,19 @@ if TYPE_CHECKING:
     from linearize.loading import Loaded
 
 
+def usual_length(loaded: Loaded) -> int:
+    """Return the tokens of a training row where nobody says: `DISTILL_LENGTH`, or what the model takes now."""
+    most = current_length(loaded.model) if loaded.modality == "text" else None
+    return min(DISTILL_LENGTH, most or DISTILL_LENGTH)
+
+
 def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str) -> Source:
     """Open a data set for a model.
 
     Args:
         loaded: what `linearize.loading` gave: model, processor, modality and name.
         data: which data; its `max_length` is replaced.
-        length: tokens per row; None: `DISTILL_LENGTH`. Never more than the model takes.
+        length: tokens per row; None: `usual_length`. Never more than the model takes.
         skip: the option that does without data, for the errors.
 
     Raises:
@@ -37,7 +43,7 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
         raise ConfigError(
             f"{loaded.name!r} has no {kind}, which stage one needs; add one to the folder, or pass {skip}"
         )
-    tokens = length or DISTILL_LENGTH
+    tokens = length or usual_length(loaded)
     if loaded.modality == "text":
         tokens = min(tokens, current_length(loaded.model) or tokens)
     return load_source(dataclasses.replace(data, max_length=tokens), loaded.processor, loaded.modality)

@@ -22,6 +22,7 @@ from linearize.jobs.search_config import SearchJob
 from linearize.loading import Loaded, move, quiet
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
+from linearize.surgery.positions import current_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +119,13 @@ def first_device(job: StageOneJob | AlignJob | SearchJob) -> str:
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:
-    """Open the data; `length` and `skip` as in `batches_for`."""
+    """Open the data; `length` and `skip` as in `batches_for`. Rows that are cut to what the model takes are said so."""
+    most = current_length(context.loaded.model) if context.loaded.modality == "text" else None
+    if length is not None and most is not None and length > most:
+        text = (
+            f"Rows are cut to {most:,} tokens, as many as the model takes (got {length:,}); convert with --max-length"
+        )
+        context.on_event(Noted(text))
     context.source = batches_for(context.loaded, context.job.data, length, skip)
     context.on_event(DataOpened(context.source.description))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
+from linearize.distillation.batches import usual_length
 from linearize.errors import ConfigError, TrainingError
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
@@ -35,7 +36,7 @@ from linearize.surgery.apply import convert_model
 from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
 from linearize.surgery.plan_file import apply_file, read_plan
-from linearize.surgery.positions import extend_processor, tokens_of_image_size
+from linearize.surgery.positions import current_length, extend_processor, tokens_of_image_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
     from linearize.surgery.positions import PositionReport
+
+SKIP = "--distill-steps 0 --align-steps 0"
+"""What does without data."""
 
 
 @dataclass
@@ -102,17 +106,21 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     check_kernel(job)
     loaded, decided, inputs = make_plan(job)
     context = Context(job, loaded, on_event, provenance=_made_from(job), example_inputs=inputs)
+    length = job.distill_length or usual_length(loaded)
     if job.kernel == AUTO:
-        open_data(context, job.distill_length, f"a kernel other than {AUTO}, --distill-steps 0 --align-steps 0")
+        # The search is over before positions are extended (`put_in_kernels`); longer rows are for what comes after it.
+        shorter = length if job.max_length is None else min(length, current_length(loaded.model) or length)
+        open_data(context, shorter, f"a kernel other than {AUTO}, --distill-steps 0 --align-steps 0")
         return context, decided
     if job.plan is not None:
         file = read_plan(job.plan)
         decided = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     on_event(Planned(decided))
-    if job.distill.steps or job.align.steps:
-        open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
     put_in_kernels(context, decided)
+    if job.distill.steps or job.align.steps:
+        # Now that the model has its positions: rows may be as long as it takes.
+        open_data(context, length, SKIP)
     return context, decided
 
 
@@ -203,6 +211,9 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
         if loaded.processor is not None:
             loaded.processor = extend_processor(loaded.processor, report, loaded.model)
         context.on_event(PositionsExtended(report))
+        if context.source is not None and job.distill_length is not None:
+            # A search has read rows of the old length.
+            open_data(context, job.distill_length, SKIP)
     loaded.embedder = with_length(loaded.embedder, job.max_length)
 
 

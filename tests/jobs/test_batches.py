@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from support.checkpoints import make_original
+import json
+import random
 
+import pytest
+from support.checkpoints import WORDS, make_original
+
+from linearize.events import Noted
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+from linearize.jobs.convert import convert_checkpoint
 from linearize.jobs.task_config import TuneJob
 
 
@@ -39,3 +44,42 @@ def test_the_length_that_a_checkpoint_was_tuned_with_counts(tmp_path):
     (tmp_path / "bert" / "finetuning.json").write_text('{"max_length": 1024}')
     job = TuneJob.of(model=str(tmp_path / "bert"), task="cola")
     assert (job.data.max_length, job.tune.batch_size, job.tune.gradient_accumulation) == (1024, 4, 8)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A BERT of 64 tokens, and texts of 100 words."""
+    make_original(tmp_path / "bert")
+    order = random.Random(0)
+    texts = [" ".join(order.choices(WORDS, k=100)) for _ in range(24)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    return tmp_path
+
+
+def taught(place, **options):
+    """Convert, and return the longest row that was seen, and what was noted."""
+    notes = []
+    given = {"distill_steps": 2, "align_steps": 0, "batch_size": 2, "holdout": 4, "device": "cpu"}
+    given |= {"dataset": str(place / "texts.txt"), "output": str(place / "out"), "overwrite": True}
+    convert_checkpoint(
+        ConvertJob.of(model=str(place / "bert"), **{**given, **options}),
+        lambda event: notes.append(event.text) if isinstance(event, Noted) and "Rows" in event.text else None,
+    )
+    config = json.loads((place / "out" / "config.json").read_text())
+    return config["linearize"]["provenance"]["longest_row"], notes
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "auto"])
+def test_rows_are_as_long_as_asked_where_positions_are_extended(place, kernel):
+    """Stage one and the alignment read rows of the old length, whatever was asked: the data was opened too early."""
+    searched = {"candidates": "hedgehog,t2r", "search_steps": 2, "length": 32, "search_memory": False}
+    more = {"kernel": kernel} | (searched if kernel == "auto" else {})
+    assert taught(place, max_length=96, distill_length=80, **more) == (80, [])
+    assert taught(place, max_length=96, distill_length=40, **more) == (40, [])
+    # Where nobody says, as many as the model took before.
+    assert taught(place, max_length=96, **more) == (64, [])
+
+
+def test_rows_longer_than_the_model_takes_are_said_to_be_cut(place):
+    note = "Rows are cut to 64 tokens, as many as the model takes (got 80); convert with --max-length"
+    assert taught(place, distill_length=80) == (64, [note])
