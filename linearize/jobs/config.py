@@ -36,6 +36,7 @@ STAGE_ONE_TOKENS = 8192
 """Tokens of a step of stage one or of the alignment where nobody says how many rows it has."""
 ROWS_SHOWN = f"as many as have {STAGE_ONE_TOKENS:,} tokens, {STEP_ROWS} at most"
 DEVICES = "cpu, cuda, cuda:1, mps or auto"
+POSITIONS = "how learned positions are extended: tile or interpolate"
 OVERWRITE = "replace the folder, if linearize wrote it and it holds nothing else"
 TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
 AUTO = "auto"
@@ -217,7 +218,7 @@ class ConvertJob(StageOneJob):
     image_size: int | None = option(
         None, "pixels a side of the square images that the result shall take, for models of images", metavar="P", low=1
     )
-    positions: str = option("tile", "how learned positions are extended: tile or interpolate", metavar="HOW")
+    positions: str = option("tile", POSITIONS, metavar="HOW")
     search: SearchConfig = section(
         SearchConfig, SEARCH, prefix="search", shared=(*SAME, *SEARCHED), leave_out=("folder",)
     )

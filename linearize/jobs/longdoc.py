@@ -129,6 +129,7 @@ def convert_model(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callb
             kernel=job.kernel,
             kernel_arg=job.kernel_args,
             max_length=lengths.linear if lengths.linear > lengths.original else None,
+            positions=job.positions,
             distill_steps=job.distill_steps,
             distill_length=length,
             align_steps=0,

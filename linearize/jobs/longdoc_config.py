@@ -9,7 +9,7 @@ from pathlib import Path
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.finetune.task import Task
-from linearize.jobs.config import DEVICES, OVERWRITE, Job, kernel_args
+from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, Job, kernel_args
 from linearize.jobs.task_config import TaskChoice
 from linearize.options import check, option, section
 
@@ -34,6 +34,7 @@ class LongdocJob(Job):
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_args(group=CONVERSION)
+    positions: str = option("tile", POSITIONS, group=CONVERSION, metavar="HOW")
     distill_steps: int = option(1000, "steps of stage one; 0 skips it", group=CONVERSION, low=0)
     distill_length: int | None = option(
         None, "tokens per row of stage one; by default as many as the original takes", group=CONVERSION, low=2

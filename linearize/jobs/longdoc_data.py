@@ -53,7 +53,7 @@ def check_options(job: LongdocJob) -> None:
     check_kernel(convert)
     loaded, _, _ = make_plan(convert)
     if convert.max_length is not None:
-        extend_positions(loaded.model, convert.max_length)
+        extend_positions(loaded.model, convert.max_length, method=job.positions)
 
 
 def _longer(job: LongdocJob) -> int | None:

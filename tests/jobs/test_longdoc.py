@@ -120,12 +120,20 @@ def test_an_interrupted_run_goes_on(place, done):
     assert not work.exists() and (place / "cut" / "results.json").is_file()
 
 
+def test_positions_are_stretched_where_that_is_asked(place):
+    run_longdoc(job(place, "stretched", positions="interpolate"))
+    config = json.loads((place / "stretched" / "linear" / "config.json").read_text())
+    assert config["linearize"]["provenance"]["options"]["positions"] == "interpolate"
+    assert config["max_position_embeddings"] == 32
+
+
 def test_what_is_refused(place, tmp_path, done):
     cases = [
         ({"max_length": None}, r"rows have up to \d+ tokens and .* takes 12; say .* --max-length 32"),
         ({"max_length": 8}, "takes 12 tokens already"),
         ({"chunk_length": 13}, "chunk_length: got 13, but .* takes at most 12 tokens"),
         ({"kernel": "hedgehug"}, "hedgehug"),
+        ({"positions": "stretch"}, "unknown position method 'stretch'"),
         ({"model": str(place / "long" / "linear")}, "is converted already"),
         ({"dataset": str(tmp_path / "nowhere")}, "does not exist"),
     ]
