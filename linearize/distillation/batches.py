@@ -14,10 +14,15 @@ if TYPE_CHECKING:
     from linearize.loading import Loaded
 
 
+def within(loaded: Loaded, length: int) -> int:
+    """Return a number of tokens per row, or as many as the model takes now where these are fewer."""
+    most = current_length(loaded.model) if loaded.modality == "text" else None
+    return min(length, most or length)
+
+
 def usual_length(loaded: Loaded) -> int:
     """Return the tokens of a training row where nobody says: `DISTILL_LENGTH`, or what the model takes now."""
-    most = current_length(loaded.model) if loaded.modality == "text" else None
-    return min(DISTILL_LENGTH, most or DISTILL_LENGTH)
+    return within(loaded, DISTILL_LENGTH)
 
 
 def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str) -> Source:
@@ -43,7 +48,5 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
         raise ConfigError(
             f"{loaded.name!r} has no {kind}, which stage one needs; add one to the folder, or pass {skip}"
         )
-    tokens = length or usual_length(loaded)
-    if loaded.modality == "text":
-        tokens = min(tokens, current_length(loaded.model) or tokens)
+    tokens = within(loaded, length or DISTILL_LENGTH)
     return load_source(dataclasses.replace(data, max_length=tokens), loaded.processor, loaded.modality)

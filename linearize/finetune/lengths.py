@@ -80,9 +80,8 @@ def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | No
     Raises:
         ConfigError: if rows are longer than the model's positions, and these are not rotary.
     """
-    most = current_length(model) if task.modality == "text" else None
-    if most is None or length <= most or not runs_beyond_limit(model):
-        check_length(model, task, length)
+    most = _exceeded(model, task, length)
+    if most is None:
         return None
     return (
         f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions go "
@@ -100,13 +99,25 @@ def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, leng
         ConfigError: if rows are longer than the model's positions, and these are a table.
         UnsupportedModelError: if they are scaled by the length.
     """
-    most = current_length(model) if task.modality == "text" else None
-    if most is None or length <= most or not runs_beyond_limit(model):
-        check_length(model, task, length)
+    most = _exceeded(model, task, length)
+    if most is None:
         return None
     report = extend_positions(model, length)
     extend_processor(processor, report, model)
     return f"Rows have up to {length:,} tokens, {type(model).__name__} was made for {most:,}: {report.note}."
+
+
+def _exceeded(model: PreTrainedModel, task: Task, length: int) -> int | None:
+    """Return the tokens that a model with rotary positions was made for, where rows have more; refuse those of others.
+
+    Raises:
+        ConfigError: if rows are longer than the model's positions, and these are not rotary.
+    """
+    most = current_length(model) if task.modality == "text" else None
+    if most is not None and length > most and runs_beyond_limit(model):
+        return most
+    check_length(model, task, length)
+    return None
 
 
 def check_length(

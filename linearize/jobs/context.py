@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import save, size_of
-from linearize.distillation.batches import batches_for
+from linearize.distillation.batches import batches_for, within
 from linearize.distillation.processes import is_main, several, wait_for_all
 from linearize.distillation.state import StateFolder, keep_states
 from linearize.errors import CheckpointError, TrainingError
@@ -22,7 +22,6 @@ from linearize.jobs.search_config import SearchJob
 from linearize.loading import Loaded, move, quiet
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
-from linearize.surgery.positions import current_length
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
     from linearize.distillation.loop import DistillResult
     from linearize.kernel_search.result import SearchResult
     from linearize.surgery.positions import PositionReport
+
+
+SKIP = "--distill-steps 0 --align-steps 0"
+"""What does without data."""
 
 
 @dataclass
@@ -120,8 +123,7 @@ def first_device(job: StageOneJob | AlignJob | SearchJob) -> str:
 
 def open_data(context: Context, length: int | None, skip: str) -> None:
     """Open the data; `length` and `skip` as in `batches_for`. Rows that are cut to what the model takes are said so."""
-    most = current_length(context.loaded.model) if context.loaded.modality == "text" else None
-    if length is not None and most is not None and length > most:
+    if length is not None and (most := within(context.loaded, length)) < length:
         text = (
             f"Rows are cut to {most:,} tokens, as many as the model takes (got {length:,}); convert with --max-length"
         )

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
-from linearize.distillation.batches import usual_length
+from linearize.distillation.batches import usual_length, within
 from linearize.errors import ConfigError, TrainingError
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
 from linearize.jobs.config import AUTO, ConvertJob, StageOneJob
-from linearize.jobs.context import Context, first_device, longest_row, make_room, open_data, reserved, write
+from linearize.jobs.context import SKIP, Context, first_device, longest_row, make_room, open_data, reserved, write
 from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, ignore
 from linearize.jobs.findings import Findings
 from linearize.jobs.presets import CAUSAL
@@ -36,7 +36,7 @@ from linearize.surgery.apply import convert_model
 from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
 from linearize.surgery.plan_file import apply_file, read_plan
-from linearize.surgery.positions import current_length, extend_processor, tokens_of_image_size
+from linearize.surgery.positions import extend_processor, tokens_of_image_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
     from linearize.surgery.positions import PositionReport
-
-SKIP = "--distill-steps 0 --align-steps 0"
-"""What does without data."""
 
 
 @dataclass
@@ -109,8 +106,8 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     length = job.distill_length or usual_length(loaded)
     if job.kernel == AUTO:
         # The search is over before positions are extended (`put_in_kernels`); longer rows are for what comes after it.
-        shorter = length if job.max_length is None else min(length, current_length(loaded.model) or length)
-        open_data(context, shorter, f"a kernel other than {AUTO}, --distill-steps 0 --align-steps 0")
+        shorter = length if job.max_length is None else within(loaded, length)
+        open_data(context, shorter, f"a kernel other than {AUTO}, {SKIP}")
         return context, decided
     if job.plan is not None:
         file = read_plan(job.plan)

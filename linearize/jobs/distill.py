@@ -7,7 +7,7 @@ from linearize.checkpoint.log import read_log
 from linearize.errors import ConfigError
 from linearize.jobs.command import command_of
 from linearize.jobs.config import DistillJob
-from linearize.jobs.context import Context, add_command, first_device, make_room, open_data, reserved
+from linearize.jobs.context import SKIP, Context, add_command, first_device, make_room, open_data, reserved
 from linearize.jobs.convert import ConvertResult, save_result
 from linearize.jobs.events import Callback, Planned, ignore
 from linearize.jobs.train import run_stage_one
@@ -38,7 +38,7 @@ def open_distillation(job: DistillJob, on_event: Callback) -> tuple[Context, Pla
     decided = Plan.from_dict(section)
     on_event(Planned(decided))
     check_own_weights(context)
-    open_data(context, job.distill_length, "--distill-steps 0 --align-steps 0")
+    open_data(context, job.distill_length, SKIP)
     return context, decided
 
 

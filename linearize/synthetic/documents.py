@@ -61,6 +61,8 @@ class Documents:
             raise ConfigError("documents: parts, words, train and validation: expected numbers from 1")
         if self.decides not in DECIDES:
             raise unknown_name("documents: decides", self.decides, DECIDES)
+        if self.decides != ONE and self.parts < 2:
+            raise ConfigError(f"documents: parts: got {self.parts}, expected 2 or more, as two of them decide")
         if not 1 <= self.apart < max(self.parts, 2):
             raise ConfigError(
                 f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
@@ -99,7 +101,8 @@ def documents(
         filler: texts for the other passages; those of fewer than `config.words` words are left out. None: `texts`.
 
     Raises:
-        DataError: if there are fewer texts than a document has, or (agreement) fewer than two of a class or one class.
+        DataError: if there are fewer texts than a document has, or, where two decide, fewer than two classes or
+            two texts of one.
     """
     if filler is not None:
         filler = [text for text in filler if len(text.split()) >= config.words]
@@ -123,7 +126,7 @@ def documents(
             agree, places, chosen = _two(config, labels, chance)
             label = agree if config.decides == AGREEMENT else labels[chosen[1]]
         if filler is None:
-            drawn = _without(drawn, chosen, places)
+            drawn = _exchanged(drawn, chosen, places)
         passages = [others[one] for one in drawn]
         for place, one in zip(places, chosen, strict=True):
             passages[place] = texts[one]
@@ -148,7 +151,7 @@ def _two(
     return agree, [place, place + apart], [first, second]
 
 
-def _without(drawn: list[int], chosen: list[int], places: list[int]) -> list[int]:
+def _exchanged(drawn: list[int], chosen: list[int], places: list[int]) -> list[int]:
     """Put texts that decide at their places, by exchange with where they were drawn for."""
     drawn = list(drawn)
     for place, one in zip(places, chosen, strict=True):

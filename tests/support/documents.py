@@ -91,8 +91,8 @@ RECIPES = {
                               "train: 24, validation: 8}", "tasks.last_short.rows={max_length: 16}",
                               "tasks.last.options={decides: last, filler: wikitext2, parts: 4, words: 3, apart: 2, "
                               "train: 24, validation: 8}",
-                              *[f"tasks.{name}.{stage}={{{how}}}" for name in ("documents", "last")
-                                for stage, how in (("teacher", ""), ("finetune", ""), ("distil", ""), ("align", ""))],
+                              *[f"tasks.{name}.{stage}={{}}" for name in ("documents", "last")
+                                for stage in ("teacher", "finetune", "distil", "align")],
                               f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
                               "distil={steps: 2, batch_size: 4, holdout: 8, max_length: 16}",
                               "align={steps: 2, batch_size: 4, holdout: 8, max_length: 80}"],

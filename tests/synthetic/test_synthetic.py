@@ -270,6 +270,8 @@ def test_what_documents_refuse(tmp_path):
         make("documents", {"decides": "agree"}, str(tmp_path))
     with pytest.raises(ConfigError, match="apart: got 6, expected 1 to 5 of 6 parts"):
         make("documents", {"decides": "agreement", "apart": 6}, str(tmp_path))
+    with pytest.raises(ConfigError, match="parts: got 1, expected 2 or more, as two of them decide"):
+        make("documents", {"decides": "last", "parts": 1}, str(tmp_path))
     for split in ("train", "validation"):
         rows = [{"text": f"{split}{n} is a text", "label": int(n == 0)} for n in range(9)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
