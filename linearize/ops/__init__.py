@@ -7,8 +7,9 @@ from linearize.ops.floored import Floor, floored_attention
 from linearize.ops.naive import kernel_weights, naive_attention
 from linearize.ops.recurrent import advance, recurrent_attention
 from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
-from linearize.ops.window import Mapped, Window, WindowState, window_attention
+from linearize.ops.window import window_attention
 from linearize.ops.window_naive import window_weights
+from linearize.ops.window_parts import Mapped, Window, WindowState
 
 __all__ = [
     "BlockState",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linearize.ops.state import FLOOR, divide, without_padding
-from linearize.ops.window import TINY, Mapped, Window
+from linearize.ops.window_parts import TINY, Mapped, Window
 
 
 def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding_mask: Tensor | None = None) -> Tensor:

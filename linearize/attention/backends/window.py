@@ -1,10 +1,11 @@
-"""PyTorch, with softmax inside a window; what lies outside is summed up by one of the causal ops."""
+"""PyTorch, with softmax inside a window; what lies outside is summed up causally by one of the causal ops."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from linearize.attention.backends.contract import CausalOp, MappingMixer
+from linearize.attention.backends.eager import PYTORCH
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import Mapped, Window, WindowState, window_attention
 
@@ -16,8 +17,10 @@ class Windowed:
         self.op, self.name = op, f"window, {op.name}"
 
     def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`; bidirectionally, too, a causal op walks what is behind and what is ahead."""
-        return mixer.window is not None and self.op.supports(call.k, call.v, normalize=False)
+        """See `contract.Backend`; only causally is there something to sum up for the op."""
+        if mixer.window is None:
+            return False
+        return self.op.supports(call.k, call.v, normalize=False) if mixer.shape.causal else self.op is PYTORCH
 
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""

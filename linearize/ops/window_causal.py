@@ -1,0 +1,103 @@
+"""Softmax near, a feature map far, causally: what lies beyond the window is summed up by a causal op, token by token.
+
+See `linearize.ops.window` for the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linearize.ops.recurrent import recurrent_attention
+from linearize.ops.state import LinearOp, State, empty_state, group_queries, masked_log_scale, with_ones
+from linearize.ops.tracing import overlapping, running_max
+from linearize.ops.window_parts import Keys, Queries, Window, WindowState, collect, exact, weigh
+
+
+def causal_parts(
+    queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None, op: LinearOp
+) -> tuple[list[tuple[Tensor, Tensor]], WindowState]:
+    """Return what lies beyond the window and inside it, as `join` takes them, and the state after."""
+    tokens = queries.q.shape[2]
+    ring, past = _resume(keys, window.size, initial_state)
+    whole = ring.then(keys)
+    # The key that leaves the window when a token enters it; padding at the end lets none leave.
+    leaving = whole.part(slice(0, tokens))
+    leaving = leaving._replace(mask=leaving.mask & keys.mask)
+    parts, sinks = [], None
+    if window.sinks:
+        sinks = collect(keys, window.sinks, initial_state)
+        place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
+        leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
+        behind = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
+        parts.append(exact(queries.q, sinks, behind & sinks.mask[:, None], window.scaling))
+    far, after = _linear(queries, leaving, past, op)
+    near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling)
+    count = keys.mask.sum(dim=1)
+    end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
+    state = WindowState(*after, *whole.taken(end))
+    if sinks is not None:
+        state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
+    return [far, near, *parts], state
+
+
+def _resume(keys: Keys, window: int, state: WindowState | None) -> tuple[Keys, State]:
+    """Return the ring and the linear state to start from."""
+    if state is not None:
+        ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
+        return Keys(*ring), State(state.kv, state.log_scale)
+    return keys.part(slice(0, 0)).padded(window, 0), empty_state(keys.phi, keys.v, scaled=True)
+
+
+def _linear(queries: Queries, keys: Keys, past: State | None, op: LinearOp) -> tuple[tuple[Tensor, Tensor], State]:
+    """Sum over the keys up to each query's place: ([B, H, T, V + 1], its log-scale [B, H, T]) and the state."""
+    values = with_ones(keys.v, True)
+    past = empty_state(keys.phi, keys.v, scaled=True) if past is None else past
+    mixed, after = (recurrent_attention if values.shape[2] == 1 else op)(
+        queries.phi,
+        keys.phi,
+        values,
+        key_padding_mask=keys.mask,
+        log_scale=keys.scale,
+        initial_state=past,
+        normalize=False,
+    )
+    scale = masked_log_scale(keys.phi, keys.scale, keys.mask)
+    assert scale is not None
+    # The op's own stabiliser, which it does not return.
+    shift = torch.maximum(running_max(scale.detach()), past.log_scale[..., None])
+    groups = queries.phi.shape[1] // shift.shape[1]
+    return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
+
+
+def _softmax(q: Tensor, keys: Keys, span: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Sum softmax's weights over `span` keys per query, in blocks.
+
+    Query t [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given.
+
+    Returns:
+        Sums [B, H, T, V + 1] and their log-scale [B, H, T].
+    """
+    tokens, key_heads = q.shape[2], keys.k.shape[1]
+    open_length = isinstance(tokens, torch.SymInt)
+    block = max(span, 32) if open_length else min(tokens, max(span, 32))
+    # In a graph always several: of one, the length would be taken for a constant.
+    count = (tokens + block - 1) // block + int(open_length)
+    seen = block + span - 1
+    keys = keys.padded(0, count * block - tokens)
+    queries = F.pad(q.float(), (0, 0, 0, count * block - tokens)) * scaling
+    queries = group_queries(queries, key_heads).unflatten(3, (count, block)).transpose(2, 3)
+    shape = queries.shape[:5]
+    # A matrix product for each key head and block, all queries of the group at once.
+    near = overlapping(keys.k.float(), 2, count, seen, block).flatten(0, 2)
+    values = overlapping(with_ones(keys.v, True), 2, count, seen, block).flatten(0, 2)
+    scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), near.transpose(1, 2))
+    distance = torch.arange(seen, device=q.device) - torch.arange(block, device=q.device)[:, None]
+    visible = (distance >= 0) & (distance < span)
+    visible = visible & overlapping(keys.mask, 1, count, seen, block)[:, None, :, None, None]
+    weights, top = weigh(scores.view(*shape, seen), visible)
+    mixed = torch.bmm(weights.view(scores.shape), values).view(*shape, -1)
+    # [B, K, blocks, G, block] -> [B, H, T].
+    mixed, top = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens] for x in (mixed, top))
+    return mixed, top
