@@ -10,10 +10,12 @@
 #include "causal_gradient.h"
 #include "features.h"
 #include "step.h"
+#include "window_step.h"
 
 /* So that the caller can tell whether both sides mean the same structure. */
 int64_t linearize_call_size(void) { return sizeof(call_t); }
 int64_t linearize_back_size(void) { return sizeof(back_t); }
+int64_t linearize_window_size(void) { return sizeof(window_t); }
 
 /* Likewise for its numbers: the names of maps, types and results in order. */
 const char *linearize_names(void) { return EACH_MAP(NAME) ";" EACH_TYPE(NAME) ";" EACH_RESULT(NAME); }

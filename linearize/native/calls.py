@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,20 +23,23 @@ from linearize.native.structures import (
     TYPES,
     Back,
     Maps,
+    WindowBuffers,
     call,
     given,
     packed,
 )
 
-FUNCTIONS = (
-    "bidirectional",
-    "causal",
-    "step",
-    "features",
-    "bidirectional_gradient",
-    "causal_gradient",
-    "features_gradient",
-)
+FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
+    "bidirectional": None,
+    "causal": None,
+    "step": None,
+    "features": None,
+    "window_step": WindowBuffers,
+    "bidirectional_gradient": Back,
+    "causal_gradient": Back,
+    "features_gradient": Back,
+}
+"""The functions of the library, and what they take beside a call."""
 
 
 class Engine:
@@ -54,7 +57,11 @@ class Engine:
         self.library = ctypes.CDLL(str(path))
         self.parallel = bool(shared and self.library.linearize_parallel())
         self.pairs = bool(self.library.linearize_pairs())
-        sizes = ((CALL_SIZE, self.library.linearize_call_size), (ctypes.sizeof(Back), self.library.linearize_back_size))
+        sizes = (
+            (CALL_SIZE, self.library.linearize_call_size),
+            (ctypes.sizeof(Back), self.library.linearize_back_size),
+            (ctypes.sizeof(WindowBuffers), self.library.linearize_window_size),
+        )
         for mine, theirs in sizes:
             theirs.restype = ctypes.c_int64
             if theirs() != mine:
@@ -63,10 +70,10 @@ class Engine:
         names.restype = ctypes.c_char_p
         if names().decode() != NAMES:
             raise OSError(f"{path} was built from other code")
-        for name in FUNCTIONS:
+        for name, beside in FUNCTIONS.items():
             function = getattr(self.library, f"linearize_{name}")
-            gradient = [ctypes.POINTER(Back)] if name.endswith("gradient") else []
-            function.argtypes, function.restype = [ctypes.c_char_p, *gradient], ctypes.c_int
+            more = [] if beside is None else [ctypes.POINTER(beside)]
+            function.argtypes, function.restype = [ctypes.c_char_p, *more], ctypes.c_int
 
     @property
     def threads(self) -> int:
@@ -205,6 +212,49 @@ class Engine:
         if self.library.linearize_step(
             call(maps, q, k, v, out, (mask, None, None, None, *state), (eps, self.threads, False))
         ):
+            raise MemoryError("native op: no memory for a step")
+        return out
+
+    def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
+        """Tell whether it reads such tensors and can write into such a state of a window."""
+        if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
+            return False
+        types = {"k": k.dtype, "v": v.dtype, "phi": torch.float32, "scale": torch.float32, "mask": torch.bool}
+        return all(
+            state[name].is_contiguous() and state[name].dtype == types.get(name.partition("_")[2], torch.int64)
+            for name in state
+            if name not in ("kv", "log_scale")
+        )
+
+    def window_step(
+        self,
+        maps: Maps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        scaling: float,
+        eps: float,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from one more token, T = 1, behind a softmax window, in the memory of the state's tensors.
+
+        Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are left exact. A token of
+        padding changes nothing and gets zeros.
+
+        Raises:
+            MemoryError: if there is no memory for a token; the state is as it was then.
+        """
+        out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
+        mask = None if mask is None else mask.to(torch.bool).contiguous()
+        ring, sinks = state["ring_mask"], state.get("sink_k")
+        buffers = WindowBuffers(ring.size(1), 0 if sinks is None else sinks.size(2), scaling=scaling)
+        for name, tensor in state.items():
+            if name not in ("kv", "log_scale"):
+                setattr(buffers, name, tensor.data_ptr())
+        before = (mask, None, None, None, state["kv"], state["log_scale"])
+        if self.library.linearize_window_step(call(maps, q, k, v, out, before, (eps, self.threads, True)), buffers):
             raise MemoryError("native op: no memory for a step")
         return out
 

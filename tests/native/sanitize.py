@@ -22,6 +22,7 @@ OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=
 TOKENS = (1, 2, 47, 48, 49, 100)
 SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 """Sizes of heads and of values."""
+WINDOW = {"window": 5, "sinks": 3}
 
 
 def compiled() -> Path:
@@ -96,7 +97,13 @@ def run() -> int:
                         _, state = mixer(dataclasses.replace(call, state=state, needs_state=True))
                         token = inputs(1, size, value, key_heads, dtype)
                         mixer(AttentionCall(*token, 1.0, masks(1)[count % 2], state=state, needs_state=True))
-                calls += 4 + 2 * causal
+                        windowed = learned(
+                            name, args, causal=True, key_heads=key_heads, size=size, value=value, **WINDOW
+                        )
+                        _, state = windowed(dataclasses.replace(call, needs_state=True))
+                        for _ in range(3):
+                            windowed(AttentionCall(*token, 1.0, masks(1)[count % 2], state=state, needs_state=True))
+                calls += 4 + 6 * causal
         print(f"{name} {args} {'causal' if causal else 'bidirectional'}: {calls} calls", flush=True)
     for count, climb, mask in itertools.product(TOKENS, (None, 3.0, 600.0), (False, True)):
         scale = None if climb is None else torch.linspace(-climb, climb, count).expand(2, 2, count).clone()

@@ -24,9 +24,9 @@ D, V = 20, 24
 CASES = [(name, args) for name in sorted(OPTIONS) for args in OPTIONS[name]]
 
 
-def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V):
+def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V, **window):
     """A mixer whose weights are not those of the start."""
-    mixer = build_mixer(name, args, HeadShape(heads, key_heads, size, value, causal))
+    mixer = build_mixer(name, args, HeadShape(heads, key_heads, size, value, causal), **window)
     mixer.reset_parameters(torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

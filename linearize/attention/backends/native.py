@@ -28,7 +28,7 @@ class NativeStep:
         if not call.one_step:
             return False
         native, state = engine(), call.state
-        if native is None or state is None or not _has_maps(mixer):
+        if native is None or state is None or mixer.window is not None or not _has_maps(mixer):
             return False
         return bool(native.supports_step(call.q, call.k, call.v, state["kv"], state["log_scale"]))
 
@@ -40,6 +40,29 @@ class NativeStep:
         return native.step(maps, call.q, call.k, call.v, before, eps=mixer.eps, mask=call.key_padding_mask), state
 
 
+class NativeWindowStep:
+    """Decode one token behind a softmax window, in the state's own memory. See `contract.Backend`."""
+
+    name = "native window step"
+
+    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
+        """See `contract.Backend`."""
+        if mixer.window is None or not call.one_step:
+            return False
+        native, state = engine(), call.state
+        if native is None or state is None or not _has_maps(mixer):
+            return False
+        return bool(native.supports_window_step(call.q, call.k, call.v, state))
+
+    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """See `contract.Backend`."""
+        native, state = loaded(), call.state
+        assert state is not None
+        maps, mask = _packed_maps(mixer, native, call.scaling), call.key_padding_mask
+        step = (maps, call.q, call.k, call.v, state)
+        return native.window_step(*step, scaling=call.scaling, eps=mixer.eps, mask=mask), state
+
+
 class Native:
     """Map and attend in one pass. See `contract.Backend`."""
 
@@ -48,7 +71,7 @@ class Native:
     def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
         """See `contract.Backend`."""
         native = engine()
-        if native is None or call.one_step or not _has_maps(mixer):
+        if native is None or call.one_step or mixer.window is not None or not _has_maps(mixer):
             return False
         if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
             # Through states, the ops in PyTorch know the gradient.
@@ -80,10 +103,10 @@ def native_features(map: FeatureMap, x: Tensor, scale: float) -> Features | None
 
 
 def _has_maps(mixer: MappingMixer) -> bool:
-    """Tell whether the op has the maps, and nothing stands around them; worked out once."""
+    """Tell whether the op has the maps, and nothing but a window stands around them; worked out once."""
     found = mixer.memory.get("native.has_maps")
     if found is None:
-        plain = mixer.window is None and mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
+        plain = mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
         plain = plain and mixer.keys.normalize and not mixer.info.positional
         found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
         mixer.memory["native.has_maps"] = found

@@ -25,13 +25,16 @@ MOST = 1e-4
 
 TOKENS, HEADS, KEY_HEADS, SIZE = 150, 4, 2, 48
 
+WINDOW = (64, 4)
+"""Tokens of a softmax window, and sinks."""
+
 
 class Agreement(NamedTuple):
     """One kernel in one direction.
 
     Attributes:
         kernel: its name.
-        direction: "bidirectional", "causal" or "one token".
+        direction: "bidirectional", "causal", "one token" or "one token, window".
         error: largest difference over the largest output.
     """
 
@@ -57,16 +60,13 @@ def agreement() -> list[Agreement]:
     rows = []
     for name in native_kernels():
         for causal in (False, True):
-            mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal))
-            mixer.reset_parameters(torch.Generator().manual_seed(1))
-            for parameter in mixer.parameters():
-                # Some start at 0, where what is done with them does not show.
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            mixer = _mixer(name, causal, generator)
             ours, theirs = (_attend(mixer, q, k, v, mask, native) for native in (True, False))
             rows.append(Agreement(name, "causal" if causal else "bidirectional", _error(ours, theirs)))
-            if causal:
-                ours, theirs = (_step(mixer, q, k, v, native) for native in (True, False))
-                rows.append(Agreement(name, "one token", _error(ours, theirs)))
+        for direction, window in (("one token", ()), ("one token, window", WINDOW)):
+            mixer = _mixer(name, True, generator, *window)
+            ours, theirs = (_step(mixer, q, k, v, native) for native in (True, False))
+            rows.append(Agreement(name, direction, _error(ours, theirs)))
     return rows
 
 
@@ -82,6 +82,15 @@ def check_agreement(rows: list[Agreement]) -> None:
             f"native op: {worst.kernel}, {worst.direction}, differs by {worst.error:.1e} from the op in PyTorch, "
             f"expected at most {MOST:g}; do not use it here: linearize native --remove"
         )
+
+
+def _mixer(name: str, causal: bool, generator: torch.Generator, window: int | None = None, sinks: int = 0) -> Mixer:
+    mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), window, sinks)
+    mixer.reset_parameters(torch.Generator().manual_seed(1))
+    for parameter in mixer.parameters():
+        # Some start at 0, where what is done with them does not show.
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return mixer
 
 
 def _attend(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, native: bool) -> Tensor:

@@ -1,0 +1,210 @@
+/* One more token behind a softmax window: the oldest token leaves the window for the linear state, the new one enters. */
+
+#ifndef LINEARIZE_WINDOW_STEP_H
+#define LINEARIZE_WINDOW_STEP_H
+
+#include "step.h"
+
+#define TINY 1e-30f /* a part of smaller magnitude counts as absent, as in `linearize.ops.window_parts` */
+
+/* What is remembered beside the linear state, all of it in one piece: the last `size` tokens, the newest last, and the
+   first `sinks` ones. */
+typedef struct {
+    int64_t size, sinks;
+    char *ring_k, *ring_v;        /* [B, K, size, D] and [B, K, size, V], in the types of k and v */
+    float *ring_phi, *ring_scale; /* [B, K, size, F] and [B, K, size] */
+    uint8_t *ring_mask;           /* [B, size] */
+    char *sink_k, *sink_v;        /* [B, K, sinks, D] and [B, K, sinks, V], or null */
+    int64_t *tokens;              /* [B], how many there were, or null */
+    float scaling;                /* of softmax's scores */
+} window_t;
+
+/* A thread's arrays for one head: weights of exact tokens, sums of their values, what leaves, sums of the linear state. */
+typedef struct {
+    float *query, *weights, *exact, *leaving, *value, *linear;
+} window_buffers_t;
+
+INLINE long type_size(int type) { return type == FLOAT32 ? sizeof(float) : sizeof(uint16_t); }
+
+static window_buffers_t window_buffers_at(const call_t *c, const window_t *w, float *memory) {
+    long wide = padded(c->value_size + 1) + W;
+    window_buffers_t f = {.query = memory};
+    f.weights = f.query + padded(c->keys.size) + W;
+    f.exact = f.weights + padded(w->size + w->sinks) + W;
+    f.leaving = f.exact + wide;
+    f.value = f.leaving + padded(c->features) + W;
+    f.linear = f.value + wide;
+    return f;
+}
+
+INLINE long window_buffers_size(const call_t *c, const window_t *w) {
+    return window_buffers_at(c, w, 0).linear - (float *)0 + padded(c->value_size + 1) + W;
+}
+
+/* Scores of `count` rows of keys in one piece; rows that are not visible come to FLOOR. Returns the larger of their
+   largest one and `top`. */
+static float scores_of(const call_t *c, const char *keys, const uint8_t *visible, long count, const float *query,
+                       float *to, float top) {
+    long size = c->keys.size;
+    for (long j = 0; j < count; j++) {
+        to[j] = FLOOR;
+        if (!visible[j]) continue;
+        vf sum = {0};
+        long d = 0;
+        for (; d + W <= size; d += W) sum += numbers(keys, c->type, j * size + d) * load(query + d);
+        float score = total(sum);
+        for (; d < size; d++) score += number(keys, c->type, j * size + d) * query[d];
+        to[j] = score;
+        top = highest(score, top);
+    }
+    return top;
+}
+
+/* Add rows of values in one piece, weighed by exp(score - top); the weights' sum goes behind them. */
+static void add_values(const call_t *c, const char *values, const uint8_t *visible, long count, const float *scores,
+                       float top, float *sums) {
+    long size = c->value_size;
+    for (long j = 0; j < count; j++) {
+        if (!visible[j]) continue;
+        float weight = expf(scores[j] - top);
+        long d = 0;
+        for (; d + W <= size; d += W)
+            store(sums + d, load(sums + d) + numbers(values, c->value_type, j * size + d) * weight);
+        for (; d < size; d++) sums[d] += number(values, c->value_type, j * size + d) * weight;
+        sums[size] += weight;
+    }
+}
+
+/* The largest magnitude of `count` numbers; none where one is none. */
+INLINE float magnitude_within(const float *x, long count) {
+    float top = 0.0f;
+    for (long j = 0; j < count; j++) top = highest(fabsf(x[j]), top);
+    return top;
+}
+
+/* Add two parts, each e^level times its sums [V + 1], under the larger one's magnitude: as `linearize.ops.window_parts.join`. */
+INLINE void join_parts(float *near, float near_level, const float *far, float far_level, long count) {
+    float sizes[2] = {magnitude_within(near, count), magnitude_within(far, count)};
+    int absent[2] = {sizes[0] <= TINY, sizes[1] <= TINY};
+    float levels[2] = {absent[0] ? FLOOR : near_level + logf(sizes[0]), absent[1] ? FLOOR : far_level + logf(sizes[1])};
+    float top = highest(levels[0], levels[1]);
+    float factors[2] = {absent[0] ? 0.0f : expf(near_level - top), absent[1] ? 0.0f : expf(far_level - top)};
+    for (long j = 0; j < count; j++) near[j] = near[j] * factors[0] + (absent[1] ? 0.0f : far[j] * factors[1]);
+}
+
+/* Take the oldest token out of the ring, into `leaving` and `value`, times its weight in the state; returns by what the
+   state decays. Where it is none, or a sink, nothing is added. */
+static float take_leaving(const call_t *c, const window_t *w, long n, long place, const window_buffers_t *f) {
+    long b = n / c->key_heads, v = c->value_size;
+    const char *from = w->ring_v + n * w->size * v * type_size(c->value_type);
+    int real = w->ring_mask[b * w->size] && (!w->sinks || place - w->size >= w->sinks);
+    float own = real ? w->ring_scale[n * w->size] : FLOOR, before = c->log_scale[n], shift = highest(own, before);
+    float weight = real ? expf(own - shift) : 0.0f;
+    c->log_scale[n] = shift;
+    memset(f->value, 0, (v + 1) * sizeof(float));
+    memset(f->leaving, 0, c->features * sizeof(float));
+    if (!real) return 1.0f;
+    memcpy(f->leaving, w->ring_phi + n * w->size * c->features, c->features * sizeof(float));
+    for (long d = 0; d < v; d++) f->value[d] = number(from, c->value_type, d) * weight;
+    f->value[v] = weight;
+    return shift > before ? expf(before - shift) : 1.0f;
+}
+
+/* Move a ring's rows of `bytes` forward by one, and put a new one behind them. */
+INLINE void push(char *ring, long count, long bytes, const void *row) {
+    memmove(ring, ring + bytes, (count - 1) * bytes);
+    memcpy(ring + (count - 1) * bytes, row, bytes);
+}
+
+/* Bring the head's new token in, among the sinks too where it is one of the first. */
+static void take_up(const call_t *c, const window_t *w, long n, long place, const float *phi, float scale) {
+    long b = n / c->key_heads, h = n % c->key_heads;
+    long k_bytes = c->keys.size * type_size(c->type), v_bytes = c->value_size * type_size(c->value_type);
+    const void *k = token_at(c->k, c->type, c->k_stride, b, h, 0), *v = token_at(c->v, c->value_type, c->v_stride, b, h, 0);
+    push(w->ring_k + n * w->size * k_bytes, w->size, k_bytes, k);
+    push(w->ring_v + n * w->size * v_bytes, w->size, v_bytes, v);
+    push((char *)(w->ring_phi + n * w->size * c->features), w->size, c->features * sizeof(float), phi);
+    push((char *)(w->ring_scale + n * w->size), w->size, sizeof(float), &scale);
+    if (place >= w->sinks) return;
+    memcpy(w->sink_k + (n * w->sinks + place) * k_bytes, k, k_bytes);
+    memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
+}
+
+/* Which tokens a query at `place` sees as softmax does: those of the ring that are there, the new one last, and behind
+   them the sinks that lie before the ring. */
+static void look(const call_t *c, const window_t *w, long b, long place, uint8_t *visible) {
+    memcpy(visible, w->ring_mask + b * w->size + 1, w->size - 1);
+    visible[w->size - 1] = 1;
+    for (long s = 0; s < w->sinks; s++) visible[w->size + s] = place - s >= w->size;
+}
+
+static void window_step_head(const call_t *c, const window_t *w, long n, const token_buffers_t *tokens,
+                             const window_buffers_t *f, uint8_t *visible) {
+    long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, v = c->value_size;
+    long place = w->sinks ? w->tokens[b] : 0, whole = v / W;
+    float *kv = c->kv + n * c->features * (v + 1), scale, decay;
+    if (is_padding(c, b, 0)) {
+        memset(f->exact, 0, (v + 1) * sizeof(float));
+        for (long g = 0; g < group; g++) write_row(c, f->exact, 1.0f, c->eps, b, h * group + g, 0);
+        return;
+    }
+    decay = take_leaving(c, w, n, place, f);
+    token(c, c->k, c->type, c->k_stride, b, h, c->keys.size, c->keys.scale, tokens->x);
+    map_tokens(c, &c->keys, h, tokens, 1, &scale);
+    take_up(c, w, n, place, tokens->phi, c->keys.scaled ? scale : 0.0f);
+    look(c, w, b, place, visible);
+    const char *k = w->ring_k + n * w->size * c->keys.size * type_size(c->type);
+    const char *values = w->ring_v + n * w->size * v * type_size(c->value_type);
+    const char *sink_k = w->sinks ? w->sink_k + n * w->sinks * c->keys.size * type_size(c->type) : 0;
+    const char *sink_v = w->sinks ? w->sink_v + n * w->sinks * v * type_size(c->value_type) : 0;
+    for (long g = 0; g < group; g++) {
+        long head = h * group + g;
+        token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, c->queries.scale, tokens->x);
+        map_tokens(c, &c->queries, c->queries.heads == c->heads ? head : h, tokens, 1, &scale);
+        if (whole == 4) step_rows(4, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
+        else if (whole == 2) step_rows(2, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
+        else step_rows(0, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
+        /* What has left is in the state now. */
+        decay = 1.0f;
+        memset(f->value, 0, (v + 1) * sizeof(float));
+        token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, w->scaling, f->query);
+        float top = scores_of(c, k, visible, w->size, f->query, f->weights, FLOOR);
+        top = scores_of(c, sink_k, visible + w->size, w->sinks, f->query, f->weights + w->size, top);
+        memset(f->exact, 0, (v + 1) * sizeof(float));
+        add_values(c, values, visible, w->size, f->weights, top, f->exact);
+        add_values(c, sink_v, visible + w->size, w->sinks, f->weights + w->size, top, f->exact);
+        join_parts(f->exact, top, f->linear, (c->queries.scaled ? scale : 0.0f) + c->log_scale[n], v + 1);
+        write_row(c, f->exact, f->exact[v], c->eps, b, head, 0);
+    }
+}
+
+/* What belongs to all heads of a batch entry: which tokens of the ring are there, and how many there were. */
+static void count_token(const call_t *c, const window_t *w, long b) {
+    if (is_padding(c, b, 0)) return;
+    uint8_t there = 1;
+    push((char *)w->ring_mask + b * w->size, w->size, 1, &there);
+    if (w->tokens) w->tokens[b]++;
+}
+
+/* One more token, in the state's own memory; a token of padding changes nothing and gets zeros. Returns DONE, or
+   NO_MEMORY before anything was changed. */
+int linearize_window_step(const call_t *c, const window_t *w) {
+    long heads = c->batch * c->key_heads, visible = padded(w->size + w->sinks);
+    long each = padded(token_buffers_size(c, 1) + window_buffers_size(c, w)) + visible;
+    float *memory = malloc(c->threads * each * sizeof(float));
+    if (!memory) return NO_MEMORY;
+#pragma omp parallel for num_threads(c->threads) schedule(static)
+    for (long i = 0; i < c->threads; i++) {
+        float *mine = memory + i * each;
+        token_buffers_t tokens = token_buffers_at(c, mine, 1);
+        window_buffers_t f = window_buffers_at(c, w, mine + token_buffers_size(c, 1));
+        uint8_t *seen = (uint8_t *)(mine + each - visible);
+        for (long n = i * heads / c->threads; n < (i + 1) * heads / c->threads; n++)
+            window_step_head(c, w, n, &tokens, &f, seen);
+    }
+    for (long b = 0; b < c->batch; b++) count_token(c, w, b);
+    free(memory);
+    return DONE;
+}
+
+#endif
