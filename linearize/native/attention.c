@@ -10,7 +10,7 @@
 #include "causal_gradient.h"
 #include "features.h"
 #include "step.h"
-#include "window_step.h"
+#include "window.h"
 
 /* So that the caller can tell whether both sides mean the same structure. */
 int64_t linearize_call_size(void) { return sizeof(call_t); }

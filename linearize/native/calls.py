@@ -28,12 +28,14 @@ from linearize.native.structures import (
     given,
     packed,
 )
+from linearize.ops import Window
 
 FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
     "bidirectional": None,
     "causal": None,
     "step": None,
     "features": None,
+    "window": WindowBuffers,
     "window_step": WindowBuffers,
     "bidirectional_gradient": Back,
     "causal_gradient": Back,
@@ -215,6 +217,37 @@ class Engine:
             raise MemoryError("native op: no memory for a step")
         return out
 
+    def window(
+        self, maps: Sequence[MapSpec], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, form: Window
+    ) -> Attended:
+        """Attend with softmax inside a window and for the sinks, and with a kernel outside; shapes as in `attend`.
+
+        Weights are left exact.
+
+        Args:
+            maps: of keys and queries; one where they share it.
+            q: queries.
+            k: keys.
+            v: values.
+            options: how to attend; its mask has each row's real tokens in front.
+            form: the window.
+
+        Returns:
+            Output, and kv and log-scale of the tokens that have left the window (causal; otherwise they say nothing).
+
+        Raises:
+            MemoryError: if there is no memory for a thread's tile.
+        """
+        batch, heads, tokens, _ = q.shape
+        ready = packed(maps, options.scale)
+        out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+        kv, log_scale = torch.zeros(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.zeros(batch, k.shape[1])
+        extra = (*_masks(k, options), None, None, kv, log_scale)
+        buffers = WindowBuffers(form.size, form.sinks, scaling=form.scaling, causal=form.causal)
+        if self.library.linearize_window(call(ready, q, k, v, out, extra, (form.eps, self.threads, True)), buffers):
+            raise MemoryError("native op: no memory for a tile")
+        return Attended(out, kv, log_scale)
+
     def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Tell whether it reads such tensors and can write into such a state of a window."""
         if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
@@ -249,7 +282,7 @@ class Engine:
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         mask = None if mask is None else mask.to(torch.bool).contiguous()
         ring, sinks = state["ring_mask"], state.get("sink_k")
-        buffers = WindowBuffers(ring.size(1), 0 if sinks is None else sinks.size(2), scaling=scaling)
+        buffers = WindowBuffers(ring.size(1), 0 if sinks is None else sinks.size(2), scaling=scaling, causal=True)
         for name, tensor in state.items():
             if name not in ("kv", "log_scale"):
                 setattr(buffers, name, tensor.data_ptr())

@@ -54,13 +54,14 @@ class Back(ctypes.Structure):
 
 
 class WindowBuffers(ctypes.Structure):
-    """`window_t` of window_step.h."""
+    """`window_t` of window_step.h; its tensors are null where a whole sequence is attended to."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("size", "sinks")),
         *((name, ctypes.c_void_p) for name in ("ring_k", "ring_v", "ring_phi", "ring_scale", "ring_mask")),
         *((name, ctypes.c_void_p) for name in ("sink_k", "sink_v", "tokens")),
         ("scaling", ctypes.c_float),
+        ("causal", ctypes.c_int32),
     ]
 
 

@@ -17,6 +17,7 @@ typedef struct {
     char *sink_k, *sink_v;        /* [B, K, sinks, D] and [B, K, sinks, V], or null */
     int64_t *tokens;              /* [B], how many there were, or null */
     float scaling;                /* of softmax's scores */
+    int32_t causal;
 } window_t;
 
 /* A thread's arrays for one head: weights of exact tokens, sums of their values, what leaves, sums of the linear state. */

@@ -22,9 +22,13 @@ from torch import Tensor
 from linearize.ops.causal import causal_attention
 from linearize.ops.compact import put_back, real_first
 from linearize.ops.state import LinearOp, divide, without_padding
+from linearize.ops.tracing import is_tracing
 from linearize.ops.window_bidirectional import bidirectional_parts
 from linearize.ops.window_causal import causal_parts
 from linearize.ops.window_parts import Keys, Mapped, Queries, Window, WindowState, join
+
+LONG = 1024
+"""From this many tokens on, key heads take turns."""
 
 
 def window_attention(
@@ -59,9 +63,24 @@ def window_attention(
     order = real_first(mask) if key_padding_mask is not None and v.shape[2] > 1 else None
     if order is not None:
         side, run = side.taken(order), run.taken(order)
+    state = None
     if window.causal:
         parts, state = causal_parts(side, run, window, initial_state, op)
+        out = divide(join(parts), window.eps)
     else:
-        parts, state = bidirectional_parts(side, run, window), None
-    out = divide(join(parts), window.eps)
+        turns = _turns(side, run)
+        found = [divide(join(bidirectional_parts(*turn, window)), window.eps) for turn in turns]
+        out = found[0] if len(found) == 1 else torch.cat(found, dim=1)
     return (out if order is None else put_back(out, order)).to(v.dtype), state
+
+
+def _turns(queries: Queries, keys: Keys) -> list[tuple[Queries, Keys]]:
+    """Cut long inputs on the CPU into key heads, one after the other, so that what is made of one fits into caches.
+
+    With a gradient all of it is kept anyway.
+    """
+    tokens, key_heads = queries.q.shape[2], keys.k.shape[1]
+    if torch.is_grad_enabled() or keys.k.device.type != "cpu" or is_tracing() or tokens < LONG:
+        return [(queries, keys)]
+    group = queries.q.shape[1] // key_heads
+    return [(queries.heads(h * group, (h + 1) * group), keys.heads(h, h + 1)) for h in range(key_heads)]

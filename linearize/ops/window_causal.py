@@ -5,12 +5,23 @@ See `linearize.ops.window` for the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.ops.compact import take
 from linearize.ops.recurrent import recurrent_attention
-from linearize.ops.state import LinearOp, State, empty_state, group_queries, masked_log_scale, with_ones
+from linearize.ops.state import (
+    LinearOp,
+    State,
+    empty_state,
+    group_queries,
+    masked_log_scale,
+    with_ones,
+    without_padding,
+)
 from linearize.ops.tracing import overlapping, running_max
 from linearize.ops.window_parts import Keys, Queries, Window, WindowState, collect, exact, weigh
 
@@ -40,6 +51,41 @@ def causal_parts(
     if sinks is not None:
         state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
     return [far, near, *parts], state
+
+
+def state_after(
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    window: Window,
+    past: State,
+    features: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+) -> WindowState:
+    """Return the state after the tokens k [B, K, T, D], v [B, K, T, V] of a whole sequence.
+
+    Args:
+        k: keys; the real ones of `mask` lie in front.
+        v: values.
+        mask: [B, T] bool, or None.
+        window: its form.
+        past: of the tokens that have left the window.
+        features: maps keys [B, K, W, D] -> features [B, K, W, F] and log-scales [B, K, W] or None.
+    """
+    if mask is None:
+        mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+    k, v = without_padding(k, mask), without_padding(v, mask)
+    count = mask.sum(dim=1)
+    place = count[:, None] - window.size + torch.arange(window.size, device=k.device)
+    there, order = place >= 0, place.clamp(min=0)
+    ring_k, ring_v = (without_padding(take(x, order), there) for x in (k, v))
+    phi, scale = features(ring_k)
+    phi = without_padding(phi.float(), there)
+    scale = torch.zeros(phi.shape[:3], device=k.device) if scale is None else scale.float()
+    state = WindowState(*past, ring_k, ring_v, phi, scale.masked_fill(~there[:, None], 0.0), there)
+    if not window.sinks:
+        return state
+    sinks = collect(Keys(k, v, k, k[..., 0], mask), window.sinks, None)
+    return state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=count)
 
 
 def _resume(keys: Keys, window: int, state: WindowState | None) -> tuple[Keys, State]:

@@ -111,6 +111,10 @@ class Queries(NamedTuple):
     def taken(self, order: Tensor) -> Queries:
         return Queries(take(self.q, order), take(self.phi, order), take(self.scale, order))
 
+    def heads(self, first: int, last: int) -> Queries:
+        """Return some of the heads."""
+        return Queries(self.q[:, first:last], self.phi[:, first:last], self.scale[:, first:last])
+
 
 class Keys(NamedTuple):
     """All that belongs to a run of keys."""
@@ -127,6 +131,10 @@ class Keys(NamedTuple):
     def then(self, other: Keys) -> Keys:
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
+
+    def heads(self, first: int, last: int) -> Keys:
+        """Return some of the heads."""
+        return self._each(lambda x: x[:, first:last], self.mask)
 
     def taken(self, order: Tensor) -> Keys:
         return self._each(lambda x: take(x, order), self.mask.gather(1, order))

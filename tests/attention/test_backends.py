@@ -73,11 +73,13 @@ def test_natively(switch):
     assert chosen(mixer_of("rfa", causal=True), grad=False) == "eager, pytorch"
     assert chosen(mixer_of("rfa", {"floor": 0.0}, causal=True), grad=False) == "streamed, native causal op"
     windowed = mixer_of("hedgehog", causal=True, window=4)
-    assert chosen(windowed, grad=False) == "window, pytorch"
+    assert chosen(windowed, grad=False) == chosen(windowed, grad=False, needs_state=True) == "native window"
+    assert chosen(windowed, grad=True) == "window, pytorch"
+    assert chosen(windowed, grad=False, state=state_of(windowed), needs_state=True) == "window, pytorch"
     step = {"tokens": 1, "state": state_of(windowed), "needs_state": True}
     assert chosen(windowed, grad=False, **step) == "native window step"
     assert chosen(windowed, grad=True, **step) == "window, pytorch"
-    assert chosen(mixer_of("hedgehog", causal=False, window=4), grad=False) == "window, pytorch"
+    assert chosen(mixer_of("hedgehog", causal=False, window=4), grad=False) == "native window"
     assert chosen(mixer_of("elu", causal=True, window=4), grad=False) == "window, pytorch"
     switch(False)
     assert chosen(causal, grad=False) == "streamed, pytorch"

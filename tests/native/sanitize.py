@@ -11,7 +11,15 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from linearize.attention.call import AttentionCall
+    from linearize.attention.mixer import Mixer
 
 CHECKOUT = Path(__file__).parents[2]
 FOLDER = CHECKOUT / "build" / "sanitize"
@@ -56,6 +64,14 @@ def preloaded() -> str:
     return " ".join(found)
 
 
+def behind_window(mixer: Mixer, call: AttentionCall, token: Sequence[Tensor], mask: Tensor | None) -> None:
+    """Attend with a window and, causally, decode some tokens."""
+    causal = mixer.shape.causal
+    _, state = mixer(dataclasses.replace(call, needs_state=causal))
+    for _ in range(3 * causal):
+        mixer(dataclasses.replace(call.with_inputs(*token), key_padding_mask=mask, state=state, needs_state=True))
+
+
 def run() -> int:
     """Call everything there is; returns how many calls that were."""
     import torch
@@ -97,13 +113,10 @@ def run() -> int:
                         _, state = mixer(dataclasses.replace(call, state=state, needs_state=True))
                         token = inputs(1, size, value, key_heads, dtype)
                         mixer(AttentionCall(*token, 1.0, masks(1)[count % 2], state=state, needs_state=True))
-                        windowed = learned(
-                            name, args, causal=True, key_heads=key_heads, size=size, value=value, **WINDOW
-                        )
-                        _, state = windowed(dataclasses.replace(call, needs_state=True))
-                        for _ in range(3):
-                            windowed(AttentionCall(*token, 1.0, masks(1)[count % 2], state=state, needs_state=True))
-                calls += 4 + 6 * causal
+                    sizes = {"key_heads": key_heads, "size": size, "value": value}
+                    windowed = learned(name, args, causal=causal, **sizes, **WINDOW)
+                    behind_window(windowed, call, inputs(1, size, value, key_heads, dtype), masks(1)[count % 2])
+                calls += 5 + 5 * causal
         print(f"{name} {args} {'causal' if causal else 'bidirectional'}: {calls} calls", flush=True)
     for count, climb, mask in itertools.product(TOKENS, (None, 3.0, 600.0), (False, True)):
         scale = None if climb is None else torch.linspace(-climb, climb, count).expand(2, 2, count).clone()

@@ -338,7 +338,7 @@ def test_inputs_it_cannot_read_go_to_pytorch(switch):
 
 def test_agreement(switch):
     rows = agreement()
-    assert {row.kernel for row in rows} == set(OPTIONS) and len(rows) == 4 * len(OPTIONS)
+    assert {row.kernel for row in rows} == set(OPTIONS) and len(rows) == 6 * len(OPTIONS)
     check_agreement(rows)
     assert max(row.error for row in rows) < 1e-5
     with pytest.raises(ValueError, match=r"differs by 5.0e-01.*linearize native --remove"):

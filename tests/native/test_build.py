@@ -65,7 +65,7 @@ def test_verb(switch, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(native.SWITCH, "1")
     assert main(["native", "--build", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["agreement"]) == 4 * len(native_kernels())
+    assert len(json.loads(capsys.readouterr().out)["agreement"]) == 6 * len(native_kernels())
     assert main(["native", "--remove"]) == 0
     assert "removed" in capsys.readouterr().out and list((tmp_path / "linearize").iterdir()) == []
 

@@ -9,7 +9,14 @@ from torch import Tensor
 from linearize.attention.backends.contract import Backend, CausalOp, MappingMixer
 from linearize.attention.backends.eager import PYTORCH, Eager
 from linearize.attention.backends.fla import FlaOp
-from linearize.attention.backends.native import Native, NativeOp, NativeStep, NativeWindowStep, native_features
+from linearize.attention.backends.native import (
+    Native,
+    NativeOp,
+    NativeStep,
+    NativeWindow,
+    NativeWindowStep,
+    native_features,
+)
 from linearize.attention.backends.one_step import OneStep
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.backends.window import Windowed
@@ -23,6 +30,7 @@ CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), PYTORCH)
 BACKENDS: tuple[Backend, ...] = (
     NativeStep(),
     NativeWindowStep(),
+    NativeWindow(),
     Native(),
     OneStep(),
     *(form(op) for op in CAUSAL_OPS for form in (Windowed, Streamed, Eager)),

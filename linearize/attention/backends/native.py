@@ -14,8 +14,10 @@ from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.native import engine, loaded
 from linearize.native.gradient import attend_with_gradient, map_with_gradient
 from linearize.native.options import AttendOptions
-from linearize.ops import LinearOptions, State, causal_attention
+from linearize.ops import LinearOptions, State, Window, causal_attention
+from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.state import EPS
+from linearize.ops.window_causal import state_after
 
 
 class NativeStep:
@@ -61,6 +63,39 @@ class NativeWindowStep:
         maps, mask = _packed_maps(mixer, native, call.scaling), call.key_padding_mask
         step = (maps, call.q, call.k, call.v, state)
         return native.window_step(*step, scaling=call.scaling, eps=mixer.eps, mask=mask), state
+
+
+class NativeWindow:
+    """Map and attend behind a softmax window in one pass, without a gradient. See `contract.Backend`."""
+
+    name = "native window"
+
+    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
+        """See `contract.Backend`."""
+        if mixer.window is None or call.state is not None or torch.is_grad_enabled():
+            return False
+        native = engine()
+        return native is not None and _has_maps(mixer) and bool(native.supports(call.q, call.k, call.v))
+
+    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """See `contract.Backend`."""
+        q, k, v, mask, order = call.q, call.k, call.v, call.key_padding_mask, None
+        if mask is not None:
+            order = real_first(mask)
+            q, k, v = (take(x, order) for x in (q, k, v))
+            mask = mask.bool().gather(1, order)
+        assert mixer.window is not None
+        form = Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps, mixer.sinks)
+        options = AttendOptions(form.causal, mixer.input_scale(call.scaling), mixer.eps, mask=mask)
+        out, kv, log_scale = loaded().window(_maps(mixer), q, k, v, options, form)
+        out = out if order is None else put_back(out, order)
+        if not call.needs_state or not form.causal:
+            return out, None
+
+        def features(kept: Tensor) -> Features:
+            return mixer.key_features(kept, call.scaling, None)
+
+        return out, state_after(k, v, mask, form, State(kv, log_scale), features).present()
 
 
 class Native:

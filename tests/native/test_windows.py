@@ -1,0 +1,155 @@
+"""Softmax windows joined to kernels in the native op: outputs and the state after equal those of the ops in PyTorch."""
+
+import pytest
+import torch
+from support.native_cases import CASES, D, V, close, learned, padding, tokens
+
+from linearize.attention.call import AttentionCall
+from linearize.native import engine
+from linearize.native.calls import Engine
+
+SCALING = D**-0.5
+LENGTHS = (1, 15, 48, 49, 200)
+"""Tokens: within a tile of the op (48), one of them, one more, several."""
+GROUPS = pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
+DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+
+
+@torch.no_grad()
+def attend(mixer, q, k, v, mask=None):
+    return mixer(AttentionCall(q, k, v, q.shape[-1] ** -0.5, mask, needs_state=mixer.shape.causal))
+
+
+def both_ways(switch, mixer, inputs, mask=None):
+    found = []
+    for on in (True, False):
+        switch(on)
+        found.append(attend(mixer, *inputs, mask))
+    return found
+
+
+def of_real_tokens(out, mask):
+    return out if mask is None else out[mask[:, None].expand(-1, out.shape[1], -1)]
+
+
+@GROUPS
+@DIRECTIONS
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 2), (7, 40), (64, 4), (130, 0)])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("pairs")
+def test_equals_the_ops_in_pytorch(switch, name, args, masked, window, sinks, causal, key_heads):
+    mixer = learned(name, args, causal=causal, key_heads=key_heads, window=window, sinks=sinks)
+    for count in LENGTHS:
+        mask = padding(count) if masked else None
+        (ours, after), (theirs, wanted) = both_ways(switch, mixer, tokens(count, key_heads=key_heads), mask)
+        # Signed weights: sums near zero make outputs, and rounding, large.
+        tolerance = 3e-6 if mixer.positive else 3e-4
+        close(of_real_tokens(ours, mask), of_real_tokens(theirs, mask), tolerance)
+        if causal:
+            assert after.keys() == wanted.keys()
+            for key, tensor in after.items():
+                close(tensor.float(), wanted[key].float())
+                assert tensor.dtype == wanted[key].dtype and tensor.is_contiguous(), key
+        else:
+            assert after is None and wanted is None
+
+
+@GROUPS
+@DIRECTIONS
+@pytest.mark.parametrize("value", [V, 64, 3, 65])
+@pytest.mark.parametrize("size", [D, 1, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.sampled("pairs")
+def test_sizes_and_types(switch, dtype, size, value, causal, key_heads):
+    sizes = {"size": size, "value": value, "key_heads": key_heads}
+    mixer = learned("hedgehog", {}, causal=causal, window=6, sinks=2, **sizes)
+    inputs, mask = tokens(110, dtype=dtype, **sizes), padding(110)
+    (ours, after), (theirs, wanted) = both_ways(switch, mixer, inputs, mask)
+    close(of_real_tokens(ours, mask), of_real_tokens(theirs, mask), 3e-6 if dtype == torch.float32 else 2**-8)
+    for key, tensor in (after or {}).items():
+        if key in ("kv", "log_scale", "ring_phi", "ring_scale"):
+            close(tensor, wanted[key])
+        else:
+            assert torch.equal(tensor, wanted[key]), key
+
+
+def test_it_is_what_runs_without_a_gradient(monkeypatch, switch):
+    calls, window = [], Engine.window
+    monkeypatch.setattr(Engine, "window", lambda *args, **more: calls.append(1) or window(*args, **more))
+    for causal in (False, True):
+        mixer = learned("flexformer_n", {}, causal=causal, window=8, sinks=2)
+        attend(mixer, *tokens(30))
+        mixer(AttentionCall(*tokens(30), SCALING))
+    assert len(calls) == 2
+
+
+@GROUPS
+@pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("hedgehog", {"activation": "exp"}), ("luna", {})])
+@pytest.mark.parametrize("window", [1, 5, 60])
+def test_later_tokens_do_not_change_a_bit(switch, window, name, args, key_heads):
+    mixer = learned(name, args, causal=True, key_heads=key_heads, window=window, sinks=2)
+    q, k, v = tokens(150, key_heads=key_heads)
+    before, _ = attend(mixer, q, k, v)
+    for x in (q, k, v):
+        x[:, :, 101:] *= -30.0
+    after, _ = attend(mixer, q, k, v)
+    assert torch.equal(before[:, :, :101], after[:, :, :101])
+    assert not torch.equal(before[:, :, 101:], after[:, :, 101:])
+
+
+@DIRECTIONS
+def test_padding_does_not_change_real_tokens(switch, causal):
+    """Not to the bit: where its numbers are is not what they are."""
+    mixer = learned("hedgehog", {}, causal=causal, window=6, sinks=3)
+    q, k, v = tokens(100)
+    short, _ = attend(mixer, *(x[:, :, :70] for x in (q, k, v)))
+    mask = torch.arange(100).expand(2, -1) < 70
+    padded, _ = attend(mixer, *(x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (q, k, v)), mask)
+    close(padded[:, :, :70], short)
+    left, _ = attend(mixer, *(x.roll(30, dims=2) for x in (q, k, v)), mask.roll(30, dims=1))
+    close(left[:, :, 30:], short)
+
+
+@DIRECTIONS
+def test_parts_of_very_different_size(switch, causal):
+    mixer = learned("hedgehog", {"activation": "exp"}, causal=causal, window=4, sinks=1)
+    for size in (1e-3, 30.0, 300.0):
+        q, k, v = tokens(120)
+        (ours, _), (theirs, _) = both_ways(switch, mixer, [q * size, k, v])
+        assert torch.isfinite(ours).all()
+        # Scores of thousands: their own rounding, times e.
+        close(ours, theirs, max(3e-6, 1e-5 * size))
+    nothing = torch.zeros(2, 120, dtype=torch.bool)
+    assert (attend(mixer, *tokens(120), nothing)[0] == 0).all()
+
+
+@DIRECTIONS
+def test_no_number_stays_none(switch, causal):
+    mixer = learned("hedgehog", {}, causal=causal, window=4)
+    for which in range(3):
+        inputs = tokens(120)
+        inputs[which][0, 0, 60] = torch.nan
+        (ours, _), (theirs, _) = both_ways(switch, mixer, inputs)
+        assert ours.isnan().any()
+        assert (ours.isnan() | ~theirs.isnan())[:, :, 60:].all()
+
+
+@DIRECTIONS
+def test_threads_make_no_difference(switch, causal):
+    mixer = learned("hedgehog", {}, heads=6, key_heads=3, causal=causal, window=8, sinks=2)
+    inputs, before, found = tokens(200, heads=6, key_heads=3), torch.get_num_threads(), []
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(attend(mixer, *inputs)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_no_memory_is_said(monkeypatch, switch):
+    mixer = learned("hedgehog", {}, window=4)
+    monkeypatch.setattr(engine().library, "linearize_window", lambda *_: 1)
+    with pytest.raises(MemoryError, match="no memory"):
+        attend(mixer, *tokens(30))
