@@ -10,12 +10,13 @@
 #include "causal_gradient.h"
 #include "features.h"
 #include "step.h"
-#include "window.h"
+#include "window_gradient.h"
 
 /* So that the caller can tell whether both sides mean the same structure. */
 int64_t linearize_call_size(void) { return sizeof(call_t); }
 int64_t linearize_back_size(void) { return sizeof(back_t); }
 int64_t linearize_window_size(void) { return sizeof(window_t); }
+int64_t linearize_window_back_size(void) { return sizeof(window_back_t); }
 
 /* Likewise for its numbers: the names of maps, types and results in order. */
 const char *linearize_names(void) { return EACH_MAP(NAME) ";" EACH_TYPE(NAME) ";" EACH_RESULT(NAME); }

@@ -23,12 +23,14 @@ from linearize.native.structures import (
     TYPES,
     Back,
     Maps,
+    WindowBack,
     WindowBuffers,
     call,
     given,
+    masks,
     packed,
 )
-from linearize.ops import Window
+from linearize.native.windows import WindowCalls
 
 FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
     "bidirectional": None,
@@ -44,7 +46,7 @@ FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
 """The functions of the library, and what they take beside a call."""
 
 
-class Engine:
+class Engine(WindowCalls):
     """The compiled op.
 
     Attributes:
@@ -63,6 +65,7 @@ class Engine:
             (CALL_SIZE, self.library.linearize_call_size),
             (ctypes.sizeof(Back), self.library.linearize_back_size),
             (ctypes.sizeof(WindowBuffers), self.library.linearize_window_size),
+            (ctypes.sizeof(WindowBack), self.library.linearize_window_back_size),
         )
         for mine, theirs in sizes:
             theirs.restype = ctypes.c_int64
@@ -76,6 +79,9 @@ class Engine:
             function = getattr(self.library, f"linearize_{name}")
             more = [] if beside is None else [ctypes.POINTER(beside)]
             function.argtypes, function.restype = [ctypes.c_char_p, *more], ctypes.c_int
+        # On features that are given: without a call.
+        function = self.library.linearize_window_gradient
+        function.argtypes, function.restype = [ctypes.POINTER(WindowBack)], ctypes.c_int
 
     @property
     def threads(self) -> int:
@@ -137,7 +143,7 @@ class Engine:
         kv = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1)
         log_scale = torch.empty(batch, k.shape[1])
         before = [None, None] if start is None else [x.contiguous() for x in start]
-        extra = (*_masks(k, options), *before, kv, log_scale)
+        extra = (*masks(k, options.mask, options.log_scale), *before, kv, log_scale)
         function = self.library.linearize_causal if options.causal else self.library.linearize_bidirectional
         if function(call(ready, q, k, v, out, extra, (options.eps, self.threads, options.exact))):
             raise MemoryError("native op: no memory for a tile")
@@ -182,7 +188,11 @@ class Engine:
         all_buffers = [
             _gradient_buffers(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)
         ]
-        library, ready, extra = self.library, _ready(maps, q, options), (*_masks(k, options), *NO_STATES)
+        library, ready, extra = (
+            self.library,
+            _ready(maps, q, options),
+            (*masks(k, options.mask, options.log_scale), *NO_STATES),
+        )
         function = library.linearize_causal_gradient if options.causal else library.linearize_bidirectional_gradient
         result = function(call(ready, q, k, v, attended.out, extra, (options.eps, self.threads, True)), back)
         if result == NO_MEMORY:
@@ -214,80 +224,6 @@ class Engine:
         if self.library.linearize_step(
             call(maps, q, k, v, out, (mask, None, None, None, *state), (eps, self.threads, False))
         ):
-            raise MemoryError("native op: no memory for a step")
-        return out
-
-    def window(
-        self, maps: Sequence[MapSpec], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, form: Window
-    ) -> Attended:
-        """Attend with softmax inside a window and for the sinks, and with a kernel outside; shapes as in `attend`.
-
-        Weights are left exact.
-
-        Args:
-            maps: of keys and queries; one where they share it.
-            q: queries.
-            k: keys.
-            v: values.
-            options: how to attend; its mask has each row's real tokens in front.
-            form: the window.
-
-        Returns:
-            Output, and kv and log-scale of the tokens that have left the window (causal; otherwise they say nothing).
-
-        Raises:
-            MemoryError: if there is no memory for a thread's tile.
-        """
-        batch, heads, tokens, _ = q.shape
-        ready = packed(maps, options.scale)
-        out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
-        kv, log_scale = torch.zeros(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.zeros(batch, k.shape[1])
-        extra = (*_masks(k, options), None, None, kv, log_scale)
-        buffers = WindowBuffers(form.size, form.sinks, scaling=form.scaling, causal=form.causal)
-        if self.library.linearize_window(call(ready, q, k, v, out, extra, (form.eps, self.threads, True)), buffers):
-            raise MemoryError("native op: no memory for a tile")
-        return Attended(out, kv, log_scale)
-
-    def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
-        """Tell whether it reads such tensors and can write into such a state of a window."""
-        if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
-            return False
-        types = {"k": k.dtype, "v": v.dtype, "phi": torch.float32, "scale": torch.float32, "mask": torch.bool}
-        return all(
-            state[name].is_contiguous() and state[name].dtype == types.get(name.partition("_")[2], torch.int64)
-            for name in state
-            if name not in ("kv", "log_scale")
-        )
-
-    def window_step(
-        self,
-        maps: Maps,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        scaling: float,
-        eps: float,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from one more token, T = 1, behind a softmax window, in the memory of the state's tensors.
-
-        Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are left exact. A token of
-        padding changes nothing and gets zeros.
-
-        Raises:
-            MemoryError: if there is no memory for a token; the state is as it was then.
-        """
-        out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
-        mask = None if mask is None else mask.to(torch.bool).contiguous()
-        ring, sinks = state["ring_mask"], state.get("sink_k")
-        buffers = WindowBuffers(ring.size(1), 0 if sinks is None else sinks.size(2), scaling=scaling, causal=True)
-        for name, tensor in state.items():
-            if name not in ("kv", "log_scale"):
-                setattr(buffers, name, tensor.data_ptr())
-        before = (mask, None, None, None, state["kv"], state["log_scale"])
-        if self.library.linearize_window_step(call(maps, q, k, v, out, before, (eps, self.threads, True)), buffers):
             raise MemoryError("native op: no memory for a step")
         return out
 
@@ -330,15 +266,6 @@ class Engine:
 def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
     """Describe the maps, or given features."""
     return packed(maps, options.scale) if maps else given(q.shape[3], scaled=options.log_scale is not None)
-
-
-def _masks(k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask and the log-scales as the op reads them."""
-    mask, log_scale = options.mask, options.log_scale
-    return (
-        None if mask is None else mask.to(torch.bool).contiguous(),
-        None if log_scale is None else log_scale.float().expand(k.shape[:3]).contiguous(),
-    )
 
 
 def _gradient_buffers(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:

@@ -16,7 +16,8 @@ from linearize.native.variants import packaged
 
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
-    *("window.h", "window_step.h", "one_token.h", "features.h", "gradient.h", "call.h", "maps.h", "tile.h"),
+    *("window_gradient.h", "window.h", "window_step.h", "one_token.h", "features.h", "gradient.h", "call.h"),
+    *("maps.h", "tile.h"),
 )
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 NATIVE_FLAGS = ("-march=native",)

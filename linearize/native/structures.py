@@ -62,6 +62,19 @@ class WindowBuffers(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("sink_k", "sink_v", "tokens")),
         ("scaling", ctypes.c_float),
         ("causal", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("tops", "row_sums")),
+    ]
+
+
+class WindowBack(ctypes.Structure):
+    """`window_back_t` of window_gradient.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens")),
+        *((name, ctypes.c_int64) for name in ("size", "features", "value_size", "window", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "grad", "slope", "top")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k", "real")),
+        *((name, ctypes.c_int32) for name in ("causal", "threads")),
     ]
 
 
@@ -152,6 +165,14 @@ def call(
         *numbers,
     )
     return head + maps.data + tail
+
+
+def masks(k: Tensor, mask: Tensor | None, log_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a mask [B, T] and log-scales, for keys k [B, K, T, D], as the op reads them."""
+    return (
+        None if mask is None else mask.to(torch.bool).contiguous(),
+        None if log_scale is None else log_scale.float().expand(k.shape[:3]).contiguous(),
+    )
 
 
 def _address(tensor: Tensor | None) -> int:

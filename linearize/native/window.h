@@ -162,9 +162,10 @@ INLINE float part_size(const float *row, float sum, long width) {
 }
 
 /* Join the parts of a row and write it. */
-static void join_row(const call_t *c, near_t *m, long b, long h, long r, long t, float behind, int ahead) {
+static void join_row(const call_t *c, const window_t *w, near_t *m, long b, long h, long r, long t, float behind) {
     long width = m->s.width;
     float scale = m->query_scale[r], top = FLOOR, sum = 0.0f;
+    int ahead = !w->causal;
     const float *rows[4] = {m->exact + r * width, m->linear + r * width, m->s.mixed + r * width, m->ahead + t * width};
     float sums[4] = {m->exact_sums[r], m->linear_sums[r], m->s.sums[r], ahead ? m->ahead_sums[t] : 0.0f};
     float levels[4] = {m->exact_levels[r], m->linear_levels[r] + scale, behind + scale,
@@ -178,6 +179,9 @@ static void join_row(const call_t *c, near_t *m, long b, long h, long r, long t,
     memset(to, 0, width * sizeof(float));
     for (long i = 0; i < parts; i++) add_part(rows[i], sums[i], levels[i], sizes[i], top, width, to, &sum);
     write_row(c, to, sum, c->eps, b, h, t);
+    if (!w->tops) return;
+    w->tops[(b * c->heads + h) * c->tokens + t] = top;
+    w->row_sums[(b * c->heads + h) * c->tokens + t] = sum;
 }
 
 /* What lies behind the near keys of every tile, from the last tile to the first. */
@@ -231,7 +235,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     product(0, count, width, wide, m->scores, wide, 1, s->values, width, m->exact, width);
     if (sinks) product(1, count, width, padded(sinks), m->sink_scores, padded(sinks), 1, m->sink_v, width, m->exact, width);
     product(0, count, width, wide, m->products, wide, 1, s->values, width, m->linear, width);
-    for (long r = 0; r < count; r++) join_row(c, m, b, h, r, t + r, behind, !w->causal);
+    for (long r = 0; r < count; r++) join_row(c, w, m, b, h, r, t + r, behind);
 }
 
 /* One head of queries; the first of a group leaves the state after, causally. */

@@ -18,6 +18,7 @@ typedef struct {
     int64_t *tokens;              /* [B], how many there were, or null */
     float scaling;                /* of softmax's scores */
     int32_t causal;
+    float *tops, *row_sums;       /* [B, H, T]: of every row what its weights were taken relative to, and their sum; or null */
 } window_t;
 
 /* A thread's arrays for one head: weights of exact tokens, sums of their values, what leaves, sums of the linear state. */

@@ -74,7 +74,8 @@ def test_natively(switch):
     assert chosen(mixer_of("rfa", {"floor": 0.0}, causal=True), grad=False) == "streamed, native causal op"
     windowed = mixer_of("hedgehog", causal=True, window=4)
     assert chosen(windowed, grad=False) == chosen(windowed, grad=False, needs_state=True) == "native window"
-    assert chosen(windowed, grad=True) == "window, pytorch"
+    assert chosen(windowed, grad=True) == "native window"
+    assert chosen(windowed, grad=True, needs_state=True) == "window, pytorch"
     assert chosen(windowed, grad=False, state=state_of(windowed), needs_state=True) == "window, pytorch"
     step = {"tokens": 1, "state": state_of(windowed), "needs_state": True}
     assert chosen(windowed, grad=False, **step) == "native window step"

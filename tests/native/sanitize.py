@@ -65,8 +65,13 @@ def preloaded() -> str:
 
 
 def behind_window(mixer: Mixer, call: AttentionCall, token: Sequence[Tensor], mask: Tensor | None) -> None:
-    """Attend with a window and, causally, decode some tokens."""
+    """Attend with a window, with and without a gradient, and, causally, decode some tokens."""
+    import torch
+
     causal = mixer.shape.causal
+    with torch.enable_grad():
+        out, _ = mixer(call)
+        torch.autograd.grad(out.float().sum(), [call.q, call.k, call.v, *mixer.parameters()], allow_unused=True)
     _, state = mixer(dataclasses.replace(call, needs_state=causal))
     for _ in range(3 * causal):
         mixer(dataclasses.replace(call.with_inputs(*token), key_padding_mask=mask, state=state, needs_state=True))
@@ -116,7 +121,7 @@ def run() -> int:
                     sizes = {"key_heads": key_heads, "size": size, "value": value}
                     windowed = learned(name, args, causal=causal, **sizes, **WINDOW)
                     behind_window(windowed, call, inputs(1, size, value, key_heads, dtype), masks(1)[count % 2])
-                calls += 5 + 5 * causal
+                calls += 7 + 5 * causal
         print(f"{name} {args} {'causal' if causal else 'bidirectional'}: {calls} calls", flush=True)
     for count, climb, mask in itertools.product(TOKENS, (None, 3.0, 600.0), (False, True)):
         scale = None if climb is None else torch.linspace(-climb, climb, count).expand(2, 2, count).clone()

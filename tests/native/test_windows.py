@@ -74,14 +74,80 @@ def test_sizes_and_types(switch, dtype, size, value, causal, key_heads):
             assert torch.equal(tensor, wanted[key]), key
 
 
-def test_it_is_what_runs_without_a_gradient(monkeypatch, switch):
+def gradients(mixer, inputs, mask=None):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, _ = mixer(AttentionCall(*leaves, SCALING, mask))
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    weights = weights if mask is None else weights * mask[:, None, :, None]
+    return torch.autograd.grad((out.float() * weights).sum(), [*leaves, *mixer.parameters()], allow_unused=True)
+
+
+@GROUPS
+@DIRECTIONS
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 2), (7, 40), (64, 4), (130, 0)])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.sampled("pairs")
+def test_gradients_equal_those_of_the_ops_in_pytorch(switch, name, args, masked, window, sinks, causal, key_heads):
+    """Of q, k, v and of every weight of the maps."""
+    mixer = learned(name, args, causal=causal, key_heads=key_heads, window=window, sinks=sinks)
+    for count in (1, 49, 130):
+        inputs, mask, found = tokens(count, key_heads=key_heads), padding(count) if masked else None, []
+        for on in (True, False):
+            switch(on)
+            found.append(gradients(mixer, inputs, mask))
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                close(ours, theirs, 2e-5 if mixer.positive else 3e-3)
+
+
+@DIRECTIONS
+def test_gradients_in_bfloat16(switch, causal):
+    mixer, found = learned("hedgehog", {}, causal=causal, window=8, sinks=2), []
+    for on in (True, False):
+        switch(on)
+        found.append(gradients(mixer, tokens(100, dtype=torch.bfloat16)))
+    for ours, theirs in zip(*found, strict=True):
+        # The output, which the gradient starts from, is rounded to bf16.
+        close(ours, theirs, 2e-2 * theirs.abs().max().item())
+
+
+@DIRECTIONS
+def test_gradients_where_parts_are_of_very_different_size(switch, causal):
+    mixer = learned("hedgehog", {}, causal=causal, window=4, sinks=1)
+    for size in (1e-3, 30.0, 300.0):
+        q, k, v = tokens(120)
+        found = []
+        for on in (True, False):
+            switch(on)
+            found.append(gradients(mixer, [q * size, k, v]))
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.isfinite(ours).all()
+            close(ours, theirs, max(2e-5, 1e-4 * size))
+
+
+def test_it_is_what_runs(monkeypatch, switch):
+    """With a gradient too; but for states, and for scales of keys that may be far apart, PyTorch has it."""
     calls, window = [], Engine.window
     monkeypatch.setattr(Engine, "window", lambda *args, **more: calls.append(1) or window(*args, **more))
     for causal in (False, True):
         mixer = learned("flexformer_n", {}, causal=causal, window=8, sinks=2)
         attend(mixer, *tokens(30))
-        mixer(AttentionCall(*tokens(30), SCALING))
-    assert len(calls) == 2
+        gradients(mixer, tokens(30))
+    assert len(calls) == 4
+    mixer(AttentionCall(*tokens(30), SCALING, needs_state=True))
+    scaled = learned("hedgehog", {"activation": "exp"}, causal=True, window=8)
+    gradients(scaled, tokens(30))
+    assert len(calls) == 4
+    gradients(learned("hedgehog", {"activation": "exp"}, window=8), tokens(30))
+    assert len(calls) == 5
+
+
+def test_no_memory_for_a_gradient_is_said(monkeypatch, switch):
+    monkeypatch.setattr(engine().library, "linearize_window_gradient", lambda *_: 1)
+    with pytest.raises(MemoryError, match="tile's gradients"):
+        gradients(learned("hedgehog", {}, window=4), tokens(30))
 
 
 @GROUPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -14,6 +15,7 @@ from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.native import engine, loaded
 from linearize.native.gradient import attend_with_gradient, map_with_gradient
 from linearize.native.options import AttendOptions
+from linearize.native.window_autograd import attend_window_with_gradient
 from linearize.ops import LinearOptions, State, Window, causal_attention
 from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.state import EPS
@@ -66,13 +68,16 @@ class NativeWindowStep:
 
 
 class NativeWindow:
-    """Map and attend behind a softmax window in one pass, without a gradient. See `contract.Backend`."""
+    """Map and attend behind a softmax window in one pass. See `contract.Backend`."""
 
     name = "native window"
 
     def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
         """See `contract.Backend`."""
-        if mixer.window is None or call.state is not None or torch.is_grad_enabled():
+        if mixer.window is None or call.state is not None:
+            return False
+        if torch.is_grad_enabled() and (call.needs_state or (mixer.shape.causal and _has_scales(mixer))):
+            # Through states, and of scales that may be far apart, the ops in PyTorch know the gradient.
             return False
         native = engine()
         return native is not None and _has_maps(mixer) and bool(native.supports(call.q, call.k, call.v))
@@ -87,7 +92,11 @@ class NativeWindow:
         assert mixer.window is not None
         form = Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps, mixer.sinks)
         options = AttendOptions(form.causal, mixer.input_scale(call.scaling), mixer.eps, mask=mask)
-        out, kv, log_scale = loaded().window(_maps(mixer), q, k, v, options, form)
+        if torch.is_grad_enabled():
+            found = mixer.features(replace(call.with_inputs(q, k, v), key_padding_mask=mask))
+            out = attend_window_with_gradient(_maps(mixer), (q, k, v), found, options, form)
+            return out if order is None else put_back(out, order), None
+        out, kv, log_scale, *_ = loaded().window(_maps(mixer), q, k, v, options, form)
         out = out if order is None else put_back(out, order)
         if not call.needs_state or not form.causal:
             return out, None
@@ -146,6 +155,10 @@ def _has_maps(mixer: MappingMixer) -> bool:
         found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
         mixer.memory["native.has_maps"] = found
     return bool(found)
+
+
+def _has_scales(mixer: MappingMixer) -> bool:
+    return any(map.scaled for map in _maps(mixer))
 
 
 def _feature_maps(mixer: MappingMixer) -> list[FeatureMap]:
