@@ -57,3 +57,39 @@ class Gradients(NamedTuple):
     v: Tensor
     weights: tuple[Tensor | None, ...]
     log_scale: Tensor | None
+
+
+class WindowAttended(NamedTuple):
+    """What `WindowCalls.window` returns.
+
+    Attributes:
+        out: [B, H, T, V] in the dtype of v.
+        kv: of the tokens that have left the window, [B, K, F, V + 1] in fp32.
+        log_scale: the same, [B, K].
+        tops: [B, H, T] in fp32: a row's weights were taken relative to exp(top).
+        sums: [B, H, T] in fp32: the sum of a row's weights, so taken.
+    """
+
+    out: Tensor
+    kv: Tensor
+    log_scale: Tensor
+    tops: Tensor
+    sums: Tensor
+
+
+class Attending(NamedTuple):
+    """What the gradient of a window starts from, all in fp32, and what it gives.
+
+    Attributes:
+        q: queries [B, H, T, D], times the scaling.
+        k: keys [B, K, T, D].
+        v: values [B, K, T, V].
+        phi_q: features [B, H, T, F], so that their products are weights relative to the rows' levels.
+        phi_k: features [B, K, T, F], zero for padding and sinks.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    phi_q: Tensor
+    phi_k: Tensor

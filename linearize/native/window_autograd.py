@@ -10,8 +10,7 @@ from torch import Tensor
 
 from linearize.kernels.base import Features, MapSpec
 from linearize.native import engine
-from linearize.native.options import AttendOptions
-from linearize.native.windows import Attending
+from linearize.native.options import Attending, AttendOptions
 from linearize.ops import Window
 from linearize.ops.state import FLOOR
 

@@ -5,55 +5,18 @@ from __future__ import annotations
 import abc
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.kernels.base import MapSpec
-from linearize.native.options import AttendOptions
+from linearize.native.options import Attending, AttendOptions, WindowAttended
 from linearize.native.structures import Maps, WindowBack, WindowBuffers, call, masks, packed
 from linearize.ops import Window
 
 LANES = 16
 """Rows of the gradient's arrays are made a multiple of this: whole vectors of every processor."""
-
-
-class WindowAttended(NamedTuple):
-    """What `WindowCalls.window` returns.
-
-    Attributes:
-        out: [B, H, T, V] in the dtype of v.
-        kv: of the tokens that have left the window, [B, K, F, V + 1] in fp32.
-        log_scale: the same, [B, K].
-        tops: [B, H, T] in fp32: a row's weights were taken relative to exp(top).
-        sums: [B, H, T] in fp32: the sum of a row's weights, so taken.
-    """
-
-    out: Tensor
-    kv: Tensor
-    log_scale: Tensor
-    tops: Tensor
-    sums: Tensor
-
-
-class Attending(NamedTuple):
-    """What the gradient of a window starts from, all in fp32, and what it gives.
-
-    Attributes:
-        q: queries [B, H, T, D], times the scaling.
-        k: keys [B, K, T, D].
-        v: values [B, K, T, V].
-        phi_q: features [B, H, T, F], so that their products are weights relative to the rows' levels.
-        phi_k: features [B, K, T, F], zero for padding and sinks.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    phi_q: Tensor
-    phi_k: Tensor
 
 
 class WindowCalls(abc.ABC):
