@@ -12,7 +12,7 @@ from linearize.kernels.base import Features, MapSpec
 from linearize.native import engine
 from linearize.native.options import Attending, AttendOptions
 from linearize.ops import Window
-from linearize.ops.state import FLOOR
+from linearize.ops.state import FLOOR, without_padding
 
 MOST = 60.0
 """Exponent beyond which a row's kernel weights, which cannot be above its level, are too small to count."""
@@ -77,12 +77,15 @@ class _Windowed(torch.autograd.Function):
         divisor = torch.where(held, torch.where(sums < 0, -form.eps, form.eps), sums)
         grad = grad.float() / divisor[..., None]
         slope = -(grad * out.float()).sum(dim=-1).masked_fill(held, 0.0)
-        inputs = Attending(q.float() * form.scaling, k, v, phi_q * query_factor, phi_k * key_factor)
+        # Keys of padding are not looked at; its queries are, as zeros.
+        exact_q = without_padding(q.float() * form.scaling, mask)
+        inputs = Attending(exact_q, k, v, phi_q * query_factor, phi_k * key_factor)
         back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form)
         scales = [
             None if given is None else (of * made).sum(dim=-1)
             for given, of, made in ((query_scale, back.phi_q, inputs.phi_q), (key_scale, back.phi_k, inputs.phi_k))
         ]
-        exact = ((back.q * form.scaling).to(q.dtype), back.k.to(k.dtype), back.v.to(v.dtype))
+        grad_q = without_padding(back.q * form.scaling, mask)
+        exact = (grad_q.to(q.dtype), back.k.to(k.dtype), back.v.to(v.dtype))
         through_maps = (back.phi_q * query_factor, scales[0], back.phi_k * key_factor, scales[1])
         return None, None, None, *exact, *through_maps

@@ -103,6 +103,16 @@ def test_gradients_equal_those_of_the_ops_in_pytorch(switch, name, args, masked,
 
 
 @DIRECTIONS
+def test_padding_changes_no_gradient(switch, causal):
+    """Whatever it holds."""
+    mixer, mask = learned("hedgehog", {}, causal=causal, window=6, sinks=3), padding(100)
+    inputs = tokens(100)
+    none = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in inputs]
+    for ours, theirs in zip(gradients(mixer, none, mask), gradients(mixer, inputs, mask), strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+@DIRECTIONS
 def test_gradients_in_bfloat16(switch, causal):
     mixer, found = learned("hedgehog", {}, causal=causal, window=8, sinks=2), []
     for on in (True, False):
