@@ -26,7 +26,8 @@ class TaskChoice:
 
     task: str = option(
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, text-classification, text-regression, masked-lm, "
-        "causal-lm, chat, image-classification, cifar10, token-classification, question-answering",
+        "causal-lm, chat, image-classification, cifar10, token-classification, question-answering, recall, copying; "
+        "to measure alone: similarity, retrieval",
         metavar="T",
     )
     columns: tuple[str, ...] = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import pytest
@@ -11,6 +12,7 @@ from linearize.finetune.metrics import METRICS
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.tasks import TASK_TYPES, TASKS, task
 from linearize.heads import HEADS, head_of_class
+from linearize.jobs.task_config import TaskChoice
 
 CLASSES = {
     "BertForMaskedLM": ("fill-mask", "fill-mask"),
@@ -34,6 +36,11 @@ def test_a_class_has_the_head_that_its_auto_class_loads(name):
         part for names in mapping._model_mapping.values() for part in ([names] if isinstance(names, str) else names)
     }
     assert name.removeprefix("Linearized") in known
+
+
+def test_the_help_names_every_task():
+    said = next(field for field in dataclasses.fields(TaskChoice) if field.name == "task").metadata["help"]
+    assert sorted(said.replace("; to measure alone: ", ", ").split(", ")) == sorted(TASKS)
 
 
 def test_a_class_without_a_head_has_none():
