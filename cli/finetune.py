@@ -150,9 +150,11 @@ def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
         progress.stop()
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     chosen = result.selection
+    kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
+    if not result.best_step:
+        kept = f"Kept what it began with, as none of {result.steps} steps ({result.stopped}) measured better"
     out.print(
-        f"Kept step {result.best_step} of {result.steps} ({result.stopped}), chosen by {chosen['by']} on "
-        f"{chosen['rows']} {chosen['on']}: {metrics}",
+        f"{kept}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}",
         markup=False,
     )
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)

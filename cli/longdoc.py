@@ -20,6 +20,7 @@ EPILOG = """examples:
   linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192
   linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --resume
   linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --max-length 4096 --align-length 2048
+  linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --preset encoder --positions interpolate
   linearize longdoc roberta-base --task text-regression --dataset ./essays --max-length 2048 --chunk-length 256
 
 The original is tuned at its own length (512, say), cut there. It is then converted for --max-length tokens, aligned on

@@ -23,6 +23,7 @@ ORDER = [
     "types",
     "parsing",
     "options",
+    "kernel_options",
     "registry",
     "heads",
     "ops",

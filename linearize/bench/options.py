@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from linearize.options import option, parse_image_sizes, parse_lengths, parse_pairs
+from linearize import kernel_options
+from linearize.options import option, parse_image_sizes, parse_lengths
 
 WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
 FEATURES = 128
@@ -27,16 +28,9 @@ class BenchOptions:
     kernels: tuple[str, ...] = option(
         (), "kernel; may be repeated (hedgehog)", name="kernel", repeat=True, metavar="NAME", parse=tuple
     )
-    kernel_args: Mapping[str, object] = option(
-        {},
-        "an argument of the kernel; may be repeated",
-        name="kernel_arg",
-        repeat=True,
-        metavar="K=V",
-        parse=parse_pairs,
-    )
-    window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
-    sinks: int = option(0, "softmax for the first N tokens too, beside the window", metavar="N", low=0)
+    kernel_args: Mapping[str, object] = kernel_options.kernel_args()
+    window: int | None = kernel_options.window()
+    sinks: int = kernel_options.sinks()
     lengths: tuple[int, ...] | None = option(
         None, "tokens, or contexts to decode behind; by default the suite's own", metavar="N,N", parse=parse_lengths
     )

@@ -40,6 +40,13 @@ class TuneConfig:
     eval_batch_size: int | None = option(None, "rows per batch of an evaluation; by default twice batch_size", low=1)
     patience: int = option(0, "evaluations without improvement after which to stop; 0: never", low=0)
     group_by_length: bool = option(False, "put texts of similar length in one batch, to pad less")
+    dropout: float | None = option(
+        None,
+        "share of the activations that dropout layers drop; by default none where a teacher alone teaches, else as "
+        "the model's config says",
+        low=0,
+        below=1,
+    )
     precision: str = option("no", "mixed precision: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
     freeze_kernels: bool = option(False, "leave the kernels as they are")
     kernel_learning_rate: float | None = option(

@@ -17,12 +17,13 @@ from linearize.errors import CheckpointError
 from linearize.finetune.checkpoints import check_names, finished, last_checkpoint
 from linearize.finetune.checks import check_adapter, check_fsdp, check_trains, checkpointing
 from linearize.finetune.config import TuneConfig
+from linearize.finetune.dropout import dropping
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import check_teacher, freeze
-from linearize.finetune.watch import TuneStep, step_reporter, watch
+from linearize.finetune.watch import TuneStep, start_keeper, step_reporter, watch
 from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
 
@@ -41,7 +42,7 @@ class TuneResult:
         metrics: the task's metrics of the model that was kept, on the validation rows.
         score: the task's one figure.
         steps: optimizer steps done.
-        best_step: the step whose weights were kept.
+        best_step: the step whose weights were kept; 0 where none measured better than those it began with.
         selection: what that step was chosen by: `by` (figure), `on` (rows), `rows` (their number), `value`.
         stopped: "steps" or "early stopping".
         history: the trainer's log.
@@ -74,6 +75,8 @@ def finetune(
     adapter_of: str | None = None,
 ) -> TuneResult:
     """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
+
+    Those that it began with are among them, so that by these rows it never ends worse than it began.
 
     With a teacher the loss is the squared error of every layer's hidden states and the divergence from the teacher's
     logits; the labels join later (CALD, ICLR 2025, arXiv 2410.06846; TinyBERT, arXiv 1909.10351). The kept state is
@@ -127,7 +130,12 @@ def finetune(
         trainer.add_callback(step_reporter(trainer, on_step))
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(callback)
-    with checkpointing(trained, config.gradient_checkpointing):
+    trainer.add_callback(start_keeper(trainer))
+    share = config.dropout
+    if share is None and teacher is not None and not config.final_labels_weight:
+        # Imitation has nothing to learn by heart, and its noise takes a model away from its teacher.
+        share = 0.0
+    with checkpointing(trained, config.gradient_checkpointing), dropping(trained, share):
         _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)

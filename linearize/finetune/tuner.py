@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
 
 from linearize.alignment.losses import hidden_state_loss, logits_loss
@@ -181,6 +181,21 @@ class Tuner(Trainer):
             total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
         # The same figure everywhere, to the bit: by it all processes stop, or none.
         return float(self.accelerator.reduce(total[0] / total[1], "mean"))
+
+    def keep_start(self) -> None:
+        """Measure the state that training begins with on the held-out rows, and keep it until a better one comes.
+
+        A model that was aligned well has little to gain from stage two, and what it begins with may be the best.
+        """
+        # The training draws the same numbers as if nobody had looked.
+        with torch.random.fork_rng(devices=()):
+            value = self.measure_selection()
+        self.log({"eval_selection": value})
+        folder = Path(self.args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-0"
+        # Weights alone: there is nothing yet that a resume could go on from.
+        self.save_model(str(folder), _internal_call=True)
+        self.state.best_metric, self.state.best_global_step = value, 0
+        self.state.best_model_checkpoint = str(folder)
 
     def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the divergence from the teacher on a batch, and the loss on its labels where they join."""

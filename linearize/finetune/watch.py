@@ -13,6 +13,8 @@ from linearize.errors import TrainingError
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+    from linearize.finetune.tuner import Tuner
+
 
 @dataclass(frozen=True)
 class TuneStep:
@@ -58,15 +60,38 @@ def watch(on_log: Callable[[dict[str, float]], None] | None) -> TrainerCallback:
         ) -> None:
             """See `TrainerCallback.on_log`."""
             for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
-                if logs and name in logs and not math.isfinite(logs[name]):
+                if not logs or name not in logs or math.isfinite(logs[name]):
+                    continue
+                if state.global_step == 0:
                     raise TrainingError(
-                        f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
-                        "rate, or check the data for broken inputs"
+                        f"stage two: {name} is {logs[name]} before the first step; check the model's weights and the "
+                        "data for broken numbers"
                     )
+                raise TrainingError(
+                    f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
+                    "rate, or check the data for broken inputs"
+                )
             if on_log is not None and logs:
                 on_log({"step": state.global_step, "steps": state.max_steps, **logs})
 
     return Watch()
+
+
+def start_keeper(trainer: Tuner) -> TrainerCallback:
+    """Make the callback that lets the state which training begins with be the one that is kept."""
+    from transformers import TrainerCallback
+
+    class StartKeeper(TrainerCallback):
+        """Keeps the start."""
+
+        def on_train_begin(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        ) -> None:
+            """See `TrainerCallback.on_train_begin`."""
+            if state.global_step == 0 and trainer.selection is not None:
+                trainer.keep_start()
+
+    return StartKeeper()
 
 
 def step_reporter(trainer: Trainer, on_step: Callable[[TuneStep], None]) -> TrainerCallback:

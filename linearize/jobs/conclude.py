@@ -161,7 +161,7 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData, result: T
         result: a `linearize.finetune.trainer.TuneResult`.
     """
     target = str(job.target())
-    found = findings.stage_two_trend(result.history, result.steps)
+    found = findings.stage_two_trend(result.history, result.steps, result.best_step)
     seen = None
     if job.task.modality == "text":
         lengths = [len(row["input_ids"]) for row in (data.validation[i] for i in range(len(data.validation)))]
@@ -176,6 +176,9 @@ def _after_stage_two(model: PreTrainedModel, job: TuneJob, found: Trend, target:
     if found.verdict == "falling":
         steps = {"steps": found.steps + found.more, "overwrite": True}
         return "as it still falls", command_of("finetune", job, steps, leave_out=("epochs",))
+    if found.verdict == "start":
+        rates = {"learning_rate": job.tune.learning_rate / 2, "overwrite": True}
+        return "as nothing better was found, at half the rate", command_of("finetune", job, rates)
     given = given_options(job)
     if not is_linearized(model):
         options = {"model": target, "dataset": given.get("dataset"), "text_column": ",".join(job.task.columns) or None}

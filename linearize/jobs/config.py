@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from linearize import kernel_options
 from linearize.alignment.config import AlignConfig
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
 from linearize.errors import ConfigError
 from linearize.jobs.presets import PRESETS, preset_options
 from linearize.kernel_search.config import SearchConfig
-from linearize.options import check, make, option, parse_lengths, parse_pairs, section
+from linearize.options import check, make, option, parse_lengths, section
 
 KERNEL = "hedgehog"
 """The kernel of a conversion unless asked otherwise."""
@@ -116,12 +117,6 @@ def data_rows(values: Mapping[str, object], length: str) -> dict[str, object]:
     return {"batch_size": rows_of(values.get(length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)}
 
 
-def kernel_args(group: str | None = None) -> Any:
-    """Declare the option `--kernel-arg`."""
-    help = "an argument of the kernel; may be repeated"
-    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs, group=group)
-
-
 def _layers() -> Any:
     return option(None, "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n", metavar="PLAN")
 
@@ -199,7 +194,7 @@ class ConvertJob(StageOneJob):
 
     model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
-    kernel_args: Mapping[str, object] = kernel_args()
+    kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     preset: str | None = option(None, PRESET, metavar="NAME")
     layers: str | None = _layers()
     keep_softmax: tuple[int, ...] | str = option((), KEPT, metavar="LAYERS", parse=parse_layers)
@@ -208,8 +203,8 @@ class ConvertJob(StageOneJob):
     )
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
-    window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
-    sinks: int = option(0, "softmax for the first N tokens too, beside the window", metavar="N", low=0)
+    window: int | None = kernel_options.window()
+    sinks: int = kernel_options.sinks()
     task: str | None = option(
         None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"
     )
@@ -349,7 +344,7 @@ class InitJob(Job):
     output: str = option(help="folder to make", metavar="DIR")
     task: str = option("causal-lm", "which head: a task, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
-    kernel_args: Mapping[str, object] = kernel_args()
+    kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     layers: str | None = _layers()
     tokenizer: str | None = option(
         None, "tokenizer or image processor to save along; folder or Hub name", metavar="DIR"

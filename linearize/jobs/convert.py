@@ -17,7 +17,7 @@ from linearize.jobs.config import AUTO, ConvertJob, StageOneJob
 from linearize.jobs.context import SKIP, Context, first_device, longest_row, make_room, open_data, reserved, write
 from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, ignore
 from linearize.jobs.findings import Findings
-from linearize.jobs.presets import CAUSAL
+from linearize.jobs.presets import check_preset
 from linearize.jobs.search import CARRIER, check_search, choose_plan, record_of
 from linearize.jobs.train import (
     align_behind_stage_one,
@@ -169,10 +169,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
-    if job.preset == CAUSAL and not any(layer.shape.causal for layer in decided.layers if layer.index is not None):
-        raise ConfigError(
-            f"preset: got {job.preset!r}, but attention of {job.model!r} sees the tokens behind too; leave --preset out"
-        )
+    check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
     return loaded, decided, inputs
 
 

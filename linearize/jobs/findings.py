@@ -145,13 +145,19 @@ def alignment_trend(result: AlignResult) -> Trend:
     return trend(points, result.history[-1].step - before if result.history else 0)
 
 
-def stage_two_trend(history: Iterable[Mapping[str, float]], steps: int) -> Trend:
+def stage_two_trend(history: Iterable[Mapping[str, float]], steps: int, best_step: int) -> Trend:
     """Judge stage two's loss on the rows that the kept state was chosen on, or else on the validation rows.
 
     Args:
         history: the trainer's log.
         steps: steps done.
+        best_step: the step whose weights were kept; 0 for those that it began with.
     """
+    found = _held_out_trend(history, steps)
+    return found if best_step or found.verdict == "falling" else Trend("start", steps)
+
+
+def _held_out_trend(history: Iterable[Mapping[str, float]], steps: int) -> Trend:
     entries = [one for one in history if one.get("step")]
     for name in ("eval_selection", "eval_loss"):
         points: dict[int, float] = {}

@@ -126,8 +126,7 @@ def convert_model(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callb
     convert_checkpoint(
         ConvertJob.of(
             model=job.model,
-            kernel=job.kernel,
-            kernel_arg=job.kernel_args,
+            **job.attention(),
             max_length=lengths.linear if lengths.linear > lengths.original else None,
             positions=job.positions,
             distill_steps=job.distill_steps,

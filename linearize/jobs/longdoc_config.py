@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from linearize import kernel_options
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.finetune.task import Task
-from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, Job, kernel_args
+from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, Job
+from linearize.jobs.presets import preset_options
 from linearize.jobs.task_config import TaskChoice
 from linearize.options import check, option, section
 
@@ -33,7 +36,10 @@ class LongdocJob(Job):
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
-    kernel_args: Mapping[str, object] = kernel_args(group=CONVERSION)
+    kernel_args: Mapping[str, object] = kernel_options.kernel_args(CONVERSION)
+    preset: str | None = option(None, PRESET, group=CONVERSION, metavar="NAME")
+    window: int | None = kernel_options.window(CONVERSION)
+    sinks: int = kernel_options.sinks(CONVERSION)
     positions: str = option("tile", POSITIONS, group=CONVERSION, metavar="HOW")
     distill_steps: int = option(1000, "steps of stage one; 0 skips it", group=CONVERSION, low=0)
     distill_length: int | None = option(
@@ -67,6 +73,21 @@ class LongdocJob(Job):
                 f"task: got {self.task.name}, expected one that gives a text a class or a number, such as "
                 "text-classification; compare others with: linearize evaluate MODEL --compare ORIGINAL"
             )
+
+    @staticmethod
+    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return what follows from other options: a preset's."""
+        return {"": dict(preset_options(values))}
+
+    def attention(self) -> dict[str, Any]:
+        """Return the options of `convert` that say what becomes of attention."""
+        return {
+            "kernel": self.kernel,
+            "kernel_arg": self.kernel_args,
+            "preset": self.preset,
+            "window": self.window,
+            "sinks": self.sinks,
+        }
 
     def target(self) -> Path:
         """Return the output folder: as asked, or `<model-name>-long`."""

@@ -49,7 +49,7 @@ def check_options(job: LongdocJob) -> None:
         raise ConfigError(
             f"model: {job.model!r} is converted already; give the original checkpoint that it was made of"
         )
-    convert = ConvertJob.of(model=job.model, kernel=job.kernel, kernel_arg=job.kernel_args, max_length=_longer(job))
+    convert = ConvertJob.of(model=job.model, **job.attention(), max_length=_longer(job))
     check_kernel(convert)
     loaded, _, _ = make_plan(convert)
     if convert.max_length is not None:

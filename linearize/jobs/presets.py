@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from linearize.errors import unknown_name
+from linearize.errors import ConfigError, unknown_name
 
-CAUSAL = "causal"
-PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {CAUSAL: {"kernel": "hedgehog", "window": 64, "sinks": 4}}
+
+@dataclass(frozen=True)
+class Preset:
+    """Options of a conversion, and the models they are for.
+
+    Args:
+        options: by name; what somebody gives beside the preset comes first.
+        causal: whether they are for attention that sees no token behind its own, or for attention that sees all.
+    """
+
+    options: Mapping[str, object]
+    causal: bool
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "causal": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4}, causal=True),
+        "encoder": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=False),
+    }
 )
-"""Options of a conversion by the preset's name; what somebody gives beside it comes first.
+"""By name; docs/benchmarks.md has what was measured.
 
 `causal`, for language models: its perplexity came within 1 % of softmax's, where the kernel alone was 2 % above
-(recipe `llama-small-wikitext2`, docs/benchmarks.md).
+(recipe `llama-small-wikitext2`). `encoder`, for models that see both sides: texts of 65 tokens or fewer come out as
+before, so that GLUE keeps its scores; of longer ones the kernel carries what is far apart.
 """
 
 
@@ -29,4 +47,22 @@ def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
         return {}
     if name not in PRESETS:
         raise unknown_name("preset", str(name), PRESETS)
-    return {option: value for option, value in PRESETS[str(name)].items() if option not in values}
+    return {option: value for option, value in PRESETS[str(name)].options.items() if option not in values}
+
+
+def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
+    """Check that a preset is for a model.
+
+    Args:
+        name: of the preset, if there is one.
+        model: its name or folder.
+        causal: of each self-attention to convert, whether it is causal.
+
+    Raises:
+        ConfigError: if the preset is for no attention of the model.
+    """
+    if name is None or PRESETS[name].causal in causal:
+        return
+    other = next(other for other, preset in PRESETS.items() if preset.causal != PRESETS[name].causal)
+    sees = "sees no token behind its own" if PRESETS[other].causal else "sees the tokens behind too"
+    raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")

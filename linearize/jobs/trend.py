@@ -22,7 +22,8 @@ class Trend:
     """Where a held-out loss stood at the end.
 
     Attributes:
-        verdict: "falling", "flat", "rising" (since the kept step), or "unknown" (too few evaluations).
+        verdict: "falling", "flat", "rising" (since the kept step), "start" (nothing was better than what it began
+            with), or "unknown" (too few evaluations).
         steps: steps done.
         more: how many steps more would pay, while falling; from then on as many steps as were done bring less than 5 %
             of all that the loss fell by. An estimate: a + b (t^-c - 1) / c, fitted to the evaluations.
@@ -45,6 +46,8 @@ class Trend:
             return f"too few evaluations in {self.steps} steps to say whether the held-out loss still falls"
         if self.verdict == "rising":
             return f"the held-out loss has risen since step {self.best_step}, whose weights were kept"
+        if self.verdict == "start":
+            return f"none of {self.steps} steps measured better than what it began with, which was kept"
         if self.verdict == "flat":
             return "the held-out loss has stopped falling"
         if self.capped:

@@ -49,7 +49,7 @@ def test_a_stage_ends_with_findings(case, place, capsys, monkeypatch):
     assert code == 0, err
     found = json.loads(out)["findings"]
     assert list(found["trends"]) == stages
-    assert all(one["verdict"] in ("falling", "flat", "rising", "unknown") for one in found["trends"].values())
+    assert all(one["verdict"] in ("falling", "flat", "rising", "start", "unknown") for one in found["trends"].values())
     # What programs get is what people read, on stderr here.
     said = err.strip().splitlines()[-6:]
     assert f"Load it: {found['load']}" in said and said[-1] == f"Next, {found['why']}: {found['command']}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.tasks import WORDS, write
 
+from linearize.adapters import LoraConfig
 from linearize.data.pairs import paired_anew
 from linearize.errors import DataError
 from linearize.finetune.config import TuneConfig
@@ -17,7 +18,8 @@ from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import IGNORED, DataOptions, Rows
 from linearize.finetune.selection import hold_out, selection_size
 from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
+from linearize.finetune.trainer import finetune, measure_task
+from linearize.finetune.tuner import Tuner
 
 SHORT = DataOptions(max_length=16)
 
@@ -102,7 +104,68 @@ def test_the_selection_figure_is_the_mean_loss_of_the_held_out_rows(bert, glue, 
         "by": "loss", "on": "rows held out of the training rows", "rows": 12, "value": pytest.approx(expected, rel=1e-5)
     }  # fmt: skip
     assert set(result.metrics) == {"pearson", "spearman"}
-    assert all("eval_score" in entry for entry in result.history if "eval_selection" in entry)
+    assert all("eval_score" in entry for entry in result.history if "eval_selection" in entry and entry["step"])
+
+
+def too_fast(**options):
+    """A rate at which nothing comes out better than what it began with."""
+    return TuneConfig(learning_rate=10.0, schedule="constant", warmup=0, batch_size=8, epochs=3, **options)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2)], ids=["full", "lora"])
+def test_what_it_began_with_is_kept_where_nothing_is_better(bert, glue, tmp_path, lora):
+    data = data_for("cola", bert, glue)
+    model = load_for_task(bert, data)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = measure_task(model, data)
+    result = finetune(model, data, too_fast(lora=lora), folder=tmp_path / "work")
+    assert result.best_step == 0 < result.steps and result.metrics == expected
+    first = result.history[0]
+    assert (first["step"], first["eval_selection"]) == (0, result.selection["value"])
+    assert all(
+        entry["eval_selection"] > first["eval_selection"] for entry in result.history[1:] if "eval_score" in entry
+    )
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_it_is_kept_over_a_resume_too(bert, glue, tmp_path):
+    data = data_for("cola", bert, glue)
+
+    def stop(entry):
+        if entry["step"] == 10 and "eval_loss" in entry:
+            raise KeyboardInterrupt
+
+    config = too_fast(eval_every=5)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(load_for_task(bert, data), data, config, folder=tmp_path / "work", on_log=stop)
+    assert {path.name for path in (tmp_path / "work").glob("checkpoint-*")} == {"checkpoint-0", "checkpoint-5"}
+    (again, result), (whole, expected) = (
+        (model, finetune(model, data, config, folder=tmp_path / name, resume=resume))
+        for model, name, resume in (
+            (load_for_task(bert, data), "work", True),
+            (load_for_task(bert, data), "whole", False),
+        )
+    )
+    assert result.best_step == expected.best_step == 0 and result.selection == expected.selection
+    assert all(map(torch.equal, again.state_dict().values(), whole.state_dict().values()))
+
+
+def test_looking_at_the_start_changes_nothing_of_the_training(bert, glue, tmp_path, monkeypatch):
+    data = data_for("cola", bert, glue)
+    config = TuneConfig(learning_rate=1e-2, batch_size=8, epochs=2, seed=1)
+    kept = []
+    for look in (True, False):
+        if not look:
+            monkeypatch.setattr(Tuner, "keep_start", lambda self: None)
+        model = load_for_task(bert, data)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        kept.append((model, finetune(model, data, config, folder=tmp_path / str(look))))
+    (one, first), (two, second) = kept
+    assert first.best_step == second.best_step > 0
+    assert all(map(torch.equal, one.state_dict().values(), two.state_dict().values()))
 
 
 def test_early_stopping_looks_at_the_held_out_rows(bert, glue, tmp_path):

@@ -35,6 +35,8 @@ from linearize.jobs.task_config import EvaluateJob, TuneJob
 
 SHORT = DataOptions(max_length=16)
 FAST = TuneConfig(learning_rate=5e-3, batch_size=16, epochs=2, log_every=2)
+LAST = {"selection_rows": 0}
+"""What was trained is kept, whether it is better than the start or not: there is one evaluation, at the end."""
 
 
 def data_for(name, folder, path, options=SHORT, **changes):
@@ -303,8 +305,11 @@ def test_a_loss_that_is_no_number_stops_the_run(bert, glue, tmp_path):
     model = load_for_task(bert, data)
     with torch.no_grad():
         model.classifier.weight.fill_(float("nan"))
-    with pytest.raises(TrainingError, match="loss became nan by step"):
+    with pytest.raises(TrainingError, match="eval_selection is nan before the first step"):
         finetune(model, data, FAST, folder=tmp_path / "work")
+    config = replace(FAST, learning_rate=1e8, selection_rows=0, log_every=1, max_grad_norm=0)
+    with pytest.raises(TrainingError, match=r"became (nan|inf) by step [1-9]"):
+        finetune(load_for_task(bert, data), data, config, folder=tmp_path / "other")
 
 
 @pytest.mark.parametrize("kernel", [None, "hedgehog"])
@@ -321,7 +326,7 @@ def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = {"bert": {"query", "key", "value"}, "gpt2": {"c_attn", "c_proj"}}[base]
     assert {name.split(".")[-1] for name in target_modules(model)} == expected
-    config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=1, lora=LoraConfig(r=2, alpha=4))
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=1, **LAST, lora=LoraConfig(r=2, alpha=4))
     result = finetune(model, data, config, folder=tmp_path / "work")
     assert [name for name, _ in model.named_parameters()] == names
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -340,7 +345,9 @@ def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
     if kernel:
         model = linearize.convert(load_for_task(bert, data_for("cola", bert, glue)), kernel)
         base = str(linearize.save(model, tmp_path / "base", processor=load_processor(bert, "text")))
-    config = TuneConfig(learning_rate=1e-2, batch_size=16, steps=3, lora=LoraConfig(r=2, alpha=4, targets="query"))
+    config = TuneConfig(
+        learning_rate=1e-2, batch_size=16, steps=3, **LAST, lora=LoraConfig(r=2, alpha=4, targets="query")
+    )
     options = {"data": SHORT, "tune": config, "keep_adapter": True}
     job = TuneJob(base, task("cola"), str(glue), str(tmp_path / "out"), **options)
     target, _ = finetune_checkpoint(job)
@@ -371,7 +378,7 @@ def test_kernels_stay_as_they_are_beside_low_rank_updates(bert, glue, tmp_path):
     data = data_for("cola", bert, glue)
     model = linearize.convert(load_for_task(bert, data), "hedgehog")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = TuneConfig(learning_rate=1e-2, batch_size=16, steps=2, lora=LoraConfig(r=2), freeze_kernels=True)
+    config = TuneConfig(learning_rate=1e-2, batch_size=16, steps=2, **LAST, lora=LoraConfig(r=2), freeze_kernels=True)
     finetune(model, data, config, folder=tmp_path / "work")
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert moved and not any("linear_attention" in name for name in moved)

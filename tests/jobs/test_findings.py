@@ -70,7 +70,15 @@ def test_noise_is_no_trend():
 
 def test_few_evaluations_say_nothing():
     assert trend(curve(lambda t: 1 / t)[:3], 300).verdict == "unknown"
-    assert findings.stage_two_trend([{"loss": 1.0, "step": 3}], 3).verdict == "unknown"
+    assert findings.stage_two_trend([{"loss": 1.0, "step": 3}], 3, 3).verdict == "unknown"
+
+
+def test_nothing_better_than_the_start():
+    log = [{"step": s, "eval_selection": 1 + s / 10} for s in range(11)]
+    found = findings.stage_two_trend(log, 10, 0)
+    assert found.verdict == "start" and found.text.startswith("none of 10 steps measured better")
+    falling = [{"step": 0, "eval_selection": 0.5}, *({"step": s, "eval_selection": 2 - s / 10} for s in range(1, 11))]
+    assert findings.stage_two_trend(falling, 10, 0).verdict == "falling"
 
 
 def test_only_the_last_part_of_a_run_is_judged():
@@ -86,9 +94,9 @@ def test_only_the_last_part_of_a_run_is_judged():
     found = findings.alignment_trend(SimpleNamespace(history=phases))
     assert (found.verdict, found.steps, found.more) == ("falling", 10, 40)
     log = [{"step": s, "eval_loss": 1.0, "eval_selection": 2 - s / 10} for s in range(1, 11)] + [{"train_loss": 1}]
-    assert findings.stage_two_trend(log, 10).verdict == "falling"
+    assert findings.stage_two_trend(log, 10, 10).verdict == "falling"
     log = [{"step": s, "eval_loss": 1.0} for s in range(1, 11)]
-    assert findings.stage_two_trend(log, 10).verdict == "flat"
+    assert findings.stage_two_trend(log, 10, 10).verdict == "flat"
 
 
 def layer(index, kernel="flexformer_n", window=None, size=32):

@@ -9,6 +9,7 @@ import pytest
 from support.tasks import WORDS, word_tokenizer, write
 from support.tiny import SMALLER, original
 
+from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.finetune import interval
 from linearize.finetune.config import TuneConfig
@@ -120,11 +121,13 @@ def test_an_interrupted_run_goes_on(place, done):
     assert not work.exists() and (place / "cut" / "results.json").is_file()
 
 
-def test_positions_are_stretched_where_that_is_asked(place):
-    run_longdoc(job(place, "stretched", positions="interpolate"))
+def test_positions_are_stretched_and_windows_kept_where_that_is_asked(place):
+    run_longdoc(job(place, "stretched", positions="interpolate", preset="encoder", window=8))
     config = json.loads((place / "stretched" / "linear" / "config.json").read_text())
     assert config["linearize"]["provenance"]["options"]["positions"] == "interpolate"
     assert config["max_position_embeddings"] == 32
+    layers = inspect_checkpoint(place / "stretched" / "linear").plan.layers
+    assert {(layer.kernel, layer.window, layer.sinks) for layer in layers} == {("hedgehog", 8, 4)}
 
 
 def test_what_is_refused(place, tmp_path, done):
@@ -133,6 +136,8 @@ def test_what_is_refused(place, tmp_path, done):
         ({"max_length": 8}, "takes 12 tokens already"),
         ({"chunk_length": 13}, "chunk_length: got 13, but .* takes at most 12 tokens"),
         ({"kernel": "hedgehug"}, "hedgehug"),
+        ({"preset": "causal"}, "sees the tokens behind too; use --preset encoder"),
+        ({"preset": "decoder"}, "unknown preset 'decoder'"),
         ({"positions": "stretch"}, "unknown position method 'stretch'"),
         ({"model": str(place / "long" / "linear")}, "is converted already"),
         ({"dataset": str(tmp_path / "nowhere")}, "does not exist"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.checkpoints import make_original
 from support.command_lines import run
 
+import linearize
 from linearize.errors import ConfigError, UnknownNameError
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
@@ -13,12 +15,14 @@ from linearize.jobs.presets import PRESETS
 from linearize.modeling.plan import SOFTMAX
 from linearize.options import effective, options_of
 
+CAUSAL = PRESETS["causal"].options
+
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_options_that_it_stands_for(name):
-    assert set(PRESETS[name]) <= set(options_of(ConvertJob))
+    assert set(PRESETS[name].options) <= set(options_of(ConvertJob))
     with_preset = effective(ConvertJob.of(model="m", preset=name))
-    written_out = effective(ConvertJob.of(model="m", **PRESETS[name]))
+    written_out = effective(ConvertJob.of(model="m", **PRESETS[name].options))
     assert with_preset.pop("preset") == name
     assert written_out.pop("preset") is None
     assert with_preset == written_out != effective(ConvertJob.of(model="m"))
@@ -26,7 +30,7 @@ def test_a_preset_is_the_options_that_it_stands_for(name):
 
 def test_what_is_given_comes_before_a_preset():
     job = ConvertJob.of(model="m", preset="causal", kernel="elu", window=16, keep_softmax="0")
-    assert (job.kernel, job.window, job.keep_softmax, job.sinks) == ("elu", 16, (0,), PRESETS["causal"]["sinks"])
+    assert (job.kernel, job.window, job.keep_softmax, job.sinks) == ("elu", 16, (0,), CAUSAL["sinks"])
     assert job.target() == "m-elu"
 
 
@@ -36,7 +40,7 @@ def test_the_layers_of_a_causal_preset(tmp_path):
     kept = [layer.index for layer in plan.layers if layer.kernel == SOFTMAX]
     near = {(layer.window, layer.sinks) for layer in plan.layers if layer.kernel != SOFTMAX}
     assert kept == [3, 7]
-    assert near == {(PRESETS["causal"]["window"], PRESETS["causal"]["sinks"])}
+    assert near == {(CAUSAL["window"], CAUSAL["sinks"])}
 
 
 def test_presets_that_are_refused(tmp_path):
@@ -45,10 +49,28 @@ def test_presets_that_are_refused(tmp_path):
     for other in ({"plan": "plan.yaml"}, {"kernel": "auto"}):
         with pytest.raises(ConfigError, match=r"preset: got 'causal' beside --.*which chooses as well"):
             ConvertJob.of(model="m", preset="causal", **other)
-    make_original(tmp_path / "bert")
-    job = ConvertJob.of(model=str(tmp_path / "bert"), preset="causal")
-    with pytest.raises(ConfigError, match="sees the tokens behind too; leave --preset out"):
-        make_plan(job)
+
+
+@pytest.mark.parametrize(("preset", "other"), [("causal", "encoder"), ("encoder", "causal")])
+def test_a_preset_for_models_of_another_kind_is_refused(tmp_path, preset, other):
+    original = tmp_path / "original"
+    make_original(original, "llama", "AutoModelForCausalLM") if preset == "encoder" else make_original(original)
+    with pytest.raises(ConfigError, match=rf"preset: got '{preset}', but attention of .* use --preset {other}, or"):
+        make_plan(ConvertJob.of(model=str(original), preset=preset))
+
+
+def test_the_encoder_preset_leaves_short_texts_as_they_were(tmp_path):
+    original = make_original(tmp_path / "bert", max_position_embeddings=160)
+    loaded, plan, _ = make_plan(ConvertJob.of(model=str(original), preset="encoder"))
+    assert {(layer.kernel, layer.window, layer.sinks) for layer in plan.layers} == {("hedgehog", 128, 4)}
+    loaded.model.eval()
+    draws = torch.Generator().manual_seed(0)
+    short, long = (torch.randint(5, 30, (2, length), generator=draws) for length in (65, 150))
+    before = [loaded.model(ids).last_hidden_state for ids in (short, long)]
+    converted = linearize.apply(loaded.model, plan).eval()
+    after = [converted(ids).last_hidden_state for ids in (short, long)]
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=1e-5)
+    assert (after[1] - before[1]).abs().max() > 1e-4
 
 
 def test_a_preset_on_the_command_line(tmp_path, monkeypatch, capsys):
@@ -61,4 +83,4 @@ def test_a_preset_on_the_command_line(tmp_path, monkeypatch, capsys):
 
     plan = inspect_checkpoint("made").plan
     assert plan is not None
-    assert {layer.window for layer in plan.layers if layer.kernel != SOFTMAX} == {PRESETS["causal"]["window"]}
+    assert {layer.window for layer in plan.layers if layer.kernel != SOFTMAX} == {CAUSAL["window"]}

@@ -1,0 +1,23 @@
+"""The options by which a verb names a kernel and what stands beside it, declared once for all verbs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linearize.options import option, parse_pairs
+
+
+def kernel_args(group: str | None = None) -> Any:
+    """Declare the option `--kernel-arg`."""
+    help = "an argument of the kernel; may be repeated"
+    return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs, group=group)
+
+
+def window(group: str | None = None) -> Any:
+    """Declare the option `--window`."""
+    return option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W", group=group)
+
+
+def sinks(group: str | None = None) -> Any:
+    """Declare the option `--sinks`."""
+    return option(0, "softmax for the first N tokens too, beside the window", metavar="N", low=0, group=group)
