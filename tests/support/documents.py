@@ -89,11 +89,17 @@ RECIPES = {
                               "validation: 8}",
                               "tasks.last_short.options={decides: last, filler: wikitext2, parts: 2, words: 3, "
                               "train: 24, validation: 8}", "tasks.last_short.rows={max_length: 16}",
+                              "tasks.last_short.teacher={}",
                               "tasks.last.options={decides: last, filler: wikitext2, parts: 4, words: 3, apart: 2, "
                               "train: 24, validation: 8}",
                               *[f"tasks.{name}.{stage}={{}}" for name in ("documents", "last")
                                 for stage in ("teacher", "finetune", "distil", "align")],
                               f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                              "distil={steps: 2, batch_size: 4, holdout: 8, max_length: 16}",
+                              "align={steps: 2, batch_size: 4, holdout: 8, max_length: 80}"],
+    "minilm-long-retrieval": ["model={name: MINILM}", "rows.max_length=16", "device=cpu", "seeds=0",
+                              "tasks.opened.options={shortest: 4, held: 0.5, opening: 2}",
+                              *[f"tasks.opened.{stage}={{}}" for stage in ("distil", "align")],
                               "distil={steps: 2, batch_size: 4, holdout: 8, max_length: 16}",
                               "align={steps: 2, batch_size: 4, holdout: 8, max_length: 80}"],
     "minilm-embedding": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
@@ -160,7 +166,10 @@ def make_place(root: Path, *, converted: bool) -> None:
     write_glue(root / "glue", rows)
     write_reviews(root, rows)
     for split in ("train", "validation"):
-        own = "".join(f"{split} {row['text']}\n" for row in rows)
+        # Two lines an article, as WikiText has them.
+        own = "".join(
+            f"{'' if n % 2 else f' = Article {n} = {chr(10)}'}{split} {row['text']}\n" for n, row in enumerate(rows)
+        )
         (root / "data" / "wikitext2").mkdir(parents=True, exist_ok=True)
         (root / "data" / "wikitext2" / f"{split}.txt.gz").write_bytes(gzip.compress(own.encode()))
     for split, name, number in itertools.product(("train", "test"), ("cat", "ship"), range(8)):
