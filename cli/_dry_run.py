@@ -26,7 +26,7 @@ def show_bill(job: ConvertJob | DistillJob | AlignJob | TuneJob, *, as_json: boo
     """
     from linearize.cli._output import Heartbeat, console, plan_table, print_json
     from linearize.jobs.dry_run import dry_run
-    from linearize.jobs.events import Planned, Started
+    from linearize.jobs.events import Noted, Planned, PositionsExtended, Started
 
     out = console(to_stderr=as_json)
     plans = []
@@ -35,6 +35,10 @@ def show_bill(job: ConvertJob | DistillJob | AlignJob | TuneJob, *, as_json: boo
         if isinstance(event, Planned):
             plans.append(event.plan)
             out.print(plan_table(event.plan))
+        elif isinstance(event, PositionsExtended):
+            out.print(f"Inputs: {event.report.note}", markup=False)
+        elif isinstance(event, Noted):
+            out.print(event.text, markup=False)
         elif isinstance(event, Started):
             beat.what = event.what
             if out.is_terminal:

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from support.command_lines import run
 from support.tasks import WORDS, causal_folder, word_tokenizer, write
 from support.tiny import SMALLER, original
 from transformers import AutoModelForCausalLM
@@ -190,7 +191,7 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
 
 
 @pytest.mark.parametrize("kernel", [None, "hedgehog"])
-def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, gpt2, kernel):
+def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, gpt2, kernel, capsys):
     """They were refused, and a converted one could not be converted anew for longer rows."""
     folder = causal_folder(tmp_path / "llama", 16)
     if kernel is not None:
@@ -207,12 +208,15 @@ def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, 
         job = TuneJob.of(model=str(model), output=str(tmp_path / "tuned"), steps=2, batch_size=1, **options)
         return finetune_checkpoint(job, lambda event: notes.append(event.text) if isinstance(event, Noted) else None)
 
+    line = f"finetune {folder} --task causal-lm --dataset {tmp_path / 'set'} --max-length 24 --device cpu --dry-run"
+    code, out, _ = run(capsys, *line.split(), "--steps", "2", "--batch-size", "1")
     target, _ = tuned(folder, 24)
     name = "LlamaForCausalLM" if kernel is None else "LinearizedLlamaForCausalLM"
     assert notes == [
         f"Rows have up to 24 tokens, {name} was made for 16: no table; config.max_position_embeddings raised, rotary "
         "frequencies unchanged (no rope scaling)."
     ]
+    assert code == 0 and notes[0] in " ".join(out.split())
     assert json.loads((target / "config.json").read_text())["max_position_embeddings"] == 24
     assert load_processor(str(target), "text").model_max_length == 24
     options = {"task": "causal-lm", "dataset": str(tmp_path / "set"), "device": "cpu", "max_length": 24}

@@ -94,6 +94,12 @@ def test_what_the_job_would_refuse_is_refused(here, tmp_path, capsys):
         dry_run(DistillJob.of(model="linear", dataset="texts.jsonl", output=str(tmp_path / "there")))
 
 
+def test_what_the_job_would_say_is_said(here, capsys):
+    """What is done to a model for longer rows was done in silence."""
+    code, out, _ = run(capsys, *f"convert bert {DATA} --max-length 96 --distill-steps 2 --dry-run".split())
+    assert code == 0 and "Inputs: tile: 64 trained rows become 96" in out
+
+
 def test_what_does_not_fit_is_said(here, capsys, monkeypatch):
     line = CASES["distill"][0].split()
     monkeypatch.setattr(module, "free_disk", lambda target: 1000)
