@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.teacher.observe import run_body
+from linearize.teacher.observe import show
 from linearize.teacher.rows import Rows, group, softmax_rows
 
 MAX_TOKENS = 1024
@@ -87,14 +87,7 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
         with torch.autocast(device_type=q.device.type, enabled=False):
             found.append(_maps(names[id(layer)], layer, q, k, mask, scaling))
 
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
-        with observed(model, observe):
-            run_body(model, {name: value.to(device) for name, value in batch.items()})
-    finally:
-        model.train(training)
+    show(model, [batch], observe)
     return found
 
 

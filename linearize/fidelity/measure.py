@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.ops.floored import held
-from linearize.teacher.observe import has_rows, run_body, softmax_output
+from linearize.teacher.observe import has_rows, show, softmax_output
 from linearize.teacher.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
 
 LOG_FLOOR = 1e-6
@@ -153,18 +153,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
         # The host's own way would make a T x T mask of a causal one with padding.
         return target if layer.shape.causal else None
 
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    count = 0
-    try:
-        with observed(model, observe):
-            for batch in batches:
-                count += 1
-                run_body(model, {name: value.to(device) for name, value in batch.items()})
-    finally:
-        model.train(training)
-    if not count:
+    if not show(model, batches, observe):
         raise DataError("fidelity: got no batch to measure on; give a data set with at least one example")
     found = tuple(sums[id(layer)].result(name, layer.kernel) for name, layer in layers.items())
     queries = max((int(s.values["queries"].max()) for s in sums.values()), default=0)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.teacher.observe import run_body
+from linearize.teacher.observe import show
 from linearize.teacher.rows import group, row_blocks, softmax_rows
 
 RATIOS = tuple(i / 20 for i in range(1, 21))
@@ -72,17 +72,7 @@ def measure_spread(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
         with torch.autocast(device_type=q.device.type, enabled=False):
             _add(sums[id(layer)], layer, q, k, mask, scaling)
 
-    device = next(model.parameters()).device
-    training, count = model.training, 0
-    model.eval()
-    try:
-        with observed(model, observe):
-            for batch in batches:
-                count += 1
-                run_body(model, {name: value.to(device) for name, value in batch.items()})
-    finally:
-        model.train(training)
-    if not count:
+    if not show(model, batches, observe):
         raise DataError("spread of the attention: got no batch to measure on; give at least one input")
     return [_result(name, layer, sums[id(layer)]) for name, layer in layers.items()]
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from linearize.errors import ConfigError
 from linearize.fidelity.measure import Fidelity, OutputDifference, measure_layers
+from linearize.modeling.modes import evaluating
 from linearize.teacher.observe import run_body
 
 
@@ -93,11 +94,7 @@ def output_difference(
 
 def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         output = run_body(model, {name: value.to(device) for name, value in batch.items()})
-    finally:
-        model.train(training)
     states = getattr(output, "last_hidden_state", None)
     return states.double().cpu() if torch.is_tensor(states) and states.ndim == 3 else None

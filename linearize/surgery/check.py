@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.errors import UnsupportedModelError
+from linearize.modeling.modes import evaluating
 from linearize.surgery.inputs import Inputs, text_config
 from linearize.surgery.probe import Run, trial_runs
 
@@ -180,15 +181,10 @@ def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
 
 def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     """Return the floating point outputs of a forward in evaluation mode."""
-    training = model.training
-    model.eval()
-    try:
-        # Some draw numbers in evaluation too (ViT-MAE, which masks patches): always the same.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            found = model(**batch)
-    finally:
-        model.train(training)
+    # Some draw numbers in evaluation too (ViT-MAE, which masks patches): always the same.
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = model(**batch)
     return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
 
 

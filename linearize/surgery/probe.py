@@ -26,6 +26,7 @@ from linearize.attention.interface import UNSUPPORTED_SCORE_MODS
 from linearize.attention.masks import key_padding
 from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError, first_line
+from linearize.modeling.modes import evaluating
 from linearize.surgery import timm
 from linearize.surgery.call import Call
 from linearize.surgery.inputs import Inputs, candidates
@@ -129,15 +130,11 @@ def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = Non
 
 
 def _try(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None) -> tuple[list[Run], list[Call]]:
-    training = model.training
-    model.eval()
-    try:
-        if inputs is not None:
-            run = Run(model, dict(inputs))
-            return [run], _attempt(model, run)
-        return _made_up(model)
-    finally:
-        model.train(training)
+    with evaluating(model):
+        if inputs is None:
+            return _made_up(model)
+        run = Run(model, dict(inputs))
+        return [run], _attempt(model, run)
 
 
 def _attempt(model: PreTrainedModel, run: Run) -> list[Call]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.attention.layer import LinearAttention
+from linearize.attention.interface import observed
+from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.redirect import REDIRECTED
+from linearize.modeling.modes import evaluating
 from linearize.teacher.rows import pieces, put, take
 
 
@@ -40,6 +42,26 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
     if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs:
         inputs.setdefault("decoder_input_ids", inputs["input_ids"])
     return module(**inputs)
+
+
+def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], observer: Observer) -> int:
+    """Run batches through a converted model's body in evaluation mode, its layers shown to an observer.
+
+    Args:
+        model: it is left as it was.
+        batches: model inputs; they are moved to the model's device.
+        observer: called for every layer of every batch.
+
+    Returns:
+        How many batches there were.
+    """
+    device = next(model.parameters()).device
+    count = 0
+    with evaluating(model), observed(model, observer):
+        for batch in batches:
+            count += 1
+            run_body(model, {name: value.to(device) for name, value in batch.items()})
+    return count
 
 
 def has_rows(layer: LinearAttention) -> bool:
