@@ -57,7 +57,13 @@ def _map(layer: LayerMaps) -> Any:
 
 
 def _most_changed(weight: Tensor) -> int:
-    return int((weight - torch.eye(weight.shape[-1])).norm(dim=(-2, -1)).argmax())
+    return int(_moved(weight).norm(dim=(-2, -1)).argmax())
+
+
+def _moved(weight: Tensor) -> Tensor:
+    """Return how far the rows that started as the identity have gone: [H, F, D] -> [H, at most D, D]."""
+    first = weight[:, : weight.shape[-1]]
+    return first - torch.eye(*first.shape[-2:])
 
 
 @torch.no_grad()
@@ -69,8 +75,7 @@ def hedgehog_weights(maps: Sequence[LayerMaps]) -> Figure:
     distances = []
     for axes, layer, name in zip(cells, maps, names, strict=False):
         weight = _map(layer).weight.float().cpu()
-        size = weight.shape[-1]
-        distances.append(((weight - torch.eye(size)).norm(dim=(-2, -1)) / size**0.5).numpy())
+        distances.append((_moved(weight).norm(dim=(-2, -1)) / weight.shape[-1] ** 0.5).numpy())
         head = _most_changed(weight)
         image = axes.imshow(weight[head].numpy(), cmap=FIGURES, interpolation="nearest", vmin=-1.0, vmax=1.0)
         bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)

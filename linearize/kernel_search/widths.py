@@ -131,7 +131,7 @@ def width_arguments(
             found[one.label] = {n: {named[0]: max(1, round(width / named[1]))} for n, width in widths.items()}
     if not found:
         raise ConfigError(
-            "widths: no candidate's number of features can be chosen; add one such as flexformer_n, luna or t2r, or "
-            "leave --widths out"
+            "widths: no candidate's number of features can be chosen; add one such as hedgehog, flexformer_n or t2r, "
+            "or leave --widths out"
         )
     return found

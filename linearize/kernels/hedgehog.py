@@ -3,12 +3,15 @@
 Paper: Zhang et al. 2024, "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry",
 https://arxiv.org/abs/2402.04347, section 4.2: eq. 3 and 5 (exp), eq. 4 and appendix A.1 (softmax, the stable form).
 
-    phi(x) = [act(W x + b) ; act(-W x - b)]        W: [d, d], b: [d] per head, W = I and b = 0 at the start
+    phi(x) = [act(W x + b) ; act(-W x - b)]        W: [F / 2, d], b: [F / 2] per head, F = 2 d by default
+
+W starts as the identity, its rows beyond d as unit vectors drawn at random, orthogonal d by d; b starts at 0.
 
 `activation="softmax"` (default): each half is a softmax over its d entries. `activation="exp"`: plain exponentials; a
 key's largest exponent is split off as its log-scale, so that nothing overflows. Queries and keys come unscaled (no
 1/sqrt(d)), as in the paper.
-Differs from the paper: by default queries and keys share one map (`tied`); the authors' code has two.
+Differs from the paper: by default queries and keys share one map (`tied`); the authors' code has two. F other than 2 d
+is ours: small heads want more (`features`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.kernels.base import FeatureMap, Features, MapSpec, project
+from linearize.kernels.base import FeatureMap, Features, MapSpec, orthonormal, project
 from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
@@ -29,22 +32,33 @@ class HedgehogConfig:
     activation: str = option("softmax", "softmax over the features (eq. 4) or exp (eq. 3)", choices=("softmax", "exp"))
     bias: bool = option(True, "whether W x has a bias b")
     tied: bool = option(True, "whether queries and keys share one map")
+    features: int | None = option(
+        None, "feature size F of both signs together; none: twice the head size", low=2, high=65536, multiple_of=2
+    )
+
+    def rows(self, head_dim: int) -> int:
+        """Return how many rows W has: half of F."""
+        return head_dim if self.features is None else self.features // 2
 
 
 class Hedgehog(FeatureMap):
-    """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative."""
+    """Map [B, H, T, D] -> [B, H, T, F], non-negative."""
 
     scale_inputs = False
 
     def __init__(self, config: HedgehogConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
-        self.weight = self.add_parameter(head_dim, head_dim)
-        self.bias = self.add_parameter(head_dim) if config.bias else None
+        rows = config.rows(head_dim)
+        self.weight = self.add_parameter(rows, head_dim)
+        self.bias = self.add_parameter(rows) if config.bias else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start at the identity: the untrained map is the activation of [x ; -x]."""
+        """Start at the identity: the untrained map is the activation of [x ; -x], and of random turns of it."""
+        heads, rows, size = self.weight.shape
         with torch.no_grad():
-            self.weight.copy_(torch.eye(self.head_dim).expand_as(self.weight))
+            self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
+            if rows > size:
+                self.weight[:, size:].copy_(orthonormal(heads, rows - size, size, generator))
             if self.bias is not None:
                 self.bias.zero_()
 
@@ -75,9 +89,9 @@ register_kernel(
         url="https://arxiv.org/abs/2402.04347",
         config=HedgehogConfig,
         build=Hedgehog,
-        feature_dim=lambda config, d: 2 * d,
-        parameters=lambda config, d: d * d + d * config.bias,
-        parameters_formula="d^2 + d",
+        feature_dim=lambda config, d: 2 * config.rows(d),
+        parameters=lambda config, d: config.rows(d) * (d + config.bias),
+        parameters_formula="F (d + 1) / 2",
         learnable=True,
         positive=True,
         stage_one=StageOne(learning_rate=1e-2),

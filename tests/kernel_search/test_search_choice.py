@@ -185,7 +185,8 @@ def test_widths_share_the_total_by_rank():
         ("t2r", {}, ("features", 1)),
         ("luna", {}, ("channels", 8)),
         ("t2r", {"features": "8"}, None),
-        ("hedgehog", {}, None),
+        ("hedgehog", {}, ("features", 1)),
+        ("elu", {}, None),
     ],
 )
 def test_the_argument_of_a_width(kernel, given, argument):

@@ -186,13 +186,15 @@ def test_layers_of_one_size_are_measured_together_and_alike_ones_once(model, dat
 
     monkeypatch.setattr("linearize.kernel_search.prepare.measure_costs", measure)
     monkeypatch.setattr("linearize.kernel_search.prepare.effective_ranks", lambda *_: {0: 2.0, 1: 6.0})
-    options = config(candidates=("t2r", "hedgehog"), widths=16, steps=1, budget="cost=0.5")
+    options = config(candidates=("t2r", "elu"), widths=16, steps=1, budget="cost=0.5")
     result = search(model, data, options)
-    # hedgehog's width is not chosen: it is the same in both layers.
-    assert [list(one) for one in asked] == [["t2r", "hedgehog", "t2r in layer 1"]]
+    # elu has no width to choose: it is the same in both layers, and so is hedgehog, which is only compared with.
+    assert [list(one) for one in asked] == [["t2r", "elu", "hedgehog", "t2r in layer 1"]]
     assert [asked[0][name]["features"] for name in ("t2r", "t2r in layer 1")] == [8, 24]
+    assert "features" not in asked[0]["hedgehog"]
     shares = [{label: one["share"] for label, one in layer.tried.items()} for layer in result.layers]
-    assert shares == [{"t2r": 0.1, "hedgehog": 0.1}, {"t2r": 0.3, "hedgehog": 0.1}]
+    others = {"elu": 0.1, "hedgehog": 0.1}
+    assert shares == [{"t2r": 0.1, **others}, {"t2r": 0.3, **others}]
 
 
 @pytest.mark.usefixtures("given_costs")

@@ -185,7 +185,7 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("search bert --plot points.svg", "expected the name of a .png file"),
         ("search nowhere", "nowhere"),
         ("search bert --candidates t2r,elu --widths 4 --steps 0", "steps: got 0"),
-        ("search bert --candidates hedgehog,elu --widths 4", "no candidate's number of features can be chosen"),
+        ("search bert --candidates relu,elu --widths 4", "no candidate's number of features can be chosen"),
         ("convert bert --kernel auto --layers 0=elu", "--layers: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --window 4", "--window: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --kernel-arg a=1", "--kernel-arg: --kernel auto chooses kernel and arguments"),

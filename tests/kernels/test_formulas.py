@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.kernel_cases import make_inputs, make_mixer, run
 
+from linearize.errors import ConfigError
 from linearize.kernels.flexformer_n import FlexformerN
 from linearize.kernels.flexformer_s import FlexformerS
 from linearize.registry import kernel_info, make_config
@@ -83,6 +84,25 @@ def test_t2r_and_hedgehog():
     kernel, x = make("hedgehog", activation="exp")
     y = torch.einsum("hfd,bhtd->bhtf", kernel.weight, x) + kernel.bias[:, None]
     torch.testing.assert_close(whole(kernel.forward_keys(x)), torch.cat([y, -y], -1).exp())
+
+
+def test_more_features_of_hedgehog_start_beside_the_usual_ones():
+    usual, x = make("hedgehog")
+    wide, _ = make("hedgehog", features=6 * DIM)
+    start = torch.Generator().manual_seed(0)
+    for kernel in (usual, wide):
+        kernel.reset_parameters(start)
+    assert wide.weight.shape == (HEADS, 3 * DIM, DIM)
+    torch.testing.assert_close(wide.weight[:, :DIM], usual.weight, rtol=0, atol=0)
+    for part in wide.weight[:, DIM:].split(DIM, dim=1):
+        torch.testing.assert_close(part @ part.transpose(-1, -2), torch.eye(DIM).expand(HEADS, DIM, DIM))
+    # The ends do not meet: what is drawn is another turn in every head, and in every block.
+    assert (wide.weight[0, DIM:] - wide.weight[1, DIM:]).abs().max() > 0.1
+    assert (wide.weight[:, DIM : 2 * DIM] - wide.weight[:, 2 * DIM :]).abs().max() > 0.1
+    few, _ = make("hedgehog", features=DIM)
+    assert few.forward_keys(x).phi.shape[-1] == DIM
+    with pytest.raises(ConfigError, match="features: got 7, expected a multiple of 2"):
+        make("hedgehog", features=7)
 
 
 @pytest.mark.parametrize("shared_heads", [False, True])

@@ -14,6 +14,7 @@ from linearize.registry import kernel_infos
 KERNELS = [info for info in kernel_infos() if info.preset is None]
 NAMES = [info.name for info in KERNELS]
 BATCH, HEADS, KEY_HEADS, DIM, WIDTH = 2, 4, 2, 16, 6
+WIDTHS = ("features", "frequencies")
 
 
 def needed(info):
@@ -22,11 +23,16 @@ def needed(info):
 
 
 def variants(info):
-    """The defaults, and every switch and choice of the kernel turned to its other values, one at a time."""
+    """The defaults, and every switch and choice of the kernel turned to its other values, one at a time.
+
+    Numbers of features are beyond the usual one, and no multiple of anything that a fast op could count on.
+    """
     found = [needed(info)]
     for field in dataclasses.fields(info.config):
         if isinstance(field.default, bool):
             found.append(needed(info) | {field.name: not field.default})
+        if field.name in WIDTHS:
+            found.append(needed(info) | {field.name: 3 * DIM - 2})
         for choice in field.metadata.get("choices") or ():
             if choice != field.default:
                 found.append(needed(info) | {field.name: choice})
