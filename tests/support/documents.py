@@ -80,7 +80,7 @@ TINY_TUNING = "batch_size: 8, epochs: 1, eval_every: 2"
 RECIPES = {
     "mine.yaml": [],
     "minilm-glue": ["tasks=[cola]", "model={name: MINILM}", "rows.max_length=16", "device=cpu",
-                    f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
+                    f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}, teacher: true}}",
                     "distil={steps: 2, batch_size: 4, holdout: 8}", "seeds=0",
                     "align={steps: 2, batch_size: 4, holdout: 8}"],
     "minilm-long-documents": ["model={name: MINILM}", "rows.max_length=16", "device=cpu", "seeds=0",
