@@ -20,6 +20,8 @@ EPILOG = """examples:
 KL: how far from softmax, nats per query, on MiniLM: smaller is closer, and only figures of one letter compare. Faster:
 against SDPA on a CPU with the native op. State: what decoding keeps per sequence instead of a cache that grows."""
 
+LIMITS = ("low", "high", "multiple_of", "choices")
+"""What is known of an argument's values, by its name in `linearize.registry.option`."""
 BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
 
 
@@ -43,7 +45,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
             "name": f.name,
             "default": f.default,
             "help": f.metadata.get("help", ""),
-            **{key: f.metadata[key] for key in ("low", "high", "choices") if f.metadata.get(key) is not None},
+            **{key: f.metadata[key] for key in LIMITS if f.metadata.get(key) is not None},
         }
         for f in dataclasses.fields(info.config)
     ]
@@ -222,5 +224,6 @@ def _range(argument: dict[str, Any]) -> str:
     if "choices" in argument:
         return " | ".join(map(str, argument["choices"]))
     if "low" in argument or "high" in argument:
-        return f"{argument.get('low', '')} .. {argument.get('high', '')}"
+        step = f", multiples of {argument['multiple_of']}" if "multiple_of" in argument else ""
+        return f"{argument.get('low', '')} .. {argument.get('high', '')}{step}"
     return "true | false" if isinstance(argument["default"], bool) else ""

@@ -197,7 +197,7 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: Iterable[Any] | None = None,
-    multiple_of: int = 1,
+    multiple_of: int | None = None,
 ) -> Any:
     """Declare a kernel argument: a dataclass field with its help text and the values it may take."""
     allowed = tuple(choices) if choices is not None else None
@@ -264,7 +264,7 @@ def _check(where: str, value: Any, limits: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{where}: got {value}, expected at least {low}")
     if high is not None and not value <= high:
         raise ConfigError(f"{where}: got {value}, expected at most {high}")
-    step = limits.get("multiple_of", 1)
-    if step != 1 and value % step:
+    step = limits.get("multiple_of")
+    if step is not None and value % step:
         raise ConfigError(f"{where}: got {value}, expected a multiple of {step}")
     return value

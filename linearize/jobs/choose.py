@@ -179,7 +179,7 @@ def _notes(shapes: list[HeadShape], longest: int | None, converted: bool) -> lis
         found.append("It is causal: decoding keeps the state below in place of a cache that grows.")
     if max(shape.head_dim for shape in shapes) <= 32:
         found.append(
-            "Its heads are small, and so are the maps: more features (flexformer_n, frequencies=64 or more) help where "
-            "texts are compared token by token."
+            "Its heads are small, and so are the maps: more features (hedgehog, features=128; flexformer_n, "
+            "frequencies=64) come closer, above all where texts are compared token by token."
         )
     return found
