@@ -113,7 +113,7 @@ RECIPES = {
                              f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
                              "distil={steps: 1, batch_size: 4, holdout: 4}"],
     "llama-small-wikitext2": ["kernels=[softmax,hedgehog]", "model.config={model_type: llama, hidden_size: 16, "
-                              "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}",
+                              "intermediate_size: 16, num_hidden_layers: 8, num_attention_heads: 2}",
                               "model.tokenizer.size=300", "rows={max_length: 16}", "device=cpu",
                               f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}", "align={steps: 0}",
                               "distil={steps: 1, batch_size: 4, holdout: 4}"],
