@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.ops.exact_keys import strongest
 from linearize.ops.state import FLOOR, with_ones
-from linearize.ops.window_parts import Keys, Part, Queries, Window, collect, exact, weigh
+from linearize.ops.window_parts import Keys, Part, Queries, Sinks, Window, collect, exact, pick, weigh
 
 LEAST = 32
 """R is at least this: smaller blocks would be slower."""
@@ -80,20 +81,26 @@ def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Pa
     """Return the sums of softmax's weights inside the window, of the kernel's outside, and of the sinks there."""
     tokens, half = queries.q.shape[2], window.size // 2
     batch, key_heads = keys.k.shape[:2]
-    cut, far_keys, sinks = _Cut.of(tokens, half), keys.mask, []
+    cut, far_keys, parts = _Cut.of(tokens, half), keys.mask[:, None], []
+    place = torch.arange(tokens, device=keys.mask.device)
     if window.sinks:
         first = collect(keys, window.sinks, None)
-        place = torch.arange(tokens, device=keys.mask.device)
         outside = (place[:, None] - place[: window.sinks]).abs() > half
         outside = F.pad(outside, (0, window.sinks - outside.shape[1]))
-        sinks = [exact(queries.q, first, outside & first.mask[:, None], window.scaling)]
+        parts.append(exact(queries.q, first, (outside & first.mask[:, None])[:, None], window.scaling))
         far_keys = far_keys & (place >= window.sinks)
+    if window.exact_keys:
+        chosen = strongest(keys.scale.detach(), far_keys.expand_as(keys.scale), window.exact_keys)
+        # [B, K, S]: the chosen ones first, in their order.
+        index = chosen.long().argsort(dim=-1, descending=True, stable=True)[..., : window.exact_keys]
+        kept = Sinks(pick(keys.k, index), pick(keys.v, index), keys.mask, place)
+        outside = (place[:, None] - index[:, :, None]).abs() > half
+        parts.append(exact(queries.q, kept, outside & chosen.gather(2, index)[:, :, None], window.scaling))
+        far_keys = far_keys & ~chosen
     # One shift for all keys: those of far smaller scale are nothing beside the largest one.
-    scale = keys.scale.masked_fill(~far_keys[:, None], FLOOR)
+    scale = keys.scale.masked_fill(~far_keys, FLOOR)
     top = scale.detach().amax(dim=-1)
-    phi = (keys.phi.float() * torch.exp(scale - top[..., None])[..., None]).masked_fill(
-        ~far_keys[:, None, :, None], 0.0
-    )
+    phi = (keys.phi.float() * torch.exp(scale - top[..., None])[..., None]).masked_fill(~far_keys[..., None], 0.0)
     phi_blocks, value_blocks = cut.keys(phi), cut.keys(with_ones(keys.v, True))
     near_values, inside = cut.near(value_blocks).flatten(0, 2), cut.inside(half, phi.device)
 
@@ -113,7 +120,7 @@ def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Pa
     groups = queries.phi.shape[1] // key_heads
     far_level = queries.scale + top[..., None].repeat_interleave(groups, dim=1)
     near, level, far = (cut.back(x, batch, key_heads) for x in (near, level.flatten(3).flatten(0, 2), far))
-    return [(near, level), (far, far_level), *sinks]
+    return [(near, level), (far, far_level), *parts]
 
 
 def _far_sums(phi: Tensor, values: Tensor) -> Tensor:

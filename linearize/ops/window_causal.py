@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.compact import take
+from linearize.ops.exact_keys import Contest, contest
 from linearize.ops.recurrent import recurrent_attention
 from linearize.ops.state import (
     LinearOp,
@@ -31,7 +32,7 @@ def causal_parts(
 ) -> tuple[list[tuple[Tensor, Tensor]], WindowState]:
     """Return what lies beyond the window and inside it, as `join` takes them, and the state after."""
     tokens = queries.q.shape[2]
-    ring, past = _resume(keys, window.size, initial_state)
+    ring, kept, past = _resume(keys, window, initial_state)
     whole = ring.then(keys)
     # The key that leaves the window when a token enters it; padding at the end lets none leave.
     leaving = whole.part(slice(0, tokens))
@@ -42,14 +43,23 @@ def causal_parts(
         place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
         behind = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
-        parts.append(exact(queries.q, sinks, behind & sinks.mask[:, None], window.scaling))
+        parts.append(exact(queries.q, sinks, (behind & sinks.mask[:, None])[:, None], window.scaling))
+    found = None
+    if window.exact_keys:
+        candidates = kept.then(leaving)
+        found = contest(candidates.scale, candidates.mask, window.exact_keys, _block(tokens, window.size))
+        kept = candidates.picked(found.kept[:, :, -1], found.is_kept[:, -1])
+        leaving = candidates.picked(found.loser, found.has_loser)
     far, after = _linear(queries, leaving, past, op)
-    near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling)
+    chosen = None if found is None else (candidates, found)
+    near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling, chosen)
     count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     state = WindowState(*after, *whole.taken(end))
     if sinks is not None:
         state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
+    if window.exact_keys:
+        state = state._replace(**{f"kept_{name}": tensor for name, tensor in kept._asdict().items()})
     return [far, near, *parts], state
 
 
@@ -88,12 +98,16 @@ def state_after(
     return state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=count)
 
 
-def _resume(keys: Keys, window: int, state: WindowState | None) -> tuple[Keys, State]:
-    """Return the ring and the linear state to start from."""
-    if state is not None:
-        ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
-        return Keys(*ring), State(state.kv, state.log_scale)
-    return keys.part(slice(0, 0)).padded(window, 0), empty_state(keys.phi, keys.v, scaled=True)
+def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys, Keys, State]:
+    """Return the ring, the exact keys and the linear state to start from."""
+    none = keys.part(slice(0, 0))
+    if state is None:
+        past = empty_state(keys.phi, keys.v, scaled=True)
+        return none.padded(window.size, 0), none.padded(window.exact_keys, 0), past
+    ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
+    kept = (state.kept_k, state.kept_v, state.kept_phi, state.kept_scale, state.kept_mask)
+    given = [x for x in kept if x is not None]
+    return Keys(*ring), Keys(*given) if given else none, State(state.kv, state.log_scale)
 
 
 def _linear(queries: Queries, keys: Keys, past: State | None, op: LinearOp) -> tuple[tuple[Tensor, Tensor], State]:
@@ -117,33 +131,55 @@ def _linear(queries: Queries, keys: Keys, past: State | None, op: LinearOp) -> t
     return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
 
 
-def _softmax(q: Tensor, keys: Keys, span: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """Sum softmax's weights over `span` keys per query, in blocks.
+def _block(tokens: int, span: int) -> int:
+    """Return how many queries are taken together."""
+    return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
 
-    Query t [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given.
+
+def _softmax(
+    q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum softmax's weights over `span` keys per query, in blocks, and over the exact keys.
+
+    Query t [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
+    before a block is a further column of it; one that leaves during the block is a column already.
 
     Returns:
         Sums [B, H, T, V + 1] and their log-scale [B, H, T].
     """
     tokens, key_heads = q.shape[2], keys.k.shape[1]
-    open_length = isinstance(tokens, torch.SymInt)
-    block = max(span, 32) if open_length else min(tokens, max(span, 32))
+    block = _block(tokens, span)
     # In a graph always several: of one, the length would be taken for a constant.
-    count = (tokens + block - 1) // block + int(open_length)
-    seen = block + span - 1
-    keys = keys.padded(0, count * block - tokens)
-    queries = F.pad(q.float(), (0, 0, 0, count * block - tokens)) * scaling
+    count = (tokens + block - 1) // block + int(isinstance(tokens, torch.SymInt))
+    seen, rest = block + span - 1, count * block - tokens
+    keys = keys.padded(0, rest)
+    queries = F.pad(q.float(), (0, 0, 0, rest)) * scaling
     queries = group_queries(queries, key_heads).unflatten(3, (count, block)).transpose(2, 3)
     shape = queries.shape[:5]
-    # A matrix product for each key head and block, all queries of the group at once.
-    near = overlapping(keys.k.float(), 2, count, seen, block).flatten(0, 2)
-    values = overlapping(with_ones(keys.v, True), 2, count, seen, block).flatten(0, 2)
-    scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), near.transpose(1, 2))
+    near = overlapping(keys.k.float(), 2, count, seen, block)
+    values = overlapping(with_ones(keys.v, True), 2, count, seen, block)
     distance = torch.arange(seen, device=q.device) - torch.arange(block, device=q.device)[:, None]
     visible = (distance >= 0) & (distance < span)
     visible = visible & overlapping(keys.mask, 1, count, seen, block)[:, None, :, None, None]
-    weights, top = weigh(scores.view(*shape, seen), visible)
-    mixed = torch.bmm(weights.view(scores.shape), values).view(*shape, -1)
+    if chosen is not None:
+        candidates, found = chosen
+        slots = found.kept.shape[-1]
+        step = torch.arange(count * block, device=q.device).view(count, 1, block, 1)
+        # Key w of the ring and the tokens leaves at step w, and the first of `keys` is number 1.
+        lost = F.pad(found.lost[:, :, slots + 1 :], (0, span + rest))
+        lost = overlapping(lost, 2, count, seen, block)[:, :, :, None, None]
+        visible = visible | ((distance < 0) & (step < lost))
+        places = found.kept[:, :, :count].flatten(2)
+        older = candidates.picked(places, found.is_kept[:, :count].flatten(1))
+        near = torch.cat([near, older.k.float().unflatten(2, (count, slots))], dim=3)
+        values = torch.cat([values, with_ones(older.v, True).unflatten(2, (count, slots))], dim=3)
+        lost = found.lost.gather(2, places).unflatten(2, (count, slots))[:, :, :, None, None]
+        still = (step < lost) & found.is_kept[:, None, :count, None, None]
+        visible = torch.cat([visible.expand(*still.shape[:-1], -1), still], dim=-1)
+    # A matrix product for each key head and block, all queries of the group at once.
+    scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), near.flatten(0, 2).transpose(1, 2))
+    weights, top = weigh(scores.view(*shape, -1), visible)
+    mixed = torch.bmm(weights.view(scores.shape), values.flatten(0, 2)).view(*shape, -1)
     # [B, K, blocks, G, block] -> [B, H, T].
     mixed, top = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens] for x in (mixed, top))
     return mixed, top

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linearize.ops.exact_keys import strongest
 from linearize.ops.state import FLOOR, divide, without_padding
 from linearize.ops.window_parts import TINY, Mapped, Window
 
@@ -26,10 +27,16 @@ def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding
     place = real.long().cumsum(dim=-1)
     distance = place[:, -rows:, None] - place[:, None, :]
     near = distance < window.size if window.causal else distance.abs() <= window.size // 2
-    near = near | (place <= window.sinks)[:, None]
+    sinks = (place <= window.sinks)[:, None]
     visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
     visible = (visible.tril(columns - rows) if window.causal else visible) & real[:, None]
-    near, visible = near[:, None], visible[:, None]
+    candidates = (visible & ~sinks & (~near if window.causal else torch.ones_like(near)))[:, None]
+    near, visible = (near | sinks)[:, None], visible[:, None]
+    if window.exact_keys:
+        priority = k.new_zeros(k.shape[:3]) if log_scale is None else log_scale.detach()
+        form = (-1, k.shape[1], rows, -1)
+        kept = strongest(priority[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
+        near = near | kept.repeat_interleave(groups, dim=1)
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     exponents = torch.zeros_like(scores)

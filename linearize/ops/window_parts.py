@@ -34,7 +34,8 @@ class Window:
         scaling: what softmax's scores are multiplied with.
         causal: whether query i sees keys up to its own position only.
         eps: smallest magnitude of a row's sum, relative to its largest part.
-        sinks: S, likewise.
+        sinks: how many first tokens get softmax's weights.
+        exact_keys: S, see `linearize.ops.exact_keys`.
     """
 
     size: int
@@ -42,6 +43,7 @@ class Window:
     causal: bool
     eps: float = EPS
     sinks: int = 0
+    exact_keys: int = 0
 
 
 class Mapped(NamedTuple):
@@ -78,6 +80,11 @@ class WindowState(NamedTuple):
         sink_k: [B, K, S, D]; None without sinks.
         sink_v: [B, K, S, V]; None without sinks.
         tokens: [B] how many there were; None without sinks.
+        kept_k: [B, K, S, D] the exact keys outside the window; None without exact keys, as all that follows.
+        kept_v: [B, K, S, V].
+        kept_phi: [B, K, S, F] fp32.
+        kept_scale: [B, K, S] fp32.
+        kept_mask: [B, S] bool, where there is one.
     """
 
     kv: Tensor
@@ -90,6 +97,11 @@ class WindowState(NamedTuple):
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
     tokens: Tensor | None = None
+    kept_k: Tensor | None = None
+    kept_v: Tensor | None = None
+    kept_phi: Tensor | None = None
+    kept_scale: Tensor | None = None
+    kept_mask: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
@@ -136,6 +148,10 @@ class Keys(NamedTuple):
         """Return some of the heads."""
         return self._each(lambda x: x[:, first:last], self.mask)
 
+    def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
+        """Return tokens [B, K, N] that each head chose for itself, and which of them are there [B, N]."""
+        return self._each(lambda x: pick(x, tokens), mask)
+
     def taken(self, order: Tensor) -> Keys:
         return self._each(lambda x: take(x, order), self.mask.gather(1, order))
 
@@ -156,6 +172,11 @@ class Sinks(NamedTuple):
     before: Tensor
 
 
+def pick(x: Tensor, tokens: Tensor) -> Tensor:
+    """Pick tokens [B, K, N] of x [B, K, T, D] or [B, K, T], other ones for each head."""
+    return x.gather(2, tokens if x.ndim == 3 else tokens[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+
 def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
     """Take the sinks from the state where they came before, else from these keys, whose real tokens stand in front."""
     count = keys.mask.sum(dim=1)
@@ -171,13 +192,13 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
 
 
 def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Sum softmax's weights over the sinks that a query sees (`visible` [B, T, S]), as `join` takes them."""
+    """Sum softmax's weights over the keys that a query sees (`visible` [B, 1 or K, T, S]), as `join` takes them."""
     grouped = group_queries(q, sinks.k.shape[1])
     shape = grouped.shape[:4]
     # A matrix product for each key head, all queries of its group at once.
     queries = grouped.float().flatten(2, 3).flatten(0, 1) * scaling
     scores = torch.bmm(queries, sinks.k.float().flatten(0, 1).transpose(1, 2))
-    weights, top = weigh(scores.view(*shape, -1), visible[:, None, None])
+    weights, top = weigh(scores.view(*shape, -1), visible[:, :, None])
     mixed = torch.bmm(weights.view(scores.shape), with_ones(sinks.v, True).flatten(0, 1))
     return mixed.view(*shape, -1).flatten(1, 2), top.flatten(1, 2)
 

@@ -48,16 +48,16 @@ def sides(phi_q, phi_k, q, k, query_log_scale=None, log_scale=None):
     return Mapped(q, phi_q, query_log_scale), Mapped(k, phi_k, log_scale)
 
 
-def attend(*inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, sinks=0, **scales):
+def attend(*inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, sinks=0, exact_keys=0, **scales):
     """Output and state of the op."""
-    form = Window(window, scaling, causal, sinks=sinks)
+    form = Window(window, scaling, causal, sinks=sinks, exact_keys=exact_keys)
     more = {"key_padding_mask": key_padding_mask, "initial_state": initial_state}
     return window_attention(*sides(*inputs[:4], **scales), inputs[4], form, **more)
 
 
-def weights_of(*inputs, window, scaling, causal, key_padding_mask=None, sinks=0, **scales):
+def weights_of(*inputs, window, scaling, causal, key_padding_mask=None, sinks=0, exact_keys=0, **scales):
     """The weights, written out."""
-    form = Window(window, scaling, causal, sinks=sinks)
+    form = Window(window, scaling, causal, sinks=sinks, exact_keys=exact_keys)
     return window_weights(*sides(*inputs, **scales), form, key_padding_mask=key_padding_mask)
 
 
@@ -244,3 +244,61 @@ def test_key_heads_take_turns_where_inputs_are_long(monkeypatch, padded):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     attend(*inputs, **options, **more)
     assert len(turns) == KEY_HEADS + 1
+
+
+@pytest.mark.parametrize("padded", [None, "left", "right", "holes"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("sinks", "exact_keys"), [(0, 1), (0, 7), (3, 4), (2, 200)])
+@pytest.mark.parametrize(("tokens", "window"), [(1, 4), (9, 1), (33, 2), (100, 8), (130, 40), (20, 200)])
+@pytest.mark.sampled("pairs")
+def test_exact_keys_equal_naive(tokens, window, sinks, exact_keys, causal, padded):
+    if padded and tokens == 1:
+        pytest.skip("one token has no padding")
+    inputs, options, leaves = make(tokens, padded=padded)
+    more = {"window": window, "scaling": SCALING, "causal": causal, "sinks": sinks, "exact_keys": exact_keys}
+    (fast, _), slow = attend(*inputs, **options, **more), reference(inputs, options, **more)
+    mask = options.get("key_padding_mask")
+    real = slice(None) if mask is None else mask[:, None].expand(-1, HEADS, -1)
+    torch.testing.assert_close(fast[real], slow[real], rtol=1e-3, atol=1e-4)
+    for got, want in zip(gradients(fast, leaves, mask), gradients(slow, leaves, mask), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_which_keys_are_exact(causal):
+    """By the definition, one query at a time: the keys of largest log-scale among those outside the window."""
+    tokens, window, sinks, slots = 40, 5, 2, 3
+    inputs, options, _ = make(tokens)
+    more = {"window": window, "scaling": SCALING, "causal": causal, "sinks": sinks}
+    weights = weights_of(*inputs[:4], **options, **more, exact_keys=slots).double()
+    phi_q, phi_k, q, k = (x.double() for x in inputs[:4])
+    a, c = (options[name].double() for name in ("query_log_scale", "log_scale"))
+    for b, h, i in [(0, 0, 39), (0, 3, 20), (1, 2, 8), (1, 1, 0)]:
+        keys = range(i + 1) if causal else range(tokens)
+        gone = [j for j in keys if j >= sinks and (not causal or i - j >= window)]
+        kept = sorted(gone, key=lambda j: (-float(c[b, h // 2, j]), j))[:slots]
+        row = torch.zeros(tokens, dtype=torch.float64)
+        for j in keys:
+            near = j in kept or j < sinks or (i - j < window if causal else abs(i - j) <= window // 2)
+            far = torch.exp(a[b, h, i] + c[b, h // 2, j]) * (phi_q[b, h, i] @ phi_k[b, h // 2, j])
+            row[j] = torch.exp(SCALING * q[b, h, i] @ k[b, h // 2, j]) if near else far
+        torch.testing.assert_close(weights[b, h, i], row / row.sum(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("first", [1, 4, 25, 59])
+def test_exact_keys_go_on_from_a_state(first, sinks):
+    tokens, window, slots = 60, 6, 4
+    inputs, options, _ = make(tokens, padded="holes")
+    more = {"window": window, "scaling": SCALING, "causal": True, "sinks": sinks, "exact_keys": slots}
+    whole, last = attend(*inputs, **options, **more)
+    outputs, state = [], None
+    for part in (slice(0, first), *(slice(i, i + 1) for i in range(first, tokens))):
+        cut = {n: x[..., part] for n, x in options.items()}
+        out, state = attend(*(x[:, :, part] for x in inputs), **cut, **more, initial_state=state)
+        outputs.append(out)
+    real = options["key_padding_mask"][:, None].expand(-1, HEADS, -1)
+    torch.testing.assert_close(torch.cat(outputs, dim=2)[real], whole[real], rtol=1e-3, atol=1e-4)
+    assert state.kept_k.shape[2] == slots and bool(state.kept_mask.all())
+    # The same keys are kept; a heap may hold them in another order.
+    torch.testing.assert_close(state.kept_scale.sort(dim=-1).values, last.kept_scale.sort(dim=-1).values)
