@@ -74,6 +74,7 @@ class KernelInfo:
         choose: when to choose it, in a few words.
         stage_one: default training of stage one; where that depends on the arguments, (config) -> `StageOne`. Read it
             through `training`.
+        needs_window: whether it works beside a softmax window only.
         legacy_defaults: what arguments stand for that a checkpoint does not mention, where their defaults were others
             when it was written; from then on checkpoints always mention them.
     """
@@ -103,6 +104,7 @@ class KernelInfo:
     estimates: Callable[[Any], Any] | None = None
     preset: Callable[[Any, int], list[tuple[str, dict[str, object]]]] | None = None
     choose: str = ""
+    needs_window: bool = False
     stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
     legacy_defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -120,9 +122,55 @@ class KernelInfo:
         return self.stage_one(config) if callable(self.stage_one) else self.stage_one
 
 
-WINDOW, SINKS = "window", "sinks"
-NEAR = (WINDOW, SINKS)
-"""The arguments that every kernel with `windowed` takes beside its own: W and S of `ops.window`."""
+SCALES = ("none", "linear", "network")
+"""Kinds of learned log-scales, see `linearize.attention.scale`."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What a layer has in addition to its kernel: softmax for some keys and heads, and learned scales.
+
+    Attributes:
+        window: W of the softmax window joined to the kernel (see `linearize.ops.window`), or None.
+        sinks: first tokens that get softmax's weights from everywhere.
+        exact_keys: S keys per head, outside the window, that do so too (see `linearize.ops.exact_keys`).
+        scale: learned log-scales of queries and keys: "none", "linear" or "network".
+        softmax_heads: query heads that stay softmax.
+    """
+
+    window: int | None = None
+    sinks: int = 0
+    exact_keys: int = 0
+    scale: str = "none"
+    softmax_heads: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
+        """Pick its own out of a layer's arguments, which may be text (as typed on a command line)."""
+        values = {name: value for name, value in arguments.items() if name in HYBRID}
+        for name, value in values.items():
+            if name == "softmax_heads":
+                values[name] = tuple(value if not isinstance(value, str) else map(_number, value.split("+")))
+            elif name != "scale":
+                values[name] = _number(value)
+        return cls(**values)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What differs from the defaults, as plain data."""
+        values = {name: getattr(self, name) for name in HYBRID}
+        values["softmax_heads"] = list(self.softmax_heads)
+        return {name: value for name, value in values.items() if value not in (None, 0, "none", [])}
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+PLAIN = Hybrid()
+"""Nothing but the kernel."""
+HYBRID = tuple(f.name for f in dataclasses.fields(Hybrid))
+"""The arguments that every kernel with `windowed` takes in addition to its own."""
 
 _KERNELS: dict[str, KernelInfo] = {}
 _LOCK = threading.Lock()
@@ -140,7 +188,7 @@ def register_kernel(info: KernelInfo) -> KernelInfo:
         raise ConfigError(f"kernel {info.name!r} is registered already by {_origin(known)}; choose another name")
     if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
-    if taken := {f.name for f in dataclasses.fields(info.config)} & set(NEAR):
+    if taken := {f.name for f in dataclasses.fields(info.config)} & set(HYBRID):
         name = sorted(taken)[0]
         raise ConfigError(f"kernel {info.name!r}: {name!r} is an argument of every kernel; give its own another name")
     if (info.build is None) == (info.preset is None):

@@ -11,37 +11,34 @@ from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
 from linearize.kernels.base import BlockKernel, Kernel
-from linearize.registry import KernelInfo, kernel_info, make_config
+from linearize.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config
 
 NUMBER = 4
 """Bytes of a number of a state."""
 
 
-def build_mixer(
-    kernel: str, arguments: Mapping[str, object], shape: HeadShape, window: int | None = None, sinks: int = 0
-) -> Mixer:
+def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid | None = None) -> Mixer:
     """Build an uninitialised mixer for a kernel name and its arguments.
 
     Args:
         kernel: name of the kernel; not that of a preset, which stands for a plan of several.
         arguments: the kernel's own arguments.
         shape: sizes and direction of the attention.
-        window: W of the softmax window joined to the kernel (see `linearize.ops.window`), or None.
-        sinks: first tokens that get softmax's weights beside the window.
+        hybrid: what the layer has in addition to the kernel; None: nothing.
 
     Raises:
         ConfigError: for an unknown kernel or argument, a value out of range, or a kernel that does not work in this
-            direction, with this head size or with a window.
+            direction, with this head size or with these additions.
     """
-    info = kernel_info(kernel)
+    info, hybrid = kernel_info(kernel), hybrid or PLAIN
     config = make_config(info, arguments)
     check_shape(info, shape)
-    check_window(info, window, sinks)
+    check_hybrid(info, config, hybrid, shape)
     assert info.build is not None
     build: Any = info.build
     if issubclass(build, Kernel):
         build = BlockMixer if issubclass(build, BlockKernel) else FeatureMapMixer
-    return build(info, config, shape, window, sinks) if window is not None else build(info, config, shape)
+    return build(info, config, shape, hybrid) if hybrid != PLAIN else build(info, config, shape)
 
 
 def check_shape(info: KernelInfo, shape: HeadShape) -> None:
@@ -70,25 +67,51 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
         )
 
 
-def check_window(info: KernelInfo, window: int | None, sinks: int = 0) -> None:
-    """Refuse a window that is no length, or that a kernel cannot be joined with, and sinks without a window.
+def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:
+    """Refuse sizes that are not numbers of tokens, and what a kernel cannot be joined with.
 
     Raises:
         ConfigError: saying what to choose instead.
     """
-    if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
-        raise ConfigError(f"sinks: got {sinks!r}, expected a number of tokens, 0 or more")
-    if window is None:
-        if sinks:
-            raise ConfigError(f"sinks: got {sinks} without a window, expected both; add one, such as window=64")
-        return
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+    window = hybrid.window
+    for name in ("sinks", "exact_keys"):
+        count, shown = getattr(hybrid, name), name.replace("_", "-")
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"{shown}: got {count!r}, expected a number of tokens, 0 or more")
+        if count and window is None:
+            raise ConfigError(f"{shown}: got {count} without a window, expected both; add one, such as window=64")
+    if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none")
-    if not info.windowed:
+    if hybrid != PLAIN and not info.windowed:
+        what = f"no {'window' if window is not None else next(iter(hybrid.changed)).replace('_', '-')}"
         raise ConfigError(
-            f"kernel {info.name!r} takes no window: it has no feature map with a denominator that softmax could share; "
-            "choose another kernel or leave window out"
+            f"kernel {info.name!r} takes {what}: it has no feature map with a denominator that softmax could share; "
+            "choose another kernel or leave it out"
         )
+    if info.needs_window and window is None:
+        raise ConfigError(f"kernel {info.name!r}: got no window, and nothing else has any weight; add window=64")
+    if hybrid.scale not in SCALES:
+        raise ConfigError(f"scale: got {hybrid.scale!r}, expected one of {', '.join(SCALES)}")
+    if hybrid.scale != SCALES[0] and (info.needs_window or not info.is_positive(config)):
+        why = "has no features to scale" if info.needs_window else "can have negative weights"
+        raise ConfigError(f"scale: got {hybrid.scale!r}, but kernel {info.name!r} {why}; leave the scale out")
+    if hybrid.exact_keys and hybrid.scale == SCALES[0] and info.needs_window:
+        raise ConfigError(
+            f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale to choose keys by; "
+            "choose another kernel, or use sinks"
+        )
+    heads = hybrid.softmax_heads
+    if heads and (sorted(set(heads)) != list(heads) or not all(type(h) is int and 0 <= h < shape.heads for h in heads)):
+        raise ConfigError(
+            f"softmax-heads: got {list(heads)}, expected numbers of heads from 0 to {shape.heads - 1}, each once and "
+            "in order"
+        )
+
+
+def default_scale(info: KernelInfo, config: Any, window: object) -> str:
+    """Return the kind of learned log-scales that a new layer has unless asked otherwise: linear beside a window."""
+    takes = info.windowed and not info.needs_window and info.is_positive(config)
+    return "linear" if takes and window is not None else "none"
 
 
 def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:

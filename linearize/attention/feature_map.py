@@ -11,11 +11,13 @@ from torch import Tensor
 from linearize.attention.backends.choose import choose, map_keys, map_queries
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.mixer import Mixer
+from linearize.attention.scale import LogScale
 from linearize.attention.shape import HeadShape
+from linearize.attention.softmax_heads import CACHED, SoftmaxHeads
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS, without_padding
-from linearize.registry import KernelInfo
+from linearize.registry import PLAIN, SCALES, Hybrid, KernelInfo
 
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative: there it can cross zero among ordinary numbers."""
@@ -26,27 +28,37 @@ class FeatureMapMixer(Mixer):
 
     The keys' map has one set of parameters per key/value head. Queries use the same map (each query head that of its
     group), or one of their own per query head where the kernel's argument `tied` is false. With a window, near tokens
-    get softmax's weights instead, under the same denominator, and with sinks the first ones too: see
+    get softmax's weights instead, under the same denominator, and so do sinks and exact keys: see
     `linearize.ops.window`.
 
     Attributes:
+        hybrid: what the layer has in addition to the kernel.
         window: W of the softmax window, or None.
-        sinks: S of the first tokens beside the window.
+        key_scale: learned log-scales of the keys, or None.
+        query_scale: those of the queries; None without a window, where they would cancel.
+        softmax_heads: the query heads that stay softmax, or None.
         eps: smallest magnitude of a denominator.
         floor: c of `linearize.ops.floored`, 0 for none; with a window there is none.
     """
 
-    def __init__(
-        self, info: KernelInfo, config: Any, shape: HeadShape, window: int | None = None, sinks: int = 0
-    ) -> None:
+    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid | None = None) -> None:
         super().__init__(info, config, shape)
-        self.window, self.sinks = window, sinks
+        self.hybrid = hybrid = hybrid or PLAIN
+        self.window = hybrid.window
         build: Any = info.build
         self.inputs: Inputs | None = build.inputs(config, shape.heads, shape.key_heads, shape.head_dim)
         self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
         tied = getattr(config, "tied", True)
         self.queries: FeatureMap | None = None if tied else build(config, shape.heads, shape.head_dim)
-        self.floor = self.keys.floor if window is None else 0.0
+        self.key_scale = self.query_scale = None
+        if hybrid.scale != SCALES[0]:
+            self.key_scale = LogScale(hybrid.scale, shape.key_heads, shape.head_dim, bias=False)
+            if hybrid.window is not None:
+                self.query_scale = LogScale(hybrid.scale, shape.heads, shape.head_dim, bias=True)
+        groups = shape.heads // shape.key_heads
+        heads = hybrid.softmax_heads
+        self.softmax_heads = SoftmaxHeads(heads, groups, shape.causal) if heads else None
+        self.floor = self.keys.floor if self.window is None else 0.0
         self.eps = EPS if self.positive else SIGNED_EPS
         assert info.feature_dim is not None
         self.feature_dim = info.feature_dim(config, shape.head_dim)
@@ -60,6 +72,9 @@ class FeatureMapMixer(Mixer):
         for around in (self.inputs, self.output):
             if around is not None:
                 around.reset_parameters()
+        for scale in (self.key_scale, self.query_scale):
+            if scale is not None:
+                scale.reset_parameters(generator)
         if self.queries is None:
             return
         groups = self.shape.heads // self.shape.key_heads
@@ -70,8 +85,24 @@ class FeatureMapMixer(Mixer):
                 shared = tensor.shape == mine[name].shape
                 tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
 
+    @property
+    def learnable(self) -> bool:
+        """See `Mixer.learnable`."""
+        return self.info.learnable or self.key_scale is not None
+
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `Mixer.forward`; `linearize.attention.backends.choose` says how it is carried out."""
+        if self.softmax_heads is None:
+            return self._attend(call)
+        exact, cached = self.softmax_heads.attend(call)
+        if call.state is not None:
+            call = replace(call, state={name: x for name, x in call.state.items() if name not in CACHED})
+        out, after = self._attend(call)
+        index = torch.tensor(self.softmax_heads.heads, device=out.device)
+        out = out.index_copy(1, index, exact.to(out.dtype))
+        return out, None if after is None or cached is None else after | cached
+
+    def _attend(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         if self.info.positional:
             return self._positional(call)
         return choose(self, call).run(self, call)
@@ -100,7 +131,7 @@ class FeatureMapMixer(Mixer):
 
     def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map keys [B, K, T, D], behind what precedes the map."""
-        return map_keys(self.keys, k, self.input_scale(scaling), positions)
+        return _scaled(map_keys(self.keys, k, self.input_scale(scaling), positions), self.key_scale, k)
 
     def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map queries [B, H, T, D], behind what precedes the map.
@@ -110,7 +141,7 @@ class FeatureMapMixer(Mixer):
         scale, groups = self.input_scale(scaling), self.shape.heads // self.shape.key_heads
         if self.queries is not None or groups == 1:
             map = self.keys if self.queries is None else self.queries
-            return map_queries(map, q, scale, positions)
+            return _scaled(map_queries(map, q, scale, positions), self.query_scale, q)
         batch, _, tokens, size = q.shape
         folded = q.reshape(batch, -1, groups, tokens, size).transpose(1, 2).reshape(batch * groups, -1, tokens, size)
         repeated = None if positions is None else positions.repeat_interleave(groups, dim=0)
@@ -119,7 +150,8 @@ class FeatureMapMixer(Mixer):
         def unfold(x: Tensor) -> Tensor:
             return x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
 
-        return Features(unfold(found.phi), None if found.log_scale is None else unfold(found.log_scale))
+        unfolded = Features(unfold(found.phi), None if found.log_scale is None else unfold(found.log_scale))
+        return _scaled(unfolded, self.query_scale, q)
 
     def input_scale(self, scaling: float) -> float:
         """Return what the map wants queries and keys multiplied with."""
@@ -127,18 +159,19 @@ class FeatureMapMixer(Mixer):
 
     def mapped(
         self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Map a whole sequence -> phi(q) [B, H, T, F], phi(k) [B, K, T, F], log-scale of the keys [B, K, T] or None.
+    ) -> tuple[Features, Features]:
+        """Map a whole sequence: the features of the queries [B, H, T, F], and of the keys [B, K, S, F].
 
-        Stage one and the reports start here.
+        The queries are the last tokens of the keys' if there are fewer. Stage one and the reports start here.
         """
-        queries, keys = self._mapped(q, k, scaling, key_padding_mask)
-        return queries.phi, *keys
+        positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.info.positional else None
+        return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
 
-    def _mapped(self, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> tuple[Features, Features]:
-        """Map a whole sequence; the queries are the last tokens of the keys' where there are fewer."""
-        positions = (_count(k, mask, None) - 1).clamp(min=0) if self.info.positional else None
-        return self.features(AttentionCall(q, k, k, scaling, mask, positions))
+    def form(self, scaling: float) -> Window | None:
+        """Return the form of the window as the ops take it; None without a window."""
+        if self.window is None:
+            return None
+        return Window(self.window, scaling, self.shape.causal, self.eps, self.hybrid.sinks, self.hybrid.exact_keys)
 
     def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Do what follows the sums [B, H, T, V] in fp32, and cast the output to the host's dtype."""
@@ -151,9 +184,16 @@ class FeatureMapMixer(Mixer):
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """See `Mixer.weights`; the queries are the last tokens of the keys' where there are fewer."""
-        queries, keys = self._mapped(q, k, scaling, key_padding_mask)
-        if self.window is not None:
-            window = Window(self.window, scaling, self.shape.causal, self.eps, self.sinks)
+        weights = self._weights(q, k, scaling, key_padding_mask)
+        if self.softmax_heads is None:
+            return weights
+        index = torch.tensor(self.softmax_heads.heads, device=weights.device)
+        return weights.index_copy(1, index, self.softmax_heads.weights(q, k, scaling, key_padding_mask))
+
+    def _weights(self, q: Tensor, k: Tensor, scaling: float, key_padding_mask: Tensor | None) -> Tensor:
+        queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
+        window = self.form(scaling)
+        if window is not None:
             return window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
         return kernel_weights(
             queries.phi,
@@ -165,6 +205,14 @@ class FeatureMapMixer(Mixer):
             eps=self.eps,
             floor=self.floor,
         )
+
+
+def _scaled(features: Features, scale: LogScale | None, x: Tensor) -> Features:
+    """Add the learned log-scales of queries or keys x [B, H, T, D] to those of their features."""
+    if scale is None:
+        return features
+    learned = scale(x)
+    return Features(features.phi, learned if features.log_scale is None else features.log_scale + learned)
 
 
 def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.ops.tracing import is_tracing
+from linearize.registry import PLAIN, Hybrid
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
@@ -34,6 +35,7 @@ class LinearAttention(nn.Module):
     Attributes:
         mixer: what computes the outputs.
         shape: sizes and direction of the attention.
+        hybrid: what it has in addition to the kernel.
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
         declares_direction: whether the host says at every call whether it is causal.
@@ -46,12 +48,12 @@ class LinearAttention(nn.Module):
         kernel: str,
         arguments: Mapping[str, object],
         shape: HeadShape,
-        window: int | None = None,
-        sinks: int = 0,
+        hybrid: Hybrid | None = None,
     ) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
-        self.mixer: Mixer = build_mixer(kernel, arguments, shape, window, sinks)
+        self.hybrid = hybrid or PLAIN
+        self.mixer: Mixer = build_mixer(kernel, arguments, shape, hybrid)
         self.observer: Observer | None = None
         self._handed: dict[int, LinearStateLayer] = {}
         self.declares_direction = False
@@ -143,6 +145,5 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""
-        window, sinks = getattr(self.mixer, "window", None), getattr(self.mixer, "sinks", 0)
-        near = (f", window={window}" if window else "") + (f", sinks={sinks}" if sinks else "")
-        return f"kernel={self.kernel!r}, {self.shape}{near}"
+        more = "".join(f", {name}={value}" for name, value in self.hybrid.changed.items())
+        return f"kernel={self.kernel!r}, {self.shape}{more}"

@@ -47,6 +47,11 @@ class Mixer(nn.Module, abc.ABC):
         """See `__getstate__`."""
         super().__setstate__(state | {"info": kernel_info(state["info"])})
 
+    @property
+    def learnable(self) -> bool:
+        """Whether stage one has anything to train."""
+        return self.info.learnable
+
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill parameters and random buffers from `generator` (CPU)."""

@@ -22,6 +22,7 @@ from linearize.bench.suite import Suite
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError
 from linearize.ops import bidirectional_attention
+from linearize.registry import PLAIN, Hybrid
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class AttentionSizes:
     Attributes:
         kernel: name of the kernel.
         kernel_args: its arguments.
-        window: tokens of a softmax window joined to it, or None.
+        hybrid: what the attention has in addition to the kernel.
         heads: heads H of the queries, and unless said of keys and values.
         head_dim: size D of a head.
         key_heads: heads of keys and values; None: as many as of queries.
@@ -39,12 +40,11 @@ class AttentionSizes:
         batch: sequences B.
         dtype: type of the inputs.
         device: where it runs.
-        sinks: first tokens under softmax beside the window.
     """
 
     kernel: str = "hedgehog"
     kernel_args: Mapping[str, object] = field(default_factory=dict)
-    window: int | None = None
+    hybrid: Hybrid = PLAIN
     heads: int = 12
     head_dim: int = 64
     batch: int = 1
@@ -52,7 +52,6 @@ class AttentionSizes:
     device: str = "cpu"
     key_heads: int | None = None
     value_dim: int | None = None
-    sinks: int = 0
 
     def mixer(self, *, causal: bool) -> Mixer:
         """Build the kernel's mixer with its starting values.
@@ -69,7 +68,7 @@ class AttentionSizes:
         shape = HeadShape(
             self.heads, self.key_heads or self.heads, self.head_dim, self.value_dim or self.head_dim, causal
         )
-        return build_mixer(self.kernel, self.kernel_args, shape, self.window, self.sinks)
+        return build_mixer(self.kernel, self.kernel_args, shape, self.hybrid)
 
     def draw(self, tokens: int, size: int | None = None, *, seed: int = 0, heads: int | None = None) -> Tensor:
         """Make up normal numbers [B, H, T, D], or of another size than D, or of other heads."""
@@ -142,8 +141,7 @@ class AttentionSuite(SizedSuite):
     def what(self) -> str:
         """See `Suite`."""
         kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.kernel_args.items())
-        if self.sizes.window is not None:
-            kernel += f" window={self.sizes.window}" + (f" sinks={self.sizes.sinks}" if self.sizes.sinks else "")
+        kernel += "".join(f" {k}={v}" for k, v in self.sizes.hybrid.changed.items())
         means = kernel if self.features is None else f"given features of size {self.features}"
         direction = "causal" if self.causal else "bidirectional"
         passes = "forward and backward" if self.backward else "forward"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from linearize.attention.factory import default_scale
 from linearize.bench.alignment import AlignmentSuite
 from linearize.bench.attention import AttentionSizes, AttentionSuite
 from linearize.bench.decode import DecodeSuite
@@ -21,6 +22,7 @@ from linearize.bench.train import TrainSuite
 from linearize.bench.whole_model import ModelSuite, OfModel
 from linearize.errors import ConfigError, unknown_name
 from linearize.events import Callback, Event, Started, ignore
+from linearize.registry import PLAIN, Hybrid, kernel_info, make_config
 
 LENGTHS = {
     "attention": (512, 4096, 16384),
@@ -150,12 +152,18 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
             yield _suite(options, kernel, longest, size)
 
 
+def _hybrid(options: BenchOptions, kernel: str) -> Hybrid:
+    """Return what the options add to a kernel, its scales as `convert` would choose them."""
+    info = kernel_info(kernel)
+    scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
+    return Hybrid(options.window, options.sinks, options.exact_keys, scale)
+
+
 def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | None) -> Suite:
     named: dict[str, Any] = {
         "kernel": kernel,
         "kernel_args": dict(options.kernel_args),
-        "window": options.window,
-        "sinks": options.sinks,
+        "hybrid": _hybrid(options, kernel),
         "batch": options.batch,
         "dtype": options.dtype,
         "device": options.device,
@@ -170,7 +178,7 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
             "image_size": image_size,
         }
         model = BenchModel(options.model or BERT_BASE, **named)
-        if model.converted and (options.kernels or options.kernel_args or options.window is not None or options.sinks):
+        if model.converted and (options.kernels or options.kernel_args or _hybrid(options, kernel) != PLAIN):
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
         return OF_MODELS[options.suite](model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)

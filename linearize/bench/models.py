@@ -16,6 +16,7 @@ from linearize.attention.layer import LinearAttention, Observer
 from linearize.bench.machine import DTYPES
 from linearize.bench.timing import Call
 from linearize.errors import ConfigError, UnsupportedModelError
+from linearize.registry import PLAIN, Hybrid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +33,7 @@ class BenchModel:
         model: Hub name or folder of a checkpoint, converted or not, or `BERT_BASE`.
         kernel: kernel for a model that is not converted yet.
         kernel_args: its arguments.
-        window: tokens of a softmax window joined to it, or None.
-        sinks: first tokens under softmax beside it.
+        hybrid: what its attentions have in addition to the kernel.
         layers: layers of `BERT_BASE`; None: its own 12.
         longest: longest input that it will get; learned positions are extended to it.
         image_size: pixels of the pictures, height and width; None: a text model.
@@ -46,8 +46,7 @@ class BenchModel:
     model: str = BERT_BASE
     kernel: str = "hedgehog"
     kernel_args: Mapping[str, object] = field(default_factory=dict)
-    window: int | None = None
-    sinks: int = 0
+    hybrid: Hybrid = PLAIN
     layers: int | None = None
     longest: int = 512
     image_size: int | None = None
@@ -184,9 +183,8 @@ class BenchModel:
         from linearize.surgery.apply import convert
 
         if not self.converted:
-            return convert(
-                copy.deepcopy(self.original), self.kernel, self.kernel_args, window=self.window, sinks=self.sinks
-            ).eval()
+            hybrid = {name: getattr(self.hybrid, name) for name in ("window", "sinks", "exact_keys", "scale")}
+            return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **hybrid).eval()
         from linearize.loading import load_converted, move
 
         loaded = load_converted(self.model, device=self.device)

@@ -31,6 +31,8 @@ class BenchOptions:
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     window: int | None = kernel_options.window()
     sinks: int = kernel_options.sinks()
+    exact_keys: int = kernel_options.exact_keys()
+    scale: str | None = kernel_options.scale()
     lengths: tuple[int, ...] | None = option(
         None, "tokens, or contexts to decode behind; by default the suite's own", metavar="N,N", parse=parse_lengths
     )

@@ -158,8 +158,7 @@ def _point(one: PlanPoint) -> list[str]:
 def _layer(layer: LayerPlan, why: Mapping[int, str]) -> list[str]:
     """Return the cells of a layer: its attention, kernel and arguments, and why it has that, or was left alone."""
     arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
-    arguments += [f"window={layer.window}"] if layer.window else []
-    arguments += [f"sinks={layer.sinks}"] if layer.sinks else []
+    arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
     said = layer.reason if layer.index is None else why.get(layer.index, layer.reason)
     return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(said)]
 

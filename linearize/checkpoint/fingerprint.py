@@ -112,9 +112,11 @@ def kernels_of(model: nn.Module) -> dict[str, object]:
     """Return the kernel of every converted attention with all its arguments, window and sinks, by host module."""
     found = {}
     for name, layer in linear_attentions(model).items():
-        # Without sinks as it was before there were any, so that runs begun then go on.
-        sinks = [sinks] if (sinks := getattr(layer.mixer, "sinks", 0)) else []
-        found[name] = plain([layer.kernel, layer.mixer.config, getattr(layer.mixer, "window", None), *sinks])
+        hybrid = layer.hybrid
+        # A layer without the newer additions looks as it did before, so that runs begun then can be resumed.
+        sinks = [hybrid.sinks] if hybrid.sinks else []
+        newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks")}
+        found[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *sinks, *([newer] if newer else [])])
     return found
 
 

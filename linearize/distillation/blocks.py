@@ -17,6 +17,9 @@ from torch import Tensor
 
 from linearize.distillation.row_loss import positive_rows, signed_rows
 from linearize.distillation.targets import Targets
+from linearize.kernels.base import Features
+from linearize.ops import Window
+from linearize.ops.exact_keys import NearKeys
 from linearize.ops.state import FLOOR
 from linearize.teacher.rows import pieces, put, take
 
@@ -34,7 +37,13 @@ CAUSAL_ROWS = 64
 
 
 def cross_entropy_(
-    phi_q: Tensor, phi_k: Tensor, log_scale: Tensor | None, targets: Targets, penalty: float | None, *, gradient: bool
+    queries: Features,
+    keys: Features,
+    targets: Targets,
+    penalty: float | None = None,
+    window: Window | None = None,
+    *,
+    gradient: bool,
 ) -> Tensor:
     """Return the cross-entropy of the kernel's weights against softmax's (hedgehog eq. 6, flexformer L_awd).
 
@@ -42,25 +51,27 @@ def cross_entropy_(
     cross-entropies do it; with `gradient`, the features BECOME their gradients.
 
     Args:
-        phi_q: [B, H, R, F] features of `targets.q`, fp32.
-        phi_k: [B, K, T, F] features of `targets.k`, fp32.
-        log_scale: [B, K, T] or None.
+        queries: [B, H, R, F] features of `targets.q`, fp32; their log-scale counts with a window only.
+        keys: [B, K, T, F] features of `targets.k`, fp32.
         targets: the frozen layer.
         penalty: weight of the negative mass for maps whose weights can be negative; None for positive maps.
+        window: joined to a positive map; None: none.
         gradient: whether to overwrite the features and log-scales with the loss's gradients.
     """
-    walk = _Walk(targets.causal, penalty, gradient, phi_q)
-    for batch, keys in pieces(targets.key_padding_mask):
-        queries, places = _places(targets, keys)
-        frozen = take(targets.q, batch, queries), take(targets.k, batch, keys)
-        mapped = take(phi_q, batch, queries), take(phi_k, batch, keys)
-        scale = None if log_scale is None else take(log_scale, batch, keys)
-        walk.piece(*frozen, *mapped, scale, targets.scaling, places)
+    walk = _Walk(targets.causal, penalty, gradient, queries.phi, window)
+    for batch, tokens in pieces(targets.key_padding_mask):
+        rows, places = _places(targets, tokens)
+        frozen = take(targets.q, batch, rows), take(targets.k, batch, tokens)
+        mapped = [
+            Features(take(phi, batch, some), None if scale is None else take(scale, batch, some))
+            for (phi, scale), some in ((queries, rows), (keys, tokens))
+        ]
+        walk.piece(*frozen, *mapped, targets.scaling, places)
         if gradient and batch is not None:
-            put(phi_q, batch, queries, mapped[0])
-            put(phi_k, batch, keys, mapped[1])
-            if log_scale is not None and scale is not None:
-                put(log_scale, batch, keys, scale)
+            for whole, mine, some in ((queries, mapped[0], rows), (keys, mapped[1], tokens)):
+                for x, part in zip(whole, mine, strict=True):
+                    if x is not None and part is not None:
+                        put(x, batch, some, part)
     return walk.total
 
 
@@ -84,6 +95,8 @@ class _Unit:
     phi_q: Tensor  # [n, G, R, F]
     phi_k: Tensor  # [n, S, F]
     log_scale: Tensor | None  # [n, S]
+    query_scale: Tensor | None  # [n, G, R]
+    near: NearKeys | None
     grad_q: Tensor | None = None
     grad_k: Tensor | None = None
 
@@ -96,6 +109,7 @@ class _Walk:
     penalty: float | None
     gradient: bool
     like: Tensor
+    window: Window | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,13 +120,13 @@ class _Walk:
         self,
         q: Tensor,
         k: Tensor,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        log_scale: Tensor | None,
+        queries: Features,
+        keys_: Features,
         scaling: float,
         places: Tensor,
     ) -> None:
         """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; the features become gradients."""
+        (phi_q, query_scale), (phi_k, log_scale) = queries, keys_
         batch, key_heads, keys, _ = phi_k.shape
         groups, rows = phi_q.shape[1] // key_heads, phi_q.shape[2]
         count = min(rows, max(-(-LEAST_ROWS // groups), self.limit // max(1, groups * keys)))
@@ -122,12 +136,19 @@ class _Walk:
             heads = slice(some.start * groups, some.stop * groups)
             whole_q, whole_k = phi_q[part, heads], phi_k[part, some]
             scale = None if log_scale is None else log_scale[part, some]
+            row_scale = None if query_scale is None else query_scale[part, heads]
+            near = None
+            if self.window is not None:
+                zeros = whole_k.new_zeros(whole_k.shape[:3])
+                near = NearKeys(self.window, zeros if scale is None else scale)
             unit = _Unit(
                 (q[part, heads].float() * scaling).unflatten(1, (-1, groups)).flatten(0, 1),
                 k[part, some].float().flatten(0, 1),
                 whole_q.unflatten(1, (-1, groups)).flatten(0, 1),
                 whole_k.flatten(0, 1),
                 None if scale is None else scale.flatten(0, 1),
+                None if row_scale is None else row_scale.unflatten(1, (-1, groups)).flatten(0, 1),
+                near,
             )
             self._unit(unit, places, count)
             if unit.grad_q is None or unit.grad_k is None:
@@ -135,6 +156,8 @@ class _Walk:
             if scale is not None:
                 # s_ij = exp(c_j) phi(q_i) . phi(k_j): what a key's features get along themselves, its log-scale gets.
                 scale.copy_((unit.grad_k * unit.phi_k).sum(dim=-1).view_as(scale))
+            if row_scale is not None:
+                row_scale.copy_((unit.grad_q * unit.phi_q).sum(dim=-1).view_as(row_scale))
             whole_q.copy_(unit.grad_q.view_as(whole_q))
             whole_k.copy_(unit.grad_k.view_as(whole_k))
 
@@ -154,9 +177,16 @@ class _Walk:
         scores = self._product("scores", unit.q[:, :, part].flatten(1, 2), unit.k[:, :seen], shape)
         _hide(scores, hidden, -math.inf)
         target = torch.softmax(scores, dim=-1, out=self._buffer("target", shape))
+        near = None if unit.near is None else unit.near.rows(places, seen)
+        exponents = None
+        if near is not None:
+            exponents = self._hybrid_exponents(unit, part, scores, near, shape)
+        elif unit.log_scale is not None:
+            exponents = _exponents(unit.log_scale[:, :seen], places, self.causal)
         products = self._product("scores", features, unit.phi_k[:, :seen], shape)
+        if near is not None:
+            products.masked_fill_(near, 1.0)
         _hide(products, hidden, 0.0)
-        exponents = None if unit.log_scale is None else _exponents(unit.log_scale[:, :seen], places, self.causal)
         spare = self._buffer("spare", shape)
         if self.penalty is None:
             loss, grad = positive_rows(products, target, exponents, spare, gradient=self.gradient)
@@ -174,9 +204,26 @@ class _Walk:
         if grad is None or unit.grad_q is None or unit.grad_k is None:
             return
         _hide(grad, hidden, 0.0)
+        if near is not None:
+            grad.masked_fill_(near, 0.0)
         flat = grad.flatten(1, 2)
         unit.grad_q[:, :, part] = (flat @ unit.phi_k[:, :seen]).view(*shape[:3], -1)
         unit.grad_k[:, :seen].baddbmm_(flat.transpose(1, 2), features)
+
+    def _hybrid_exponents(
+        self, unit: _Unit, part: slice, scores: Tensor, near: Tensor, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Return softmax's scores of near keys and a_i + c_j of far ones, minus the row's largest: [n, G, C, S]."""
+        exponents = self._buffer("exponents", shape)
+        exponents.zero_()
+        if unit.log_scale is not None:
+            exponents += unit.log_scale[:, None, None, : shape[-1]]
+        if unit.query_scale is not None:
+            exponents += unit.query_scale[:, :, part, None]
+        # Hidden keys have the score -inf here; a far one among them must not decide the row's shift.
+        torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
+        exponents -= exponents.amax(dim=-1, keepdim=True)
+        return exponents.clamp_(min=FLOOR)
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return uninitialised memory of a shape: the same memory for the same name."""

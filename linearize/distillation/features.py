@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.targets import Targets
+from linearize.kernels.base import Features
 
 CPU_NUMBERS = 1 << 18
 """Numbers of the keys' features that are made at once on a CPU (1 MiB of fp32); a map keeps several such tensors."""
@@ -28,44 +29,53 @@ class LayerFeatures:
         self.indivisible = self.mixer.info.positional or self.mixer.inputs is not None
 
     @torch.no_grad()
-    def whole(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return phi(q) [B, H, R, F], phi(k) [B, K, T, F] and the keys' log-scale [B, K, T] or None."""
+    def whole(self) -> tuple[Features, Features]:
+        """Return the features of the queries [B, H, R, F] and of the keys [B, K, T, F]."""
         targets = self.targets
-        rows = targets.q.shape[2] if self.sample is None else len(self.sample)
-        sizes = (rows, targets.k.shape[2], targets.k.shape[2])
-        kept: list[Tensor] = []
+        rows, tokens = targets.q.shape[2] if self.sample is None else len(self.sample), targets.k.shape[2]
+        kept: list[Tensor | None] = []
         for made in self._parts():
             if not kept:
-                kept = [x.new_empty(*x.shape[:2], n, *x.shape[3:]) for n, (_, x) in zip(sizes, made, strict=False)]
+                sizes = (rows, rows, tokens, tokens)
+                kept = [
+                    None if x is None else x.new_empty(*x.shape[:2], n, *x.shape[3:])
+                    for n, (_, x) in zip(sizes, made, strict=True)
+                ]
             for whole, (part, x) in zip(kept, made, strict=True):
-                whole[:, :, part] = x
-        return kept[0], kept[1], kept[2] if len(kept) == 3 else None
+                if whole is not None and x is not None:
+                    whole[:, :, part] = x
+        phi_q, query_scale, phi_k, key_scale = kept
+        assert phi_q is not None and phi_k is not None
+        return Features(phi_q, query_scale), Features(phi_k, key_scale)
 
-    def backward(self, weight: float, *gradients: Tensor | None) -> None:
+    def backward(self, weight: float, queries: Features, keys: Features) -> None:
         """Send gradients with respect to what `whole` gave, times `weight`, on to the parameters."""
-        known = [gradient for gradient in gradients if gradient is not None]
         with torch.enable_grad():
             for made in self._parts():
-                reached = [(x, g[:, :, part]) for (part, x), g in zip(made, known, strict=True) if x.requires_grad]
+                reached = [
+                    (x, g[:, :, part])
+                    for (part, x), g in zip(made, (*queries, *keys), strict=True)
+                    if x is not None and g is not None and x.requires_grad
+                ]
                 if reached:
                     torch.autograd.backward([x for x, _ in reached], [weight * g for _, g in reached])
 
-    def _parts(self) -> Iterator[list[tuple[slice, Tensor]]]:
-        """Yield phi(q), phi(k) and perhaps the log-scale of some tokens, each with where it stands in the whole."""
+    def _parts(self) -> Iterator[list[tuple[slice, Tensor | None]]]:
+        """Yield phi(q), its log-scale, phi(k) and its log-scale of some tokens, each with its place in the whole."""
         q, k, scaling, _, mask, _ = self.targets
         sample, tokens = self.sample, k.shape[2]
         if self.indivisible:
-            phi_q, *rest = self.mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
-            made = [phi_q if sample is None else phi_q[:, :, sample], *rest]
-            yield [(slice(None), x) for x in made if x is not None]
+            queries, keys = self.mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
+            rows = [x if x is None or sample is None else x[:, :, sample] for x in queries]
+            yield [(slice(None), x) for x in (*rows, *keys)]
             return
         q = q if sample is None else q[:, :, sample]
         limit = CPU_NUMBERS if k.device.type == "cpu" else GPU_NUMBERS
         # A map's features are about as many as two heads' sizes.
         size = max(1, limit // (2 * q.shape[0] * q.shape[1] * k.shape[3]))
         for start in range(0, tokens, size):
-            keys = slice(start, min(start + size, tokens))
+            part = slice(start, min(start + size, tokens))
             # The same share of the queries, which may be fewer.
-            queries = slice(keys.start * q.shape[2] // tokens, keys.stop * q.shape[2] // tokens)
-            made = self.mixer.mapped(q[:, :, queries], k[:, :, keys], scaling=scaling)
-            yield [(part, x) for part, x in zip((queries, keys, keys), made, strict=True) if x is not None]
+            row = slice(part.start * q.shape[2] // tokens, part.stop * q.shape[2] // tokens)
+            queries, keys = self.mixer.mapped(q[:, :, row], k[:, :, part], scaling=scaling)
+            yield [*((row, x) for x in queries), *((part, x) for x in keys)]

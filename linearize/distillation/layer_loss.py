@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +71,13 @@ class LayerLoss:
         """Return the cross-entropy of the weights; nothing but the features is ever held for all tokens."""
         features = LayerFeatures(self.layer, targets, sample)
         with torch.no_grad():
-            phi_q, phi_k, log_scale = features.whole()
+            queries, keys = features.whole()
             shown = targets if sample is None else targets.sampled(sample)
-            loss = cross_entropy_(phi_q, phi_k, log_scale, shown, self.penalty, gradient=train)
+            mixer: Any = self.layer.mixer
+            window = mixer.form(targets.scaling)
+            loss = cross_entropy_(queries, keys, shown, self.penalty, window, gradient=train)
         if train:
-            features.backward(self.weights, phi_q, phi_k, log_scale)
+            features.backward(self.weights, queries, keys)
         return loss
 
     def _output(self, targets: Targets, v: Tensor, train: bool, sample: Tensor | None) -> Tensor:
@@ -98,7 +101,7 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
         ConfigError: if the loss that was asked for does not fit the kernel.
     """
     info, own = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
-    walkable = info.normalized and has_rows(layer)
+    walkable = info.normalized and has_rows(layer) and (layer.mixer.positive or layer.hybrid.window is None)
     kind = config.loss
     if kind == "auto":
         kind = own.loss if walkable else "output"

@@ -150,7 +150,7 @@ class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
         super().__init__(data, config, on_step, accelerator)
         self.model = self.frozen = model
         layers = linear_attentions(model)
-        learn = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.info.learnable]
+        learn = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.learnable]
         size = config.layers_at_a_time or max(1, len(learn))
         self.groups = [learn[i : i + size] for i in range(0, len(learn), size)]
 

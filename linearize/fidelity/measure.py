@@ -193,12 +193,12 @@ def weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float
 ) -> Callable[[Rows], Tensor]:
     """Return a function that gives the signed normalised weights [B, K, G, C, seen] of a block of rows."""
-    if not has_rows(layer):
+    if not has_rows(layer) or layer.hybrid.window is not None:
         whole = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         return lambda rows: whole[:, :, :, rows.part, : rows.seen]
     mixer: Any = layer.mixer
-    phi_q, phi_k, log_scale = mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
-    features = group(phi_q, k.shape[1])
+    queries, (phi_k, log_scale) = mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
+    features = group(queries.phi, k.shape[1])
 
     def rows_of(rows: Rows) -> Tensor:
         products, exponents = kernel_rows(features, phi_k, log_scale, rows)

@@ -60,6 +60,7 @@ PRESET = (
     "kernel, window and first tokens that were measured to work well together; what is given beside it comes first: "
     f"{', '.join(PRESETS)}"
 )
+KEPT_HEADS = "query heads that stay softmax, such as 4:0,11:7 (layer:head); their keys are cached"
 KEPT = "layers to leave as they are, such as 0,11; or 1/4 for the last of every four"
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
 
@@ -205,6 +206,9 @@ class ConvertJob(StageOneJob):
     local_as_full: bool = option(False, LOCAL_AS_FULL)
     window: int | None = kernel_options.window()
     sinks: int = kernel_options.sinks()
+    exact_keys: int = kernel_options.exact_keys()
+    scale: str | None = kernel_options.scale()
+    keep_softmax_heads: str | None = option(None, KEPT_HEADS, metavar="L:H,L:H")
     task: str | None = option(
         None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"
     )
@@ -246,7 +250,8 @@ class ConvertJob(StageOneJob):
                 f"preset: got {self.preset!r} beside {other}, which chooses as well; leave one of them out"
             )
         chosen: dict[str, Any] = {"--layers": self.layers, "--kernel-arg": self.kernel_args, "--window": self.window}
-        chosen["--sinks"] = self.sinks
+        chosen |= {"--sinks": self.sinks, "--exact-keys": self.exact_keys, "--scale": self.scale}
+        chosen["--keep-softmax-heads"] = self.keep_softmax_heads
         if self.plan is not None:
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}
             _refuse(chosen, "--plan FILE says what becomes of every layer")

@@ -176,7 +176,7 @@ def _stage_one(context: Context, config: DistillConfig) -> StageBill:
         return StageBill("stage one", 0, 0, 0.0, 0, 0, wall)
     groups = 1
     if config.layers_at_a_time:
-        learn = sum(layer.mixer.info.learnable for layer in linear_attentions(context.loaded.model).values())
+        learn = sum(layer.mixer.learnable for layer in linear_attentions(context.loaded.model).values())
         groups = max(1, math.ceil(learn / config.layers_at_a_time))
     step, evaluation = _step_and_evaluation([one.seconds for one in done.history])
     total = groups * config.steps

@@ -240,7 +240,7 @@ def what_helps(layer: LayerPlan, times: float, negative: float) -> tuple[str, ..
     wider = wider_argument(layer)
     if wider is not None:
         found.append(f"more features (--kernel-arg {wider})")
-    if info.windowed and layer.window is None:
+    if info.windowed and layer.hybrid.window is None:
         found.append(f"near tokens under softmax (--window {WINDOW})")
     return tuple(found)
 

@@ -40,6 +40,8 @@ class LongdocJob(Job):
     preset: str | None = option(None, PRESET, group=CONVERSION, metavar="NAME")
     window: int | None = kernel_options.window(CONVERSION)
     sinks: int = kernel_options.sinks(CONVERSION)
+    exact_keys: int = kernel_options.exact_keys(CONVERSION)
+    scale: str | None = kernel_options.scale(CONVERSION)
     positions: str = option("tile", POSITIONS, group=CONVERSION, metavar="HOW")
     distill_steps: int = option(1000, "steps of stage one; 0 skips it", group=CONVERSION, low=0)
     distill_length: int | None = option(
@@ -87,6 +89,8 @@ class LongdocJob(Job):
             "preset": self.preset,
             "window": self.window,
             "sinks": self.sinks,
+            "exact_keys": self.exact_keys,
+            "scale": self.scale,
         }
 
     def target(self) -> Path:

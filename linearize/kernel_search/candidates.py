@@ -11,7 +11,7 @@ from linearize.errors import ConfigError
 from linearize.kernel_search.config import CANDIDATES, REFERENCE
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
 from linearize.options import parse_pairs
-from linearize.registry import NEAR, kernel_info, make_config
+from linearize.registry import HYBRID, kernel_info, make_config
 from linearize.surgery.plan import replan
 
 
@@ -43,7 +43,7 @@ def parse_candidate(text: str) -> Candidate:
             f"candidates: {name!r} is a plan for all layers of a model, not a kernel of one; leave it out"
         )
     arguments = parse_pairs(pairs, f"candidates, in {text.strip()!r}")
-    make_config(info, {key: value for key, value in arguments.items() if key not in NEAR})
+    make_config(info, {key: value for key, value in arguments.items() if key not in HYBRID})
     return Candidate(text.strip(), name, arguments)
 
 

@@ -152,14 +152,13 @@ def suite_of(shape: HeadShape, plan: LayerPlan, where: Where) -> AttentionSuite:
     sizes = AttentionSizes(
         plan.kernel,
         plan.arguments,
-        plan.window,
+        plan.hybrid,
         shape.heads,
         shape.head_dim,
         dtype=where.dtype,
         device=where.device,
         key_heads=shape.key_heads,
         value_dim=shape.value_dim,
-        sinks=plan.sinks,
     )
     return AttentionSuite(sizes, causal=shape.causal)
 
@@ -179,8 +178,8 @@ def _key(shape: HeadShape, plan: LayerPlan, where: Where) -> str:
         "shape": asdict(shape),
         "kernel": plan.kernel,
         "config": asdict(make_config(kernel_info(plan.kernel), plan.arguments)),
-        "window": plan.window,
-        **({"sinks": plan.sinks} if plan.sinks else {}),
+        "window": plan.hybrid.window,
+        **plan.hybrid.changed,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

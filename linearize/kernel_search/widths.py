@@ -19,7 +19,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.errors import ConfigError
 from linearize.kernel_search.candidates import number_of, parse_candidate
 from linearize.modeling.plan import SOFTMAX, Plan
-from linearize.registry import NEAR, KernelInfo, kernel_info, make_config
+from linearize.registry import HYBRID, KernelInfo, kernel_info, make_config
 from linearize.teacher.observe import run_body, softmax_output
 
 ARGUMENTS = ("features", "frequencies", "channels")
@@ -125,7 +125,7 @@ def width_arguments(
         if text.strip() == SOFTMAX:
             continue
         one = parse_candidate(text)
-        own = {key: value for key, value in one.arguments.items() if key not in NEAR}
+        own = {key: value for key, value in one.arguments.items() if key not in HYBRID}
         named = width_argument(kernel_info(one.kernel), own)
         if named is not None:
             found[one.label] = {n: {named[0]: max(1, round(width / named[1]))} for n, width in widths.items()}

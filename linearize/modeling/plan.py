@@ -12,7 +12,7 @@ from torch import nn
 
 from linearize.attention.shape import HeadShape
 from linearize.errors import CheckpointError, ConfigError
-from linearize.registry import kernel_info
+from linearize.registry import HYBRID, PLAIN, Hybrid, kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that stays as it is."""
@@ -35,8 +35,7 @@ class LayerPlan:
         reason: why the layer stays.
         cache_index: the host's `layer_idx`, None where it has none, or runs several times for a token: a generation
             cache then keeps its keys.
-        window: W of the softmax window joined to the kernel, or None.
-        sinks: first tokens that get softmax's weights beside the window.
+        hybrid: what the layer has in addition to the kernel, such as a softmax window.
         host: what the host's attention module said of itself at conversion, in agreement with `shape` and `cache_index`
             (see `host_facts`): a checkpoint whose module says something else later is refused.
     """
@@ -48,9 +47,8 @@ class LayerPlan:
     arguments: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     cache_index: int | None = None
-    window: int | None = None
+    hybrid: Hybrid = PLAIN
     host: tuple[str, ...] = ()
-    sinks: int = 0
 
     @property
     def converted(self) -> bool:
@@ -58,13 +56,13 @@ class LayerPlan:
         return self.kernel != SOFTMAX
 
     @property
-    def mixer(self) -> tuple[str, dict[str, Any], HeadShape, int | None, int]:
+    def mixer(self) -> tuple[str, dict[str, Any], HeadShape, Hybrid]:
         """What `build_mixer` and `LinearAttention` take: all that says what the layer computes."""
-        return self.kernel, self.arguments, self.shape, self.window, self.sinks
+        return self.kernel, self.arguments, self.shape, self.hybrid
 
     def bare(self, kernel: str = SOFTMAX, reason: str = "") -> LayerPlan:
         """Return the layer with another kernel, or softmax, without arguments."""
-        return dataclasses.replace(self, kernel=kernel, arguments={}, window=None, sinks=0, reason=reason)
+        return dataclasses.replace(self, kernel=kernel, arguments={}, hybrid=PLAIN, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -179,34 +177,41 @@ def _planned(name: str, shape: HeadShape, cache_index: int | None) -> Any:
 
 
 def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
-    """Return plain data; without sinks as it was before there were any, so that older versions read it."""
+    """Return plain data; a layer without the newer additions looks as it always did, so that older versions read it."""
     values = dataclasses.asdict(layer)
-    return values if layer.sinks else {name: value for name, value in values.items() if name != "sinks"}
+    del values["hybrid"]
+    return values | {"window": layer.hybrid.window} | layer.hybrid.changed
 
 
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
-    known, got = {f.name for f in dataclasses.fields(LayerPlan)}, set(data)
+    known, got = {f.name for f in dataclasses.fields(LayerPlan)} - {"hybrid"} | {"window"}, set(data)
     # Checkpoints without a checksum were written before `host` was (see `linearize.modeling.config.check_checksum`).
-    _expect(got | {"host", "sinks"} == known, "keys of a layer", sorted(map(str, got)))
-    values = {"host": (), "sinks": 0, **data}
+    _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
+    values = {"host": (), **data}
+    heads = values.pop("softmax_heads", [])
+    _expect(isinstance(heads, list | tuple), "softmax_heads of a layer", heads)
+    hybrid = Hybrid(**{name: values.pop(name) for name in HYBRID if name in values}, softmax_heads=tuple(heads))
     module, kernel, arguments, host = (values[key] for key in ("module", "kernel", "arguments", "host"))
     named = isinstance(module, str) and isinstance(kernel, str) and module and kernel
     _expect(named, "module and kernel of a layer are names", [module, kernel])
     _expect(isinstance(values["reason"], str), "reason of a layer", values["reason"])
-    for name, low, optional in (("index", 0, True), ("cache_index", 0, True), ("window", 1, True), ("sinks", 0, False)):
-        value = values[name]
-        good = type(value) is int and low <= value < 2**31
-        _expect(good or (optional and value is None), f"{name} of a layer", value)
+    for name in ("index", "cache_index"):
+        _expect(values[name] is None or _count(values[name]), f"{name} of a layer", values[name])
+    _expect(hybrid.window is None or (_count(hybrid.window) and hybrid.window), "window of a layer", hybrid.window)
+    for name in ("sinks", "exact_keys"):
+        _expect(_count(getattr(hybrid, name)), f"{name} of a layer", getattr(hybrid, name))
+    _expect(all(map(_count, hybrid.softmax_heads)), "softmax_heads of a layer", heads)
+    _expect(isinstance(hybrid.scale, str), "scale of a layer", hybrid.scale)
     _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
     if kernel != SOFTMAX:
         values["arguments"] = _legacy_defaults(kernel) | arguments
-    layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host)})
+    layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host), "hybrid": hybrid})
     if layer.converted:
         _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
     else:
-        bare = not arguments and layer.window is None and not layer.sinks
+        bare = not arguments and layer.hybrid == PLAIN
         _expect(bare, "a layer that stays has no arguments", arguments)
     return layer
 
@@ -235,6 +240,10 @@ def _check_order(layers: tuple[LayerPlan, ...]) -> None:
         _expect(layer.module not in modules, "a module comes twice", layer.module)
         number += layer.index is not None
         modules.add(layer.module)
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _plain(value: object) -> bool:

@@ -13,7 +13,10 @@ import heapq
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from linearize.ops.window_parts import Window
 
 
 class Contest(NamedTuple):
@@ -79,5 +82,44 @@ def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
     # A candidate comes before what is none, whatever its priority.
     order = priority.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, candidates.gather(-1, order).long().argsort(dim=-1, descending=True, stable=True))
-    rank = torch.zeros_like(order).scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    rank = torch.zeros_like(order).scatter(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
     return candidates & (rank < slots)
+
+
+class NearKeys:
+    """Tells which keys get softmax's weights (window, sinks, exact keys), rows of queries at a time, without padding.
+
+    Args:
+        window: the form of the attention.
+        priority: [b, K, T], the keys' log-scales.
+    """
+
+    def __init__(self, window: Window, priority: Tensor) -> None:
+        self.window, self.kept = window, None
+        slots, tokens = window.exact_keys, priority.shape[-1]
+        if not slots:
+            return
+        there = torch.arange(tokens, device=priority.device) >= window.sinks
+        if window.causal:
+            nobody = F.pad(there.expand(priority.shape[0], -1), (slots, 0))
+            self.kept = contest(F.pad(priority, (slots, 0)), nobody, slots, tokens).lost[..., slots:].flatten(0, 1)
+        else:
+            self.kept = strongest(priority, there.expand_as(priority), slots).flatten(0, 1)
+
+    def rows(self, places: Tensor, seen: int) -> Tensor:
+        """Return [n, 1, C, S] bool, or [C, S] without exact keys, for the queries at `places` and the first S keys."""
+        keys = torch.arange(seen, device=places.device)
+        distance = places[:, None] - keys
+        window = self.window
+        near = distance < window.size if window.causal else distance.abs() <= window.size // 2
+        near = near | (keys < window.sinks)
+        if self.kept is None:
+            return near
+        kept = self.kept[:, None, None, :seen]
+        if window.causal:
+            # A key leaves the window of query i at step i - W.
+            step = distance - window.size
+            kept = (step >= 0) & (step + keys < kept)
+        return near | kept

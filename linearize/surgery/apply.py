@@ -30,6 +30,9 @@ def convert(
     keep_softmax: Iterable[int] | str = (),
     window: int | None = None,
     sinks: int = 0,
+    exact_keys: int = 0,
+    scale: str | None = None,
+    softmax_heads: Mapping[int, Iterable[int]] | str | None = None,
     max_length: int | None = None,
     positions: str = "tile",
     seed: int = 0,
@@ -48,7 +51,12 @@ def convert(
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers to leave as they are; or "1/4" for the last layer of every four.
         window: W of a softmax window joined to the kernels (see `linearize.ops.window`); None: none.
-        sinks: first tokens that get softmax's weights too, beside the window (attention sinks).
+        sinks: first tokens that get softmax's weights too (attention sinks).
+        exact_keys: keys per head, outside the window, that get softmax's weights too: those with the largest learned
+            scale (see `linearize.ops.exact_keys`).
+        scale: learned log-scales of queries and keys: "none", "linear" or "network"; None: linear with a window, else
+            none (see `linearize.attention.scale`).
+        softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.
         max_length: longest input it shall take, in tokens; None: as before.
         positions: how learned positions are extended, "tile" or "interpolate".
         seed: for the kernels' starting values.
@@ -77,6 +85,9 @@ def convert(
         keep_softmax=keep_softmax,
         window=window,
         sinks=sinks,
+        exact_keys=exact_keys,
+        scale=scale,
+        softmax_heads=softmax_heads,
         max_length=max_length,
         seed=seed,
         example_inputs=example_inputs,

@@ -88,6 +88,23 @@ def parse_layers(text: str) -> dict[int, str]:
     return kernels
 
 
+def parse_heads(text: str) -> dict[int, list[int]]:
+    """Read "4:0,11:7,11:8" as {4: [0], 11: [7, 8]}: query heads by layer.
+
+    Raises:
+        ConfigError: if it is written in another way, or a head is named twice.
+    """
+    heads: dict[int, list[int]] = {}
+    for part in text.split(","):
+        layer, colon, head = (x.strip() for x in part.partition(":"))
+        if not colon or not layer.isdecimal() or not head.isdecimal() or max(int(layer), int(head)) > _LARGEST:
+            raise ConfigError(f"softmax-heads: got {text!r}, expected LAYER:HEAD pairs such as 4:0,11:7")
+        if int(head) in heads.setdefault(int(layer), []):
+            raise ConfigError(f"softmax-heads: head {part.strip()} is named twice in {text!r}; name it once")
+        heads[int(layer)].append(int(head))
+    return heads
+
+
 def assign(
     count: int,
     kernel: str | None,

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.attention.factory import build_mixer, check_window
+from linearize.attention.factory import build_mixer, check_hybrid, default_scale
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
-from linearize.registry import NEAR, SINKS, WINDOW, KernelInfo, kernel_info, make_config
+from linearize.registry import HYBRID, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.surgery.call import Call
-from linearize.surgery.layers import assign
+from linearize.surgery.layers import assign, parse_heads
 from linearize.surgery.positions import current_length
 from linearize.surgery.probe import probe
 
@@ -31,6 +31,9 @@ def plan(
     keep_softmax: Iterable[int] | str = (),
     window: int | None = None,
     sinks: int = 0,
+    exact_keys: int = 0,
+    scale: str | None = None,
+    softmax_heads: Mapping[int, Iterable[int]] | str | None = None,
     max_length: int | None = None,
     seed: int = 0,
     example_inputs: Mapping[str, Tensor] | None = None,
@@ -46,7 +49,10 @@ def plan(
         keep_softmax: numbers of layers to leave as they are; or "1/4" for the last layer of every four.
         window: W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
             denominator (see `linearize.ops.window`); single layers take it among their arguments in `layers`.
-        sinks: first tokens that get softmax's weights beside the window.
+        sinks: first tokens that get softmax's weights too.
+        exact_keys: keys per head, outside the window, that get softmax's weights too (`linearize.ops.exact_keys`).
+        scale: learned log-scales: "none", "linear" or "network"; None: linear with a window, else none.
+        softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7".
         max_length: longest input that the model shall take, for kernels that depend on it; None: what it takes now.
         seed: for the kernels' starting values.
         example_inputs: inputs for the trial run, where they cannot be made up from the config.
@@ -79,9 +85,14 @@ def plan(
             f"all {len(reachable)} attentions of {type(model).__name__} are kept as softmax, nothing is left to "
             "convert; name fewer layers in keep_softmax"
         )
-    near = {name: value for name, value in ((WINDOW, window), (SINKS, sinks or None)) if value is not None}
-    chosen = [_complete(model, name, arguments, near, max_length) for name, arguments in chosen]
-    _check_used(window, sinks, chosen)
+    asked = {"window": window, "sinks": sinks, "exact_keys": exact_keys, "scale": scale}
+    more = {name: value for name, value in asked.items() if value is not None and (name == "window" or value)}
+    heads = parse_heads(softmax_heads) if isinstance(softmax_heads, str) else dict(softmax_heads or {})
+    _check_used(more, heads, chosen)
+    chosen = [
+        _complete(model, name, arguments, more | _heads_of(heads, number), max_length)
+        for number, (name, arguments) in enumerate(chosen)
+    ]
     decided = tuple(layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in found)
     return Plan(type(model).__name__, model.config.model_type, decided, seed)
 
@@ -199,39 +210,51 @@ def _attends_across(call: Call, name: str) -> bool:
 
 
 def _complete(
-    model: PreTrainedModel, kernel: str, arguments: dict[str, object], near: Mapping[str, int], max_length: int | None
+    model: PreTrainedModel,
+    kernel: str,
+    arguments: dict[str, object],
+    more: Mapping[str, object],
+    max_length: int | None,
 ) -> tuple[str, dict[str, object]]:
-    """Add to a layer's arguments what is the same for all layers: window and sinks, and the longest input."""
+    """Add to a layer's arguments what was asked of all layers, and the longest input."""
     if kernel == SOFTMAX:
         return kernel, arguments
     info = kernel_info(kernel)
     if info.windowed:
-        arguments = {**near, **arguments}
+        arguments = {**more, **arguments}
+        own = {name: value for name, value in arguments.items() if name not in HYBRID}
+        arguments.setdefault("scale", default_scale(info, make_config(info, own), arguments.get("window")))
     if info.maximum_positions and arguments.get("max_positions") is None:
         arguments = arguments | {"max_positions": max_length or current_length(model)}
     return kernel, arguments
 
 
-def _check_used(window: int | None, sinks: int, chosen: list[tuple[str, dict[str, object]]]) -> None:
-    """Refuse a window, or sinks, that no layer can have."""
-    names = [name for name, _ in chosen if name != SOFTMAX]
-    if (window is not None or sinks) and not any(kernel_info(name).windowed for name in names):
-        check_window(kernel_info(names[0]), window, sinks)
+def _heads_of(heads: Mapping[int, Iterable[int]], number: int) -> dict[str, object]:
+    return {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
+
+
+def _check_used(
+    more: Mapping[str, Any], heads: Mapping[int, Iterable[int]], chosen: list[tuple[str, dict[str, object]]]
+) -> None:
+    """Refuse additions that no layer can have, and heads of layers that do not exist or stay softmax."""
+    used = [(name, arguments) for name, arguments in chosen if name != SOFTMAX]
+    if more and not any(kernel_info(name).windowed for name, _ in used):
+        info = kernel_info(used[0][0])
+        check_hybrid(info, make_config(info, used[0][1]), Hybrid.of(more), HeadShape(1, 1, 1, 1, info.causal))
+    for number in heads:
+        if not 0 <= number < len(chosen):
+            raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
+        if chosen[number][0] == SOFTMAX:
+            raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
 
 
 def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPlan:
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
-    own = {name: value for name, value in arguments.items() if name not in NEAR}
-    # The command line has numbers as text.
-    near = {
-        name: int(value) if isinstance(value, str) and value.isdigit() else value
-        for name, value in arguments.items()
-        if name in NEAR
-    }
-    window, sinks = near.get(WINDOW), near.get(SINKS, 0)
+    own = {name: value for name, value in arguments.items() if name not in HYBRID}
+    hybrid = Hybrid.of(arguments)
     # Building it checks name, arguments, direction and sizes before the model is touched.
-    mixer = build_mixer(kernel, own, layer.shape, window, sinks)
+    mixer = build_mixer(kernel, own, layer.shape, hybrid)
     defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
     legacy_defaults = mixer.info.legacy_defaults
     changed = {
@@ -239,7 +262,7 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
         for name, value in dataclasses.asdict(mixer.config).items()
         if value != defaults[name] or name in legacy_defaults
     }
-    return dataclasses.replace(layer, kernel=kernel, arguments=changed, window=window, sinks=sinks)
+    return dataclasses.replace(layer, kernel=kernel, arguments=changed, hybrid=hybrid)
 
 
 def expectations(plan: Plan) -> list[str]:

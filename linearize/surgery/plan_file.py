@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.errors import ConfigError
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.parsing import parse_yaml
-from linearize.registry import SINKS, WINDOW
+from linearize.registry import HYBRID
 from linearize.surgery.plan import replan
 
 FORMAT = 1
@@ -22,7 +22,7 @@ HEAD = """\
 # What becomes of every attention. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
 #   linearize convert MODEL --plan {name}
 """
-_LAYER = ("layer", "module", "kernel", "arguments", "window", "sinks", "why")
+_LAYER = ("layer", "module", "kernel", "arguments", *HYBRID, "why")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlannedLayer:
         layer: its number.
         module: its module, from the base model.
         kernel: the kernel's name, or "softmax".
-        arguments: its arguments, window and sinks among them.
+        arguments: its arguments, window and other additions among them.
         why: why it has this kernel.
     """
 
@@ -83,8 +83,8 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] 
             "module": layer.module,
             "kernel": layer.kernel,
             "arguments": dict(layer.arguments),
-            "window": layer.window,
-            **({SINKS: layer.sinks} if layer.sinks else {}),
+            "window": layer.hybrid.window,
+            **layer.hybrid.changed,
             "why": (why or {}).get(layer.index, layer.reason),
         }
         for layer in plan.layers
@@ -155,7 +155,7 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
 
 
 def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
-    arguments, window = one.get("arguments") or {}, one.get("window")
+    arguments = one.get("arguments") or {}
     if one["layer"] != number or isinstance(one["layer"], bool):
         raise refuse(f"layer {number} has the number {one['layer']!r}")
     if not isinstance(one["kernel"], str) or not isinstance(one["module"], str):
@@ -163,10 +163,10 @@ def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
     plain = isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments)
     if not plain or not all(value is None or isinstance(value, str | int | float) for value in arguments.values()):
         raise refuse(f"arguments of layer {number} are names with plain values")
-    if window is not None:
-        arguments = {**arguments, WINDOW: window}
-    if one.get(SINKS):
-        arguments = {**arguments, SINKS: one[SINKS]}
+    heads = one.get("softmax_heads") or []
+    if not isinstance(heads, list) or not all(type(head) is int for head in heads):
+        raise refuse(f"softmax_heads of layer {number} is a list of numbers")
+    arguments = {**arguments, **{name: one[name] for name in HYBRID if one.get(name) not in (None, [])}}
     if one["kernel"] == SOFTMAX and arguments:
         raise refuse(f"layer {number} stays softmax, which takes no arguments")
     return PlannedLayer(number, one["module"], one["kernel"], arguments, str(one.get("why") or ""))

@@ -9,7 +9,7 @@ from support.kernel_cases import CASES, DIM, directions, make_inputs, make_mixer
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
-from linearize.registry import kernel_infos
+from linearize.registry import Hybrid, kernel_infos
 
 TOKENS, WINDOW = 26, 5
 WINDOWED = [(info, arguments) for info, arguments in CASES if info.windowed]
@@ -86,7 +86,7 @@ def test_windows_that_are_none(window, message):
         if not info.windowed:
             continue
         with pytest.raises(ConfigError, match=message):
-            build_mixer(info.name, {"max_positions": 9} if info.maximum_positions else {}, _shape(), window)
+            build_mixer(info.name, {"max_positions": 9} if info.maximum_positions else {}, _shape(), Hybrid(window))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_windows_that_are_none(window, message):
 )
 def test_sinks_that_are_none(window, sinks, message):
     with pytest.raises(ConfigError, match=message):
-        build_mixer("hedgehog", {}, _shape(), window, sinks)
+        build_mixer("hedgehog", {}, _shape(), Hybrid(window, sinks))
 
 
 def test_kernels_without_a_denominator_take_no_window():
@@ -108,7 +108,7 @@ def test_kernels_without_a_denominator_take_no_window():
     assert refused
     for info in refused:
         with pytest.raises(ConfigError, match=f"kernel '{info.name}' takes no window"):
-            build_mixer(info.name, {}, _shape(), 8)
+            build_mixer(info.name, {}, _shape(), Hybrid(8))
 
 
 def test_a_preset_is_not_a_mixer():

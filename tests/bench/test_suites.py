@@ -208,7 +208,7 @@ def test_the_naive_way_is_the_loss_of_stage_one():
     naive_loss(layer, q, k, v, None, 0.3)
     found = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
-    phi_q, phi_k, scale = layer.mixer.mapped(q, k, scaling=0.3)
+    (phi_q, _), (phi_k, scale) = layer.mixer.mapped(q, k, scaling=0.3)
     loss = weights_loss(phi_q, phi_k, scale, Targets(q, k, 0.3, False))
     (loss / (4 * 12)).backward()
     for one, parameter in zip(found, layer.parameters(), strict=True):

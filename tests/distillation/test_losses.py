@@ -8,7 +8,7 @@ import linearize.distillation.blocks as blocks
 from linearize.distillation.losses import output_loss
 from linearize.distillation.row_loss import KNEE
 from linearize.distillation.targets import Targets
-from linearize.ops import kernel_weights
+from linearize.ops import Mapped, Window, kernel_weights, window_weights
 
 
 def make(*, causal, padded, scaled, signed, tokens=37, seed=0):
@@ -123,3 +123,32 @@ def test_output_loss_is_relative_and_ignores_padding():
     assert loss.item() == pytest.approx(0.01, rel=1e-3)
     spoiled[0, :, 30:] = 1e6
     assert (output_loss(spoiled, target, targets) / targets.size()).item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(("sinks", "exact_keys"), [(0, 0), (3, 0), (0, 4), (3, 4)])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_the_loss_beside_a_window_equals_naive(causal, padded, sinks, exact_keys):
+    phi_q, phi_k, scale, targets = make(causal=causal, padded=padded, scaled=True, signed=False)
+    row_scale = torch.randn(2, 4, 37, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    window = Window(5, targets.scaling, causal, sinks=sinks, exact_keys=exact_keys)
+    got = weights_loss(phi_q, phi_k, scale, targets, window=window, query_scale=row_scale)
+    sides = Mapped(targets.q, phi_q, row_scale), Mapped(targets.k, phi_k, scale)
+    weights = window_weights(*sides, window, key_padding_mask=targets.key_padding_mask)
+    losses = -(softmax_weights(targets) * weights.clamp(min=1e-30).log()).sum(-1)
+    valid = targets.valid_queries()
+    want = (losses if valid is None else losses * valid[:, None]).sum()
+    check_equal(got, want, [phi_q, phi_k, scale, row_scale])
+
+
+def test_sampled_queries_beside_a_window_are_the_same_rows():
+    phi_q, phi_k, scale, targets = make(causal=True, padded=True, scaled=True, signed=False)
+    picked = torch.tensor([0, 3, 11, 29, 36])
+    sampled = targets._replace(q=targets.q[:, :, picked], positions=picked)
+    window = Window(5, targets.scaling, True, sinks=2, exact_keys=3)
+    got = weights_loss(phi_q[:, :, picked], phi_k, scale, sampled, window=window)
+    sides = Mapped(targets.q, phi_q), Mapped(targets.k, phi_k, scale)
+    weights = window_weights(*sides, window, key_padding_mask=targets.key_padding_mask)
+    losses = -(softmax_weights(targets) * weights.clamp(min=1e-30).log()).sum(-1)
+    keep = torch.zeros(37).index_fill(0, picked, 1.0)
+    check_equal(got, (losses * targets.valid_queries()[:, None] * keep).sum(), [phi_q, phi_k, scale])

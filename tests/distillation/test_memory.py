@@ -23,6 +23,7 @@ from linearize.distillation.layer_loss import LayerLoss, layer_loss
 from linearize.distillation.loop import distill, make_accelerator
 from linearize.distillation.targets import Targets
 from linearize.distillation.trainer import KernelTrainer
+from linearize.kernels.base import Features
 
 TOKENS = 256
 
@@ -127,9 +128,10 @@ def test_features_in_parts_equal_the_whole(name, kernel, sample, monkeypatch):
     positions = None if sample is None else torch.tensor([1, 4, 9, 16, 22])
     made = LayerFeatures(layer, Targets(q, k, 0.5, layer.shape.causal), positions)
     parameters = list(layer.parameters())
-    phi_q, phi_k, scale = layer.mixer.mapped(q, k, scaling=0.5)
-    whole = [phi_q if positions is None else phi_q[:, :, positions], phi_k, scale]
-    got = made.whole()
+    (phi_q, _), (phi_k, scale) = layer.mixer.mapped(q, k, scaling=0.5)
+    whole = [phi_q if positions is None else phi_q[:, :, positions], None, phi_k, scale]
+    queries, keys = made.whole()
+    got = [*queries, *keys]
     assert len(list(made._parts())) == (1 if made.indivisible else 5)
     directions = []
     for one, two in zip(got, whole, strict=True):
@@ -140,7 +142,7 @@ def test_features_in_parts_equal_the_whole(name, kernel, sample, monkeypatch):
         directions.append(None if one is None else torch.randn(one.shape, generator=draw))
     want = sum((2 * d * w).sum() for d, w in zip(directions, whole, strict=True) if d is not None)
     expected = torch.autograd.grad(want, parameters, allow_unused=True)
-    made.backward(2.0, *directions)
+    made.backward(2.0, Features(*directions[:2]), Features(*directions[2:]))
     for parameter, gradient in zip(parameters, expected, strict=True):
         gradient = torch.zeros_like(parameter) if gradient is None else gradient
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -127,7 +127,7 @@ def test_positions_are_stretched_and_windows_kept_where_that_is_asked(place):
     assert config["linearize"]["provenance"]["options"]["positions"] == "interpolate"
     assert config["max_position_embeddings"] == 32
     layers = inspect_checkpoint(place / "stretched" / "linear").plan.layers
-    assert {(layer.kernel, layer.window, layer.sinks) for layer in layers} == {("hedgehog", 8, 4)}
+    assert {(layer.kernel, layer.hybrid.window, layer.hybrid.sinks) for layer in layers} == {("hedgehog", 8, 4)}
 
 
 def test_what_is_refused(place, tmp_path, done):

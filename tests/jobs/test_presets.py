@@ -38,7 +38,7 @@ def test_the_layers_of_a_causal_preset(tmp_path):
     make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", num_hidden_layers=8)
     _, plan, _ = make_plan(ConvertJob.of(model=str(tmp_path / "llama"), preset="causal", keep_softmax="1/4"))
     kept = [layer.index for layer in plan.layers if layer.kernel == SOFTMAX]
-    near = {(layer.window, layer.sinks) for layer in plan.layers if layer.kernel != SOFTMAX}
+    near = {(layer.hybrid.window, layer.hybrid.sinks) for layer in plan.layers if layer.kernel != SOFTMAX}
     assert kept == [3, 7]
     assert near == {(CAUSAL["window"], CAUSAL["sinks"])}
 
@@ -62,7 +62,7 @@ def test_a_preset_for_models_of_another_kind_is_refused(tmp_path, preset, other)
 def test_the_encoder_preset_leaves_short_texts_as_they_were(tmp_path):
     original = make_original(tmp_path / "bert", max_position_embeddings=160)
     loaded, plan, _ = make_plan(ConvertJob.of(model=str(original), preset="encoder"))
-    assert {(layer.kernel, layer.window, layer.sinks) for layer in plan.layers} == {("hedgehog", 128, 4)}
+    assert {(layer.kernel, layer.hybrid.window, layer.hybrid.sinks) for layer in plan.layers} == {("hedgehog", 128, 4)}
     loaded.model.eval()
     draws = torch.Generator().manual_seed(0)
     short, long = (torch.randint(5, 30, (2, length), generator=draws) for length in (65, 150))

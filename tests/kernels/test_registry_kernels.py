@@ -78,7 +78,7 @@ def test_feature_size_is_the_published_one(info, arguments):
         assert not isinstance(mixer, FeatureMapMixer)
         return
     q, k, _ = make_inputs(3)
-    phi_q, phi_k, log_scale = mixer.mapped(q, k, scaling=DIM**-0.5)
+    (phi_q, _), (phi_k, log_scale) = mixer.mapped(q, k, scaling=DIM**-0.5)
     size = info.feature_dim(mixer.config, DIM)
     assert phi_q.shape == (BATCH, HEADS, 3, size)
     assert phi_k.shape == (BATCH, KEY_HEADS, 3, size)
@@ -255,7 +255,7 @@ def test_one_token_alone_has_the_features_that_it_has_in_a_batch(info, arguments
     q, k, _ = make_inputs(TOKENS)
     whole = mixer.mapped(q, k, scaling=0.3)
     single = mixer.mapped(q[:1, :, 4:5], k[:1, :, 4:5], scaling=0.3)
-    for many, one in zip(whole, single, strict=True):
+    for many, one in zip([*whole[0], *whole[1]], [*single[0], *single[1]], strict=True):
         if many is not None:
             torch.testing.assert_close(one, many[:1, :, 4:5], rtol=1e-5, atol=1e-5)
 

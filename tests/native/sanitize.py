@@ -111,7 +111,7 @@ def run() -> int:
                 call = AttentionCall(*leaves, size**-0.5, mask)
                 out, _ = mixer(call)
                 torch.autograd.grad(out.float().sum(), [*leaves, *mixer.parameters()], allow_unused=True)
-                torch.autograd.grad(mixer.mapped(*leaves[:2], scaling=1.0)[0].sum(), leaves[0])
+                torch.autograd.grad(mixer.mapped(*leaves[:2], scaling=1.0)[0].phi.sum(), leaves[0])
                 with torch.no_grad():
                     _, state = mixer(dataclasses.replace(call, needs_state=causal))
                     if causal:

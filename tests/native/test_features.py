@@ -10,7 +10,7 @@ from linearize.native import engine
 def weights(mixer, count, *, dtype=torch.float32, **shape):
     """What stage one makes of features, the unscaled weights exp(log-scale) phi(q) phi(k), and its gradients."""
     q, k, _ = (x.requires_grad_() for x in tokens(count, dtype=dtype, **shape))
-    phi_q, phi_k, scale = mixer.mapped(q, k, scaling=D**-0.5)
+    (phi_q, _), (phi_k, scale) = mixer.mapped(q, k, scaling=D**-0.5)
     phi_k = phi_k.repeat_interleave(phi_q.shape[1] // phi_k.shape[1], dim=1)
     scores = phi_q @ phi_k.transpose(-1, -2)
     if scale is not None:
@@ -66,7 +66,7 @@ def test_bfloat16_goes_in_and_fp32_comes_out(switch):
 def test_weights_changed_in_place_are_noticed(switch):
     mixer = learned("luna", {})
     q, k, _ = tokens(20)
-    phi, _, _ = mixer.mapped(q, k, scaling=D**-0.5)
+    (phi, _), _ = mixer.mapped(q, k, scaling=D**-0.5)
     with torch.no_grad():
         mixer.keys.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -23,7 +23,7 @@ def test_ops_import_torch_alone():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             own = ("torch", "linearize.ops", "linearize.errors")
-            standard = ("__future__", "collections", "dataclasses", "math", "typing")
+            standard = ("__future__", "collections", "dataclasses", "heapq", "math", "typing")
             bad += [f"{path.name}: {name}" for name in names if not name.startswith(own + standard)]
             if isinstance(node, ast.Attribute) and node.attr in ("import_module", "__import__"):
                 bad.append(f"{path.name}: {node.attr}")

@@ -48,7 +48,9 @@ def sides(phi_q, phi_k, q, k, query_log_scale=None, log_scale=None):
     return Mapped(q, phi_q, query_log_scale), Mapped(k, phi_k, log_scale)
 
 
-def attend(*inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, sinks=0, exact_keys=0, **scales):
+def attend(
+    *inputs, window, scaling, causal, key_padding_mask=None, initial_state=None, sinks=0, exact_keys=0, **scales
+):
     """Output and state of the op."""
     form = Window(window, scaling, causal, sinks=sinks, exact_keys=exact_keys)
     more = {"key_padding_mask": key_padding_mask, "initial_state": initial_state}
@@ -270,9 +272,9 @@ def test_which_keys_are_exact(causal):
     tokens, window, sinks, slots = 40, 5, 2, 3
     inputs, options, _ = make(tokens)
     more = {"window": window, "scaling": SCALING, "causal": causal, "sinks": sinks}
-    weights = weights_of(*inputs[:4], **options, **more, exact_keys=slots).double()
-    phi_q, phi_k, q, k = (x.double() for x in inputs[:4])
-    a, c = (options[name].double() for name in ("query_log_scale", "log_scale"))
+    weights = weights_of(*inputs[:4], **options, **more, exact_keys=slots).detach().double()
+    phi_q, phi_k, q, k = (x.detach().double() for x in inputs[:4])
+    a, c = (options[name].detach().double() for name in ("query_log_scale", "log_scale"))
     for b, h, i in [(0, 0, 39), (0, 3, 20), (1, 2, 8), (1, 1, 0)]:
         keys = range(i + 1) if causal else range(tokens)
         gone = [j for j in keys if j >= sinks and (not causal or i - j >= window)]

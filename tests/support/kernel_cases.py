@@ -9,9 +9,9 @@ import torch
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
-from linearize.registry import kernel_infos
+from linearize.registry import Hybrid, kernel_infos
 
-KERNELS = [info for info in kernel_infos() if info.preset is None]
+KERNELS = [info for info in kernel_infos() if info.preset is None and not info.needs_window]
 NAMES = [info.name for info in KERNELS]
 BATCH, HEADS, KEY_HEADS, DIM, WIDTH = 2, 4, 2, 16, 6
 WIDTHS = ("features", "frequencies")
@@ -58,13 +58,12 @@ def make_mixer(
     key_heads=KEY_HEADS,
     dim=DIM,
     width=WIDTH,
-    window=None,
-    sinks=0,
     seed=0,
+    **hybrid,
 ):
     """A ready mixer in evaluation mode."""
     shape = HeadShape(heads, key_heads, dim, width, causal)
-    mixer = build_mixer(info.name, needed(info) if arguments is None else arguments, shape, window, sinks)
+    mixer = build_mixer(info.name, needed(info) if arguments is None else arguments, shape, Hybrid(**hybrid))
     mixer.reset_parameters(torch.Generator().manual_seed(seed))
     return mixer.eval()
 

@@ -4,6 +4,7 @@ import torch
 
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
+from linearize.registry import Hybrid
 
 PAPER = {"form": "paper", "floor": 0.0}
 PLAIN = {"magnitude": False}
@@ -26,7 +27,7 @@ CASES = [(name, args) for name in sorted(OPTIONS) for args in OPTIONS[name]]
 
 def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V, **window):
     """A mixer whose weights are not those of the start."""
-    mixer = build_mixer(name, args, HeadShape(heads, key_heads, size, value, causal), **window)
+    mixer = build_mixer(name, args, HeadShape(heads, key_heads, size, value, causal), Hybrid(**window))
     mixer.reset_parameters(torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -7,10 +7,19 @@ from torch import Tensor
 
 from linearize.distillation.blocks import cross_entropy_
 from linearize.distillation.targets import Targets
+from linearize.kernels.base import Features
+from linearize.ops import Window
 
 
 def weights_loss(
-    phi_q: Tensor, phi_k: Tensor, log_scale: Tensor | None, targets: Targets, *, negative_penalty: float | None = None
+    phi_q: Tensor,
+    phi_k: Tensor,
+    log_scale: Tensor | None,
+    targets: Targets,
+    *,
+    negative_penalty: float | None = None,
+    window: Window | None = None,
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the kernel's weights against softmax's over valid queries and heads.
 
@@ -20,28 +29,25 @@ def weights_loss(
         log_scale: [B, K, T] or None.
         targets: the frozen layer.
         negative_penalty: weight of the negative mass for maps whose weights can be negative; None for positive maps.
+        window: joined to the map, or None.
+        query_scale: [B, H, R] or None.
 
     Returns:
         A scalar with a gradient to the features; memory is linear in T.
     """
-    return _WeightsLoss.apply(phi_q, phi_k, log_scale, targets, negative_penalty)
+    return _WeightsLoss.apply(phi_q, query_scale, phi_k, log_scale, targets, negative_penalty, window)
 
 
 class _WeightsLoss(torch.autograd.Function):
     """The gradient is made in the forward pass, block by block, in a copy of the features."""
 
     @staticmethod
-    def forward(
-        ctx: Any, phi_q: Tensor, phi_k: Tensor, log_scale: Tensor | None, targets: Targets, penalty: float | None
-    ) -> Tensor:
-        phi_q, phi_k = phi_q.clone(), phi_k.clone()
-        log_scale = None if log_scale is None else log_scale.clone()
-        total = cross_entropy_(phi_q, phi_k, log_scale, targets, penalty, gradient=True)
-        ctx.save_for_backward(phi_q, phi_k, log_scale)
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        copies = [None if x is None else x.clone() for x in given[:4]]
+        total = cross_entropy_(Features(*copies[:2]), Features(*copies[2:]), *given[4:], gradient=True)
+        ctx.save_for_backward(*copies)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        grad_q, grad_k, grad_scale = ctx.saved_tensors
-        scale = None if grad_scale is None else grad_scale * grad_output
-        return grad_q * grad_output, grad_k * grad_output, scale, None, None
+        return *(None if grad is None else grad * grad_output for grad in ctx.saved_tensors), None, None, None

@@ -279,7 +279,7 @@ def test_sinks_are_in_the_plan_and_its_file(tmp_path):
 
     model = original("gpt2", "AutoModelForCausalLM")
     plan = linearize.plan(model, "hedgehog", window=8, sinks=4)
-    assert [(layer.window, layer.sinks) for layer in plan.converted] == [(8, 4)] * len(plan.converted)
+    assert [(layer.hybrid.window, layer.hybrid.sinks) for layer in plan.converted] == [(8, 4)] * len(plan.converted)
     assert Plan.from_dict(plan.to_dict()) == plan
     write_plan(tmp_path / "plan.yaml", plan)
     assert apply_file(model, linearize.plan(model, "elu"), read_plan(tmp_path / "plan.yaml")) == plan
@@ -287,7 +287,7 @@ def test_sinks_are_in_the_plan_and_its_file(tmp_path):
     bare = linearize.plan(model, "hedgehog", window=8).to_dict()
     assert all("sinks" not in layer for layer in bare["layers"])
     one = linearize.plan(model, "elu", layers={0: ("hedgehog", {"window": 8, "sinks": 2})})
-    assert [(layer.kernel, layer.window, layer.sinks) for layer in one.converted][:2] == [
+    assert [(layer.kernel, layer.hybrid.window, layer.hybrid.sinks) for layer in one.converted][:2] == [
         ("hedgehog", 8, 2),
         ("elu", None, 0),
     ]

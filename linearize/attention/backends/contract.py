@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.shape import HeadShape
 from linearize.kernels.base import FeatureMap, Features, Inputs, Output
-from linearize.ops import LinearOptions, State
-from linearize.registry import KernelInfo
+from linearize.ops import LinearOptions, State, Window
+from linearize.registry import Hybrid, KernelInfo
 
 
 class MappingMixer(Protocol):
@@ -25,8 +25,8 @@ class MappingMixer(Protocol):
         keys: the map of the keys.
         queries: the map of the queries; None where it is the keys' one.
         output: what follows the sums, or None.
+        hybrid: what the layer has in addition to the kernel.
         window: W of a softmax window, or None.
-        sinks: S of the first tokens beside it.
         floor: c of `linearize.ops.floored`, 0 for none.
         eps: smallest magnitude of a denominator.
         feature_dim: size F of the features.
@@ -40,13 +40,16 @@ class MappingMixer(Protocol):
     keys: FeatureMap
     queries: FeatureMap | None
     output: Output | None
+    hybrid: Hybrid
     window: int | None
-    sinks: int
     floor: float
     eps: float
     feature_dim: int
     symmetric: bool
     memory: dict[str, object]
+
+    def form(self, scaling: float) -> Window | None:
+        """Return the form of the window as the ops take it; None without a window."""
 
     def input_scale(self, scaling: float) -> float:
         """Return what the map wants queries and keys multiplied with."""

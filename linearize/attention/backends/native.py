@@ -16,10 +16,11 @@ from linearize.native import engine, loaded
 from linearize.native.gradient import attend_with_gradient, map_with_gradient
 from linearize.native.options import AttendOptions
 from linearize.native.window_autograd import attend_window_with_gradient
-from linearize.ops import LinearOptions, State, Window, causal_attention
+from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.state import EPS
 from linearize.ops.window_causal import state_after
+from linearize.registry import SCALES
 
 
 class NativeStep:
@@ -89,8 +90,8 @@ class NativeWindow:
             order = real_first(mask)
             q, k, v = (take(x, order) for x in (q, k, v))
             mask = mask.bool().gather(1, order)
-        assert mixer.window is not None
-        form = Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps, mixer.sinks)
+        form = mixer.form(call.scaling)
+        assert form is not None
         options = AttendOptions(form.causal, mixer.input_scale(call.scaling), mixer.eps, mask=mask)
         if torch.is_grad_enabled():
             found = mixer.features(replace(call.with_inputs(q, k, v), key_padding_mask=mask))
@@ -152,6 +153,7 @@ def _has_maps(mixer: MappingMixer) -> bool:
     if found is None:
         plain = mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
         plain = plain and mixer.keys.normalize and not mixer.info.positional
+        plain = plain and mixer.hybrid.scale == SCALES[0] and not mixer.hybrid.exact_keys
         found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
         mixer.memory["native.has_maps"] = found
     return bool(found)

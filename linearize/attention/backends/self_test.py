@@ -18,15 +18,15 @@ from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
 from linearize.kernels.base import FeatureMap
 from linearize.native import SWITCH
-from linearize.registry import kernel_infos
+from linearize.registry import PLAIN, Hybrid, kernel_infos
 
 MOST = 1e-4
 """Largest difference, over the largest output, that rounding explains."""
 
 TOKENS, HEADS, KEY_HEADS, SIZE = 150, 4, 2, 48
 
-WINDOW = (64, 4)
-"""Tokens of a softmax window, and sinks."""
+WINDOW = Hybrid(window=64, sinks=4)
+"""A softmax window, and sinks."""
 
 
 class Agreement(NamedTuple):
@@ -59,9 +59,9 @@ def agreement() -> list[Agreement]:
     mask[1, 100:] = False
     rows = []
     for name in native_kernels():
-        for beside, window in (("", ()), (", window", WINDOW)):
+        for beside, hybrid in (("", PLAIN), (", window", WINDOW)):
             for causal in (False, True):
-                mixer = _mixer(name, causal, generator, *window)
+                mixer = _mixer(name, causal, generator, hybrid)
                 ours, theirs = (_attend(mixer, q, k, v, mask, native) for native in (True, False))
                 # What a token of padding gets does not matter.
                 ours, theirs = (x[mask[:, None].expand(-1, HEADS, -1)] for x in (ours, theirs))
@@ -85,8 +85,8 @@ def check_agreement(rows: list[Agreement]) -> None:
         )
 
 
-def _mixer(name: str, causal: bool, generator: torch.Generator, window: int | None = None, sinks: int = 0) -> Mixer:
-    mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), window, sinks)
+def _mixer(name: str, causal: bool, generator: torch.Generator, hybrid: Hybrid) -> Mixer:
+    mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), hybrid)
     mixer.reset_parameters(torch.Generator().manual_seed(1))
     for parameter in mixer.parameters():
         # Some start at 0, where what is done with them does not show.

@@ -7,7 +7,7 @@ from torch import Tensor
 from linearize.attention.backends.contract import CausalOp, MappingMixer
 from linearize.attention.backends.eager import PYTORCH
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.ops import Mapped, Window, WindowState, window_attention
+from linearize.ops import Mapped, WindowState, window_attention
 
 
 class Windowed:
@@ -24,7 +24,8 @@ class Windowed:
 
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
-        assert mixer.window is not None
+        window = mixer.form(call.scaling)
+        assert window is not None
         before = None if call.state is None else WindowState.of(call.state)
         queries, keys = mixer.features(call)
         # In fp32 until the output, as all sums.
@@ -32,7 +33,7 @@ class Windowed:
             Mapped(call.q, *queries),
             Mapped(call.k, *keys),
             call.v,
-            Window(mixer.window, call.scaling, mixer.shape.causal, mixer.eps, mixer.sinks),
+            window,
             key_padding_mask=call.key_padding_mask,
             initial_state=before,
             op=self.op.attend,
