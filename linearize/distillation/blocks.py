@@ -66,7 +66,7 @@ def cross_entropy_(
             Features(take(phi, batch, some), None if scale is None else take(scale, batch, some))
             for (phi, scale), some in ((queries, rows), (keys, tokens))
         ]
-        walk.piece(*frozen, *mapped, targets.scaling, places)
+        walk.piece(*frozen, mapped[0], mapped[1], targets.scaling, places)
         if gradient and batch is not None:
             for whole, mine, some in ((queries, mapped[0], rows), (keys, mapped[1], tokens)):
                 for x, part in zip(whole, mine, strict=True):

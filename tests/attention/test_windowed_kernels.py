@@ -9,7 +9,7 @@ from support.kernel_cases import CASES, DIM, directions, make_inputs, make_mixer
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
-from linearize.registry import Hybrid, kernel_infos
+from linearize.registry import Hybrid, kernel_info, kernel_infos, make_config
 
 TOKENS, WINDOW = 26, 5
 WINDOWED = [(info, arguments) for info, arguments in CASES if info.windowed]
@@ -101,6 +101,122 @@ def test_windows_that_are_none(window, message):
 def test_sinks_that_are_none(window, sinks, message):
     with pytest.raises(ConfigError, match=message):
         build_mixer("hedgehog", {}, _shape(), Hybrid(window, sinks))
+
+
+HYBRIDS = [
+    {"scale": "linear"},
+    {"scale": "network", "sinks": 2},
+    {"scale": "linear", "exact_keys": 3, "sinks": 2},
+    {"scale": "none", "exact_keys": 40},
+    {"scale": "linear", "exact_keys": 2, "softmax_heads": (0, 3)},
+]
+SCALED = [case for case in BOTH if case.values[0].is_positive(make_config(*case.values[:2]))]
+
+
+def learned(info, arguments, direction, **hybrid):
+    """A mixer whose scales are not zero."""
+    mixer = make_mixer(info, arguments, causal=direction == "causal", window=WINDOW, **hybrid)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in mixer.named_parameters():
+            if "_scale." in name:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return mixer
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("hybrid", HYBRIDS, ids=lambda x: "-".join(map(str, x)))
+@pytest.mark.parametrize(("info", "arguments", "direction"), SCALED)
+@pytest.mark.sampled("pairs", "info", "direction", "padded", "hybrid")
+def test_scales_exact_keys_and_softmax_heads_equal_naive(info, arguments, direction, hybrid, padded):
+    mixer = learned(info, arguments, direction, **hybrid)
+    inputs = [x.requires_grad_() for x in make_inputs(TOKENS)]
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    if padded:
+        mask[0, :7], mask[1, -6:] = False, False
+    real = mask[:, None].expand(-1, 4, -1)
+    fast, _ = run(mixer, *inputs, mask if padded else None)
+    reference = naive(mixer, *inputs, mask if padded else None)
+    torch.testing.assert_close(fast[real], reference[real], rtol=1e-3, atol=1e-4)
+    leaves = [*inputs, *mixer.parameters()]
+    weights = torch.linspace(-1, 1, fast.numel()).reshape(fast.shape)
+    got, want = (
+        torch.autograd.grad((out * weights)[real].sum(), leaves, allow_unused=True) for out in (fast, reference)
+    )
+    for one, two in zip(got, want, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(one, two, rtol=2e-3, atol=2e-3 * max(1.0, float(two.abs().max())))
+
+
+@pytest.mark.parametrize("prefill", [0, 3, 9, 20])
+@pytest.mark.parametrize("hybrid", HYBRIDS, ids=lambda x: "-".join(map(str, x)))
+def test_a_hybrid_decodes_step_by_step(hybrid, prefill):
+    mixer = learned(kernel_info("hedgehog"), {}, "causal", **hybrid)
+    inputs = make_inputs(TOKENS)
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    mask[0, :4] = False
+    whole, _ = run(mixer, *inputs, mask)
+    steps, state = stepwise(mixer, *inputs, mask, prefill=prefill)
+    real = mask[:, None].expand(-1, 4, -1)
+    torch.testing.assert_close(steps[real], whole[real], rtol=1e-3, atol=1e-4)
+    assert ("softmax_k" in state) == ("softmax_heads" in hybrid)
+    if "softmax_heads" in hybrid:
+        # Heads 0 and 3 read both key heads; those are all that is cached.
+        assert state["softmax_k"].shape == (2, 2, TOKENS, DIM)
+
+
+def test_softmax_heads_are_softmax():
+    mixer = learned(kernel_info("elu"), {}, "causal", softmax_heads=(1,))
+    q, k, v = make_inputs(TOKENS)
+    out, _ = run(mixer, q, k, v)
+    want = torch.nn.functional.scaled_dot_product_attention(q[:, 1], k[:, 0], v[:, 0], is_causal=True)
+    torch.testing.assert_close(out[:, 1], want)
+    assert not torch.allclose(out[:, 0], want, atol=1e-2)
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_new_scales_change_nothing(direction):
+    """They start at zero; without a window a query's would cancel, so that there is none."""
+    for hybrid in ({"window": 5}, {}):
+        plain = make_mixer(kernel_info("hedgehog"), causal=direction == "causal", **hybrid)
+        for scale in ("linear", "network"):
+            scaled = make_mixer(kernel_info("hedgehog"), causal=direction == "causal", **hybrid, scale=scale)
+            inputs = make_inputs(TOKENS)
+            torch.testing.assert_close(run(scaled, *inputs)[0], run(plain, *inputs)[0])
+            assert (scaled.query_scale is None) == (not hybrid)
+
+
+def test_no_kernel_is_the_window_alone():
+    mixer = make_mixer(kernel_info("none"), causal=True, window=5, sinks=2)
+    q, k, v = make_inputs(TOKENS)
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    seen = (distance >= 0) & ((distance < 5) | (torch.arange(TOKENS) < 2))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    torch.testing.assert_close(run(mixer, q, k, v)[0], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(naive(mixer, q, k, v), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "hybrid", "message"),
+    [
+        ("none", {}, "kernel 'none': got no window"),
+        ("none", {"window": 4, "exact_keys": 2}, "kernel 'none' has no scale to choose keys by"),
+        ("none", {"window": 4, "scale": "linear"}, "kernel 'none' has no features to scale"),
+        ("flexformer_n", {"scale": "linear"}, "kernel 'flexformer_n' can have negative weights"),
+        ("norm_elu", {"scale": "linear"}, "kernel 'norm_elu' takes no scale"),
+        ("diag_softmax", {"softmax_heads": (0,)}, "kernel 'diag_softmax' takes no softmax-heads"),
+        ("hedgehog", {"scale": "cubic"}, "scale: got 'cubic', expected one of none, linear, network"),
+        ("hedgehog", {"exact_keys": 4}, "exact-keys: got 4 without a window"),
+        ("hedgehog", {"window": 4, "exact_keys": -1}, "exact-keys: got -1"),
+        ("hedgehog", {"softmax_heads": (4,)}, r"softmax-heads: got \[4\], expected numbers of heads from 0 to 3"),
+        ("hedgehog", {"softmax_heads": (1, 1)}, "each once and in order"),
+    ],
+)
+def test_additions_that_a_kernel_cannot_have(kernel, hybrid, message):
+    arguments = {"form": "paper"} if kernel == "flexformer_n" else {}
+    with pytest.raises(ConfigError, match=message):
+        build_mixer(kernel, arguments, _shape(), Hybrid(**hybrid))
 
 
 def test_kernels_without_a_denominator_take_no_window():

@@ -11,8 +11,8 @@ from linearize.attention.factory import count_parameters
 from linearize.attention.interface import linear_attentions
 from linearize.registry import kernel_infos
 
-INFOS = kernel_infos()
-WINDOWED = [info for info in INFOS if info.windowed]
+WINDOWED = [info for info in kernel_infos() if info.windowed]
+INFOS = [info for info in kernel_infos() if not info.needs_window]
 MODELS = {"bert": "AutoModelForMaskedLM", "gpt2": "AutoModelForCausalLM", "llama": "AutoModelForCausalLM"}
 CASES = [
     pytest.param(info, name, id=f"{info.name}-{name}")

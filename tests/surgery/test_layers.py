@@ -121,7 +121,7 @@ def test_windows_go_where_they_can():
     layers = {0: "diag_softmax", 1: ("elu", {"window": 3}), 2: ("elu", {"window": "none"}), 3: ("exp", {"window": "9"})}
     del layers[2]
     plan = linearize.plan(original("gpt2", n_layer=5), "hedgehog", layers=layers, keep_softmax=[4], window=6)
-    assert [layer.window for layer in plan.layers] == [None, 3, 6, 9, None]
+    assert [layer.hybrid.window for layer in plan.layers] == [None, 3, 6, 9, None]
     assert all("window" not in layer.arguments for layer in plan.layers)
     assert linearize.Plan.from_dict(plan.to_dict()) == plan
 
