@@ -53,3 +53,19 @@ def test_models_take_them(name):
     window = mask & ~torch.ones_like(mask).tril(-3)
     with pytest.raises(UnsupportedModelError, match="or a mask that says no more"):
         outputs(model, {**inputs, "attention_mask": window})
+
+
+@pytest.mark.parametrize("additive", [True, False])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@torch.inference_mode()
+def test_a_mask_changed_in_place_is_read_again(name, additive):
+    model = converted(name)
+    inputs = inputs_of(model)
+    padding = torch.ones_like(inputs["attention_mask"])
+    masks = [four(one, name != "bert") for one in (padding, padding.index_fill(1, torch.tensor([6, 7, 8]), 0))]
+    first, second = (torch.where(mask, 0.0, LOW) if additive else mask.clone() for mask in masks)
+    expected = outputs(model, {**inputs, "attention_mask": second})[0]
+    outputs(model, {**inputs, "attention_mask": first})
+    # Through memory that is shared, no version counter tells of it.
+    first.numpy()[:] = second.numpy()
+    assert torch.equal(outputs(model, {**inputs, "attention_mask": first})[0], expected)
