@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +46,9 @@ FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
     "features_gradient": Back,
 }
 """The functions of the library, and what they take beside a call."""
+
+OMP_PAUSE_HARD = 2
+"""Of OpenMP's `omp_pause_resource_t`."""
 
 
 class Engine(WindowCalls):
@@ -286,6 +291,7 @@ def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, 
     return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in found)
 
 
+@functools.lru_cache(maxsize=1)
 def _share_threads() -> bool:
     """Make torch's OpenMP library visible to the op, so that both work with the same threads; tell whether it is."""
     try:
@@ -294,11 +300,22 @@ def _share_threads() -> bool:
         return False
     for file in sorted({line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}):
         try:
-            if hasattr(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL), "GOMP_parallel"):
+            library = ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+            if hasattr(library, "GOMP_parallel"):
+                _end_threads_before_forks(library)
                 return True
         except OSError:
             continue
     return False
+
+
+def _end_threads_before_forks(openmp: ctypes.CDLL) -> None:
+    """End OpenMP's idle threads before each fork; parent and child start new ones with their next call.
+
+    A child has none of its parent's threads, but OpenMP's list of them: it would wait for them forever, in torch too.
+    """
+    if hasattr(os, "register_at_fork") and hasattr(openmp, "omp_pause_resource_all"):
+        os.register_at_fork(before=functools.partial(openmp.omp_pause_resource_all, OMP_PAUSE_HARD))
 
 
 def load() -> Engine | None:
