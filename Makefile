@@ -33,7 +33,7 @@ quick: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
 slow: install
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow --timeout 1800
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # On a CUDA device: op, kernel and checkpoint tests, a conversion, figures beside SDPA; elsewhere it says what it would do.
 GPU_RESULTS ?= gpu-results

@@ -120,7 +120,6 @@ def test_a_notebook_runs_in_jupyter(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_site_is_built_without_a_warning(tmp_path):
     for package in ("sphinx", "furo", "myst_nb"):
         pytest.importorskip(package, reason="the extra `docs` is not installed")

@@ -217,17 +217,13 @@ def test_runtime_needs_torch_and_transformers_only():
 
 def test_importing_is_quick_and_loads_nothing():
     code = (
-        "import json, sys, time; start = time.process_time(); import linearize; "
+        "import json, sys; before = set(sys.modules); import linearize; "
         "heavy = [m for m in ('torch', 'transformers', 'numpy', 'datasets', 'rich') if m in sys.modules]; "
-        "print(json.dumps([time.process_time() - start, heavy]))"
+        "print(json.dumps([len(set(sys.modules) - before), heavy]))"
     )
-    best = 9.0
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds, heavy = json.loads(done.stdout)
-        assert heavy == []
-        best = min(best, seconds)
-    assert best < 0.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules, heavy = json.loads(done.stdout)
+    assert heavy == [] and modules < 60
 
 
 def test_every_module_says_what_it_is():

@@ -148,7 +148,6 @@ def pack(kind, copy, output):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_source_distribution_is_whole_and_makes_the_package(tmp_path, copy):
     """It holds every file of the repository; unpacked elsewhere and installed, the command runs from there."""
     archive = pack("sdist", copy, tmp_path)
@@ -231,7 +230,6 @@ print(tuple(states.shape))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_wheel_works_in_a_clean_environment(tmp_path, copy):
     """With what the plain install asks for and nothing more; then with the extra `train`, by the command line."""
     wheel = pack("wheel", copy, tmp_path)

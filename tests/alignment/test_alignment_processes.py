@@ -16,7 +16,6 @@ from linearize.distillation.loop import make_accelerator
 from linearize.errors import ConfigError
 
 
-@pytest.mark.timeout(900)
 def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):
     together(alignment.main, str(tmp_path / "two"))
     one, two = alignment.run(), load_file(tmp_path / "two")

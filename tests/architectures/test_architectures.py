@@ -34,7 +34,6 @@ def test_the_rule_keeps_what_belongs_together():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_worked_still_works(part):
     names = [result["file"] for result in FOUND if result["status"] == "works"][part::PARTS]

@@ -91,7 +91,7 @@ def test_zsh_completes(known, tmp_path):
         "linearize results x --format l": "linearize results x --format latex ",
     }
     command = ["zsh", "-f", "-c", ZSH, "zsh", str(tmp_path), *expected]
-    subprocess.run(command, check=True, timeout=50, stdin=subprocess.DEVNULL, capture_output=True, cwd=tmp_path)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, cwd=tmp_path)
     assert (tmp_path / "shown").read_text().splitlines() == list(expected.values())
 
 
@@ -108,9 +108,7 @@ def test_fish_completes(known, tmp_path):
     }
     code = "source script.fish; for line in $argv; complete -C $line; echo -- --; end"
     command = ["fish", "--no-config", "-c", code, *expected]
-    done = subprocess.run(
-        command, check=True, timeout=50, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path)
     # A candidate, a tab, and what it is.
     parts = done.stdout.split("--\n")[:-1]
     assert [[line.partition("\t")[0] for line in part.splitlines()] for part in parts] == list(expected.values())

@@ -5,16 +5,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
 from linearize.cli import _output
-from linearize.cli._output import Heartbeat, StepProgress, console, print_json, table
+from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import trainer
 from linearize.distillation.loop import StepReport
@@ -179,23 +181,39 @@ def heard(work, monkeypatch, stream):
 
 
 def test_a_log_hears_of_long_work(monkeypatch):
-    def work(out, beat):
-        time.sleep(0.35)
-        beat.what = "writing"
-        time.sleep(0.35)
+    log = io.StringIO()
 
-    lines = heard(work, monkeypatch, io.StringIO())
+    def work(out, beat):
+        for what in ("reading", "writing"):
+            beat.what = what
+            while log.getvalue().count(what) < 2:
+                time.sleep(0.01)
+
+    lines = heard(work, monkeypatch, log)
     assert len(lines) >= 4 and all(re.fullmatch(r"\.\.\. (reading|writing) \(\d+ s so far\)", line) for line in lines)
     assert "reading" in lines[0] and "writing" in lines[-1]
 
 
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
-    def talks(out, beat):
-        for _ in range(12):
-            out.print("said")
-            time.sleep(0.03)
+    now, spoken = [0.0], [5.0, 12.0, 15.0, 30.0]
+    monkeypatch.setattr(_output, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    assert set(heard(talks, monkeypatch, io.StringIO())) == {"said"}
+    def wait(seconds):
+        """Let the time pass, with what is said in it; the work is over after 37 seconds."""
+        end = now[0] + seconds
+        while spoken and spoken[0] <= end:
+            now[0] = spoken.pop(0)
+            out.print("said")
+        now[0] = end
+        return end > 37
+
+    with redirect_stdout(io.StringIO()) as log:
+        out = console()
+        beat = Heartbeat(out, "reading")
+        monkeypatch.setattr(beat, "_over", SimpleNamespace(wait=wait))
+        beat._run()
+    assert log.getvalue().splitlines() == ["said"] * 3 + ["... reading (23 s so far)", "said"]
+    monkeypatch.undo()
     assert heard(lambda out, beat: time.sleep(0.3), monkeypatch, terminal) == []
 
 
@@ -203,10 +221,19 @@ def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
     """Their work takes minutes on a busy machine: never ten seconds of a log without a line."""
     assert _output.EVERY < 10
     monkeypatch.setattr(_output, "EVERY", 0.1)
+    beats, say = threading.Semaphore(0), Screen.print
+
+    def spy(self, *objects, **options):
+        say(self, *objects, **options)
+        if str(objects[0]).startswith("... loading the model"):
+            beats.release()
 
     def slow(*args, **kwargs):
-        time.sleep(0.35)
+        beats.acquire()
+        beats.acquire()
         raise ConfigError("stopped")
+
+    monkeypatch.setattr(Screen, "print", spy)
 
     monkeypatch.setattr("linearize.demo.run_demo", slow)
     monkeypatch.setattr("linearize.jobs.convert.convert_checkpoint", slow)
@@ -215,11 +242,14 @@ def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
         assert code == 2 and out.count("... loading the model") >= 2
 
 
-def test_make_says_that_it_still_installs():
+def test_make_says_that_it_still_installs(tmp_path):
     beat = Path(__file__).parents[2] / ".ci" / "beat"
     assert subprocess.run([beat, "x", "sh", "-c", "exit 3"], check=False).returncode == 3
-    done = subprocess.run([beat, "installing", "sleep", "9"], capture_output=True, text=True, check=True)
-    assert done.stdout == "... installing (8 s so far)\n"
+    log = tmp_path / "log"
+    waits = f"until grep -q so.far {log}; do sleep 1; done"
+    with log.open("w") as file:
+        subprocess.run([beat, "installing", "sh", "-c", waits], stdout=file, check=True)
+    assert log.read_text().startswith("... installing (8 s so far)\n")
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(terminal, monkeypatch):

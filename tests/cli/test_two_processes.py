@@ -23,7 +23,6 @@ def test_a_childs_own_error_is_shown(folders, tmp_path):
         launch([SCRIPT, *line(folders, "--nowhere", "--output", tmp_path / "out")], 2, tmp_path / "logs")
 
 
-@pytest.mark.timeout(900)
 def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory, capsys):
     logs = tmp_path_factory.mktemp("logs")
     common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--bucket-by-length", "--json"]
@@ -42,7 +41,6 @@ def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory, cap
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_processes_evaluate_like_one_and_one_speaks(folders, tmp_path, tmp_path_factory, capsys):
     logs = tmp_path_factory.mktemp("logs")
     words = ["evaluate", folders / "gpt2", "--task", "causal-lm", "--dataset", folders / "data.jsonl", "--json"]

@@ -26,7 +26,6 @@ def two(tmp_path_factory):
     return {job: load_file(folder / f"{job}.safetensors") for job in jobs}
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_equal_one_with_the_doubled_batch(model, two):
     one = stage_one.run(model, "one")

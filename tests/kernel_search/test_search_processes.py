@@ -19,7 +19,6 @@ REFUSED = "search: got FSDP, expected one process or plain data parallelism"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_processes_find_the_plan_of_one(tmp_path):
     together(child.main, str(tmp_path / "two"))
     first, second = (json.loads((tmp_path / f"two.{rank}").read_text()) for rank in (0, 1))

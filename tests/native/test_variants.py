@@ -101,7 +101,6 @@ print(len(rows), engine().path, linearize.__file__)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_wheel_brings_every_library(tmp_path, native_cache):
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--output", str(tmp_path)], capture_output=True, text=True, check=True

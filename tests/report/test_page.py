@@ -59,7 +59,7 @@ def browse(file, profile, *flags):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
