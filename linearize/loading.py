@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
 from linearize.heads import HEADS, Modality
 from linearize.parsing import parse_json
@@ -172,6 +173,7 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
             raise CheckpointError(
                 f"{name!r} is no checkpoint: expected a folder with a config.json; give such a folder or a Hub name"
             )
+        check_links(name)
         try:
             raw = parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from linearize.checkpoint.card_facts import commands, eval_results, limits, results
 from linearize.checkpoint.chosen import PlanPoint, points, reasons, sentence
 from linearize.checkpoint.inspect import training_rows
-from linearize.errors import printable
+from linearize.checkpoint.ownership import check_links
+from linearize.errors import CheckpointError, printable
 from linearize.heads import HEADS, Head, head_of_class
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
@@ -43,10 +44,11 @@ def base_facts(name: str) -> dict[str, str | list[str]]:
         return {}
     try:
         folder = Path(name)
+        check_links(folder)
         path = folder / "README.md" if folder.is_dir() else Path(hf_hub_download(name, "README.md", etag_timeout=5))
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", path.read_text(encoding="utf-8"), re.DOTALL)
         facts = parse_yaml(match[1]) if match else {}
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError):
+    except (OSError, ValueError, CheckpointError, HfHubHTTPError, HFValidationError):
         return {}
     return {key: facts[key] for key in _KEPT if _is_fact(facts.get(key))} if isinstance(facts, dict) else {}
 

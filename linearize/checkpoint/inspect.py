@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from linearize.checkpoint.chosen import chosen_rows, search_row
+from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError, LinearizeError, first_line
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
@@ -178,6 +179,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
 
 def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(name) / "config.json"
+    check_links(name)
     try:
         if Path(name).is_dir():
             values = parse_json(file.read_text(encoding="utf-8"))

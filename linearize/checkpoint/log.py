@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ def read_log(folder: str | Path) -> list[dict[str, object]]:
     """Read the log of a checkpoint in a folder; no line where there is none.
 
     Raises:
-        CheckpointError: if a line cannot be read: logs are written whole.
+        CheckpointError: if a line cannot be read (logs are written whole), or a link leads out of the folder.
     """
+    check_links(folder)
     file = Path(folder) / LOG
     if not file.is_file():
         return []

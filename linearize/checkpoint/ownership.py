@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import shutil
@@ -118,6 +119,35 @@ def _files(folder: Path) -> Iterator[str]:
             yield from (f"{path.name}/{name}" for name in _files(path))
         else:
             yield path.name
+
+
+def check_links(name: str | os.PathLike[str]) -> None:
+    """Refuse a checkpoint with a link that leads out of it: whoever made it could have any file of the user's copied.
+
+    Links in the Hub's cache lead from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
+
+    Args:
+        name: a folder; the name of anything else, such as a Hub name, is passed over.
+
+    Raises:
+        CheckpointError: naming a link that leads elsewhere.
+    """
+    root = os.path.realpath(os.path.expanduser(name))
+    allowed = [root]
+    repository, _, commit = root.rpartition(f"{os.sep}snapshots{os.sep}")
+    if commit and os.path.basename(repository).startswith("models--"):
+        allowed.append(os.path.join(repository, "blobs"))
+    for folder, folders, files in os.walk(root):
+        for file in (*folders, *files):
+            path = os.path.join(folder, file)
+            target = os.path.realpath(path)
+            inside = any(os.path.join(target, "").startswith(os.path.join(one, "")) for one in allowed)
+            if os.path.islink(path) and not inside:
+                raise CheckpointError(
+                    f"{os.fspath(name)!r} holds {os.path.relpath(path, root)!r}, a link to {target!r} outside the "
+                    "checkpoint, expected files; put a copy in its place if you trust whoever made the checkpoint"
+                )
+        folders[:] = [one for one in folders if not one.startswith(".")]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 OWN = ("config_sentence_transformers.json", TRANSFORMER)
+NAME = re.compile(r"\w[\w.+ -]{0,99}")
+"""A folder's name in the path of a module."""
 PARTS = ("config.json", "model.safetensors")
 """Files that a module may have; weights as pickles are refused."""
 
@@ -31,6 +35,7 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
         CheckpointError: if the list of modules cannot be read, leads out of the folder, or a module has weights as
             a pickle only.
     """
+    check_links(name)
     content = _read(name, MODULES, revision)
     if content is None:
         return {}
@@ -44,8 +49,13 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
     found = {MODULES: content}
     found |= {file: text for file in OWN if (text := _read(name, file, revision)) is not None}
     for path in filter(None, paths):
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise CheckpointError(f"{name!r}: {MODULES} names {path!r}, which lies outside the checkpoint; repair it")
+        # `.` would put its config.json in the place of the model's own.
+        if len(path) > 200 or not all(NAME.fullmatch(part) for part in path.split("/")):
+            shown = path if len(path) <= 40 else f"{path[:40]}..."
+            raise CheckpointError(
+                f"{name!r}: {MODULES} names {shown!r}, expected a folder inside the checkpoint such as '1_Pooling'; "
+                "repair it"
+            )
         parts = {f"{path}/{file}": _read(name, f"{path}/{file}", revision) for file in PARTS}
         if parts[f"{path}/{PARTS[1]}"] is None and _read(name, f"{path}/pytorch_model.bin", revision) is not None:
             raise CheckpointError(

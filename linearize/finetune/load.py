@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
+from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError, ConfigError, first_line, unknown_name
 from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
@@ -65,7 +66,9 @@ def read_record(name: str | Path) -> dict[str, object] | None:
     Raises:
         OSError: if it cannot be read.
         ValueError: if it is no JSON, or no mapping.
+        CheckpointError: if a link leads out of the folder.
     """
+    check_links(name)
     file = Path(name).expanduser() / RECORD
     if not file.is_file():
         return None
@@ -287,7 +290,8 @@ def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
 
 @contextlib.contextmanager
 def explained(name: str, what: str) -> Iterator[None]:
-    """Turn transformers' errors into one line."""
+    """Turn transformers' errors into one line; a checkpoint whose links lead out of it is refused."""
+    check_links(name)
     try:
         with quiet():
             yield

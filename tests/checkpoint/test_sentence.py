@@ -77,7 +77,7 @@ def test_files_and_what_they_say(tmp_path):
 def test_lists_that_lead_astray_are_refused(tmp_path):
     folder = embedder(tmp_path / "bert")
     (folder / "modules.json").write_text(json.dumps([{"path": "../elsewhere"}]))
-    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+    with pytest.raises(CheckpointError, match="a folder inside the checkpoint"):
         sentence_files(str(folder))
     (folder / "modules.json").write_text("[{")
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from support.tiny import converted
 
 import linearize
 from linearize.checkpoint.output import atomic_folder, check_target, claim
-from linearize.checkpoint.ownership import MARKER, check_ours
+from linearize.checkpoint.ownership import MARKER, check_links, check_ours
 from linearize.errors import CheckpointError
 from linearize.finetune.work import check_work
+from linearize.loading import load_model
 
 
 def tree(folder):
@@ -264,3 +266,76 @@ def test_what_came_meanwhile_is_not_replaced(tmp_path):
     ):
         (fresh / "a").write_text("b")
     assert tree(tmp_path) == {"out/thesis.txt": b"years of work"}
+
+
+# Links out of a checkpoint.
+READ = [
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+    "1_Pooling/model.safetensors",
+    "1_Pooling",
+    "additional_chat_templates/mine.jinja",
+    "log.jsonl",
+    "README.md",
+    "modules.json",
+]
+
+
+@pytest.mark.parametrize("file", READ)
+def test_a_link_out_of_a_checkpoint_is_refused(file, models, tmp_path, cli):
+    """Whoever made the folder would have a file of the user's copied into the output, and pushed from there."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "config.json").write_text('{"password": "hunter2"}')
+    for verb, name in (("convert", "bert"), ("distill", "hedgehog"), ("finetune", "hedgehog")):
+        folder = tmp_path / verb
+        shutil.copytree(models / name, folder)
+        (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
+        link = folder / file
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "secret" if file == "1_Pooling" else tmp_path / "secret" / "config.json")
+        line = line_of(verb, models, tmp_path / "out")
+        code, _, err = cli([line[0], folder, *line[2:]])
+        assert code == 2 and len(err.splitlines()) == 1, err
+        assert f"holds {file!r}, a link to " in err and "outside the checkpoint" in err
+        assert not (tmp_path / "out").exists()
+
+
+def test_links_inside_and_in_the_hubs_cache_are_followed(models, tmp_path):
+    cache = tmp_path / "models--alice--bert"
+    snapshot = cache / "snapshots" / "0123abcd"
+    for folder in (snapshot, cache / "blobs", tmp_path / "other" / "blobs"):
+        folder.mkdir(parents=True)
+    for number, file in enumerate((models / "bert").iterdir()):
+        shutil.copy(file, cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "again.json").symlink_to("config.json")
+    (tmp_path / "link").symlink_to(snapshot)
+    for name in (snapshot, tmp_path / "link"):
+        check_links(name)
+        load_model(str(name))
+    # The blobs of another repository, and blobs that lie elsewhere themselves.
+    (tmp_path / "other" / "blobs" / "0").write_text("secret")
+    (snapshot / "extra.json").symlink_to("../../../other/blobs/0")
+    with pytest.raises(CheckpointError, match=r"a link to .* outside the checkpoint"):
+        check_links(snapshot)
+    (snapshot / "extra.json").unlink()
+    (cache / "blobs").rename(tmp_path / "moved")
+    (cache / "blobs").symlink_to(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"a link to .* outside the checkpoint"):
+        check_links(snapshot)
+
+
+PATHS = [".", "./", "./.", "/", "/etc", "..", "../x", "1/../..", "a//b", "x" * 300, "a/" * 3000 + "a", "a\0b", "a\nb"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
+def test_a_module_lies_in_a_folder_inside_the_checkpoint(path, models, tmp_path, cli):
+    folder = shutil.copytree(models / "bert", tmp_path / "bert")
+    (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": path}]))
+    code, _, err = cli(["convert", folder, "--distill-steps", 0, "--output", tmp_path / "out", "--device", "cpu"])
+    assert code == 2 and len(err.splitlines()) == 1 and "expected a folder inside the checkpoint" in err, err
+    assert not (tmp_path / "out").exists()
