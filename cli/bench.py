@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
     add = groups[HOW].add_argument
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
+    add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
     add_native(groups[HOW])
     add_json(groups[HOW], "print every figure as JSON on stdout")
 
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = options_from(args)
     if args.plot:
-        check_picture(args.plot)
+        check_picture(args.plot, overwrite=args.overwrite)
     out = console(to_stderr=args.json)
     prepare_native(args, options.device, out)
     progress = Progress(out)

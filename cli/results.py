@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", metavar="FOLDER", help="folder of a run, or of several")
     add("--format", choices=FORMATS, default="table", metavar="F", help=f"{', '.join(FORMATS)} (table)")
     add("--plot", metavar="FILE.png", help="draw means and deviations beside the paper's figures")
+    add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
     add("--json", action="store_true", help="print JSON, as --format json")
 
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from linearize.experiments.results import tables
 
     if args.plot:
-        check_picture(args.plot)
+        check_picture(args.plot, overwrite=args.overwrite)
     found = tables(args.folder)
     kind = "json" if args.json else args.format
     out = console(to_stderr=kind != "table")

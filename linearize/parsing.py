@@ -1,5 +1,5 @@
-"""Read JSON and YAML that somebody else wrote: limits of size, depth and aliases, `ValueError` for all that is wrong;
-and what is written as JSON.
+"""Read text, JSON and YAML that somebody else wrote: limits of size, depth and aliases, `ValueError` for all that is
+wrong. And write single files.
 
 A few hundred bytes of YAML aliases stand for billions of values, and brackets in brackets end Python's own stack.
 """
@@ -8,18 +8,56 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import secrets
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from linearize.errors import ConfigError, first_line
+
 MOST_BYTES = 16 * 2**20
 """Longest JSON text: configs with a label for every class of a large vocabulary."""
+MOST_TEXT = 2**30
+"""Longest file of text: logs of long runs."""
 MOST_YAML_BYTES = 2**20
 MOST_DEPTH = 64
 MOST_ALIASES = 100
 MOST_VALUES = 200_000
 """Values that a YAML text may stand for, aliases written out."""
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read a text file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not UTF-8, or too long; one line.
+    """
+    facts = os.stat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError("it is a folder, a pipe or a device, expected a file")
+    if facts.st_size > MOST_TEXT:
+        raise ValueError(f"got {facts.st_size:,} bytes, expected at most {MOST_TEXT:,}")
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"got byte 0x{data[error.start]:02x} at {error.start:,}, expected text in UTF-8") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: as `read_text` and `parse_json`.
+    """
+    return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:
@@ -119,3 +157,56 @@ def finite(data: object) -> object:
     if isinstance(data, (list, tuple)):
         return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def spare_name(path: Path) -> Path:
+    """Return a name beside a path under which nothing is kept: what a killed process leaves there is cleared."""
+    return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
+
+
+def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before any work is done.
+
+    Args:
+        path: the file.
+        option: what names it, for messages.
+        endings: those that it may have, with their dots.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        ConfigError: if it has another ending, its folder does not exist, or it exists and `overwrite` is false.
+    """
+    if not path.lower().endswith(endings):
+        raise ConfigError(f"{option}: got {path!r}, expected the name of a {endings[0]} file")
+    file = Path(path)
+    try:
+        if not file.absolute().parent.is_dir() or file.is_dir():
+            raise ConfigError(f"{option}: got {path!r}, expected a file in an existing folder; make the folder first")
+        exists = os.path.lexists(file)
+        beside = spare_name(file)
+        beside.touch(exist_ok=False)
+        beside.unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option}: {path[:80]!r} cannot be used ({first_line(error)}); choose another file"
+        ) from None
+    if exists and not overwrite:
+        raise ConfigError(f"{option}: {path!r} exists; choose another file, or pass --overwrite")
+
+
+def write_file(path: str | os.PathLike[str], option: str, content: bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    beside = spare_name(Path(path))
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {str(path)!r} cannot be written ({error.strerror}); choose another file"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linearize.bench.rows import Row
-from linearize.errors import ConfigError
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
+from linearize.parsing import check_file, write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,21 +19,18 @@ OURS = ((LINEAR, "s", "--"), ("#56b4e9", "^", "-."), ("#009e73", "D", ":"), ("#c
 """Colour, marker and dashes of kernels; they repeat after four."""
 
 
-def check_picture(path: str) -> None:
+def check_picture(path: str, *, overwrite: bool) -> None:
     """Refuse a file that no picture can be written to, before anything is measured.
 
     Raises:
-        ConfigError: if it is no .png, or its folder is not there.
+        ConfigError: as `check_file`.
     """
-    if not path.lower().endswith(".png"):
-        raise ConfigError(f"--plot: got {path!r}, expected the name of a .png file")
-    if not Path(path).absolute().parent.is_dir() or Path(path).is_dir():
-        raise ConfigError(f"--plot: got {path!r}, expected a file in a folder that is there; make the folder first")
+    check_file(path, "--plot", (".png",), overwrite=overwrite)
 
 
 def write_plot(rows: Sequence[Row], path: str) -> None:
     """Draw rows and write the PNG."""
-    Path(path).write_bytes(to_png(time_and_memory(rows))[0])
+    write_file(path, "--plot", to_png(time_and_memory(rows))[0])
 
 
 def time_and_memory(rows: Sequence[Row]) -> Figure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -18,14 +19,18 @@ from typing import NoReturn
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from linearize.checkpoint.ownership import check_ours, mark, spare_name
+from linearize.checkpoint.ownership import check_ours, mark
 from linearize.errors import CheckpointError
+from linearize.parsing import read_text, spare_name
 
 Name = str | os.PathLike[str]
 WAIT = 0.3
 """Seconds after which a lock counts as held: a process that is just letting it go is waited for."""
 LOCK = ".lock-"
 """What the name of an output's lock begins with."""
+LOCKED_BY = "locked by linearize, process "
+LOCK_TEXT = re.compile(rf"|{LOCKED_BY}\d+\n|\d+\n{re.escape(platform.node())}\n[^\n]*\n?")
+"""What a lock holds; the last form is filelock's own, where the file system knows no locks."""
 AROUND = len(".new--") + 8
 """Letters that the names around an output have beside its own."""
 SHARD = 50 * 10**9
@@ -218,6 +223,11 @@ def _make_parents(path: Path, shown: str) -> list[Path]:
 @contextlib.contextmanager
 def _locked(path: Path, shown: str) -> Iterator[None]:
     file = path.with_name(f"{LOCK}{path.name}")
+    if not _is_lock(file):
+        raise CheckpointError(
+            f"{str(file)!r} lies where the lock of output {shown!r} would, and linearize did not write it; move it, or "
+            "choose another output"
+        )
     lock = FileLock(file)
     try:
         lock.acquire(timeout=WAIT, poll_interval=0.05)
@@ -231,7 +241,7 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
         # Where the file system knows no locks, filelock writes the number itself, with more beside it.
         if not isinstance(lock, SoftFileLock):
             with contextlib.suppress(OSError):
-                file.write_text(f"{os.getpid()}\n", encoding="utf-8")
+                file.write_text(f"{LOCKED_BY}{os.getpid()}\n", encoding="utf-8")
         yield
     finally:
         # Removed while it is held: who waits for it sees that the file has no name any more, and makes a new one.
@@ -240,9 +250,17 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
         lock.release()
 
 
+def _is_lock(file: Path) -> bool:
+    """Tell whether a file is missing, or a lock of ours or of filelock; an empty one was just made."""
+    try:
+        return not file.is_symlink() and (not file.exists() or LOCK_TEXT.fullmatch(read_text(file)) is not None)
+    except (OSError, ValueError):
+        return False
+
+
 def _owner(file: Path) -> str:
     try:
-        number = file.read_text(encoding="utf-8").split()[0]
+        number = read_text(file).removeprefix(LOCKED_BY).split()[0]
     except (OSError, IndexError, ValueError):
         return "another process"
     return f"process {number}"

@@ -1,4 +1,8 @@
-"""Whose is a folder? Only what linearize wrote, and what holds nothing else, may ever be replaced or removed."""
+"""Whose is a folder? Only what linearize wrote, and what holds nothing else, may ever be replaced or removed.
+
+A finished folder has a marker: a random mark, and the names and sizes of its files. What is not on that list, or has
+another size, is the user's.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from linearize.errors import CheckpointError
+from linearize.parsing import read_json, spare_name
 
 MARKER = ".linearize.json"
-"""The file that a finished folder has of us: the names of all the files that were written into it."""
+"""The marker of a finished folder: `written_by`, `mark` and `files`, sizes in bytes by name."""
 TOLERATED = re.compile(r"(.*/)?(\.DS_Store|Thumbs\.db|desktop\.ini)|\.cache/huggingface/.*|.*__pycache__/[^/]*\.pyc")
 """What file managers, the Hub's client and Python leave in a folder; nobody misses it."""
 TRANSFORMERS = re.compile(
@@ -24,50 +28,23 @@ TRANSFORMERS = re.compile(
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|README\.md|log\.jsonl|\.gitattributes"
     r"|vocab\.txt|merges\.txt|[\w.-]*\.model|chat_template\.jinja|(linearize|modeling_linearize)\w*\.py"
 )
+"""Files of a checkpoint, without those in folders below it."""
 
 
 DISCARDED = re.compile(r"^\.new-(.+)-[0-9a-f]{8}$")
 """The name of a folder that is being removed, see `discard`."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of folder that linearize writes, and knows again without a marker: states, and what older versions wrote.
-
-    Attributes:
-        known_by: files that are all there.
-        holds: pattern of the paths of its files.
-        sure: a further look at the folder.
-    """
-
-    known_by: tuple[str, ...]
-    holds: re.Pattern[str]
-    sure: Callable[[Path], bool] = lambda folder: True
-
-
-def _converted(folder: Path) -> bool:
-    values = _read(folder / "config.json")
-    return values.get("model_type") == "linearize" and isinstance(values.get("linearize"), dict)
-
-
-def _tuned(folder: Path) -> bool:
-    return {"task", "metrics", "options"} <= _read(folder / "finetuning.json").keys()
-
-
-KINDS = (
-    Kind(("config.json",), TRANSFORMERS, _converted),
-    Kind(("config.json", "finetuning.json"), TRANSFORMERS, _tuned),
-    Kind(("index.html", "report.json"), re.compile(r"index\.html|report\.json|images/[\w.-]+\.png")),
-    Kind(("comparison.png", "comparison.json"), re.compile(r"comparison\.(png|json)")),
-    Kind(("state.json",), re.compile(r"state\.(json|safetensors)")),
-)
-
-
 def mark(folder: Path) -> None:
     """Write the marker into a finished folder."""
-    files = sorted(name for name in _files(folder) if name != MARKER)
-    text = json.dumps({"written_by": "linearize", "files": files}, indent=1) + "\n"
-    (folder / MARKER).write_text(text, encoding="utf-8")
+    files = {name: size for name, size in sorted(files_below(folder).items()) if name != MARKER}
+    _write_marker(folder, {"written_by": "linearize", "mark": secrets.token_hex(16), "files": files})
+
+
+def _write_marker(folder: Path, values: Mapping[str, object]) -> None:
+    beside = spare_name(folder / MARKER)
+    beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / MARKER)
 
 
 def check_ours(folder: Path, shown: str, what: str = "output") -> None:
@@ -81,18 +58,23 @@ def check_ours(folder: Path, shown: str, what: str = "output") -> None:
     Raises:
         CheckpointError: naming a file that is not ours.
     """
-    files = list(_files(folder))
-    ours = _ours(folder)
-    strange = sorted(name for name in files if ours is None or not (ours(name) or TOLERATED.fullmatch(name)))
-    if ours is None and strange:
+    listed = _listed(folder)
+    if listed is None:
+        if not (names := _strange(folder, {})):
+            return
+        if (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
+            raise CheckpointError(
+                f"{what} {shown!r} lists no sizes of its files (earlier versions did not), so --overwrite "
+                "does not replace it; remove it yourself, or choose another folder"
+            )
         raise CheckpointError(
-            f"{what} {shown!r} is no folder that linearize wrote (it holds {strange[0]!r}), so --overwrite does not "
+            f"{what} {shown!r} is no folder that linearize wrote (it holds {names[0]!r}), so --overwrite does not "
             "replace it; choose another folder"
         )
-    if strange:
+    if names := _strange(folder, listed):
         raise CheckpointError(
-            f"{what} {shown!r} holds {strange[0]!r}{_more(strange)}, which linearize did not write, so --overwrite "
-            "does not replace it; move that elsewhere, or choose another folder"
+            f"{what} {shown!r} holds {names[0]!r}{_more(names)}, which linearize did not write, or which has changed "
+            "since, so --overwrite does not replace it; move that elsewhere, or choose another folder"
         )
 
 
@@ -100,25 +82,59 @@ def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _ours(folder: Path) -> Callable[[str], object] | None:
-    """Return what tells our files by their paths, or None where the folder is not known as ours."""
-    marked = _read(folder / MARKER)
-    if marked.get("written_by") == "linearize" and isinstance(marked.get("files"), list):
-        names = {MARKER, *map(str, marked["files"])}
-        return names.__contains__
-    for kind in KINDS:
-        if all((folder / name).is_file() for name in kind.known_by) and kind.sure(folder):
-            return kind.holds.fullmatch
-    return None
+def _listed(folder: Path) -> dict[str, int] | None:
+    """Return the sizes of the files that a marker lists; None without a marker of ours."""
+    values = _read(folder / MARKER)
+    files = values.get("files")
+    marked = values.get("written_by") == "linearize" and re.fullmatch("[0-9a-f]{32}", str(values.get("mark")))
+    return files if marked and isinstance(files, dict) else None
 
 
-def _files(folder: Path) -> Iterator[str]:
-    """Give the paths of all files below a folder, links among them, with forward slashes; links are not followed."""
+def _strange(folder: Path, listed: Mapping[str, int]) -> list[str]:
+    """Return the files that are not on a list, or have another size."""
+    sizes = files_below(folder)
+    if listed:
+        sizes.pop(MARKER, None)
+    unlisted = (name for name, size in sizes.items() if size is None or listed.get(name) != size)
+    return sorted(name for name in unlisted if not TOLERATED.fullmatch(name))
+
+
+def files_below(folder: Path) -> dict[str, int | None]:
+    """Return the sizes of all files below a folder; of links, which are not followed, None."""
+    found: dict[str, int | None] = {}
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
-            yield from (f"{path.name}/{name}" for name in _files(path))
+            found |= {f"{path.name}/{name}": size for name, size in files_below(path).items()}
         else:
-            yield path.name
+            found[path.name] = None if path.is_symlink() else path.stat().st_size
+    return found
+
+
+def replace_listed(folder: Path, name: str, text: str) -> None:
+    """Replace a text of a finished folder, whole or not at all, and its size in the marker.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    file, marker = folder / name, _read(folder / MARKER)
+    listed = _listed(folder)
+    beside = spare_name(file)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        size = beside.stat().st_size
+        if listed is not None and listed.get(name) == file.stat().st_size:
+            _write_marker(folder, {**marker, "files": {**listed, name: size}})
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove the weights of a finished folder, those that its marker lists."""
+    sizes = files_below(folder)
+    for name, size in (_listed(folder) or {}).items():
+        if name.endswith(".safetensors") and sizes.get(name) == size:
+            (folder / name).unlink()
 
 
 def check_links(name: str | os.PathLike[str]) -> None:
@@ -152,15 +168,10 @@ def check_links(name: str | os.PathLike[str]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = read_json(path)
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def spare_name(path: Path) -> Path:
-    """Return a name beside a path under which nothing is kept: what a killed process leaves there is cleared."""
-    return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
 
 
 def discard(folder: Path) -> None:
@@ -172,13 +183,23 @@ def discard(folder: Path) -> None:
     shutil.rmtree(unwanted)
 
 
-def remove_parts(folder: Path, parts: re.Pattern[str], what: str, *, check_only: bool = False) -> None:
+def remove_parts(
+    folder: Path,
+    parts: re.Pattern[str],
+    what: str,
+    *,
+    record: str | None = None,
+    unmarked: Callable[[Path], bool] = lambda folder: False,
+    check_only: bool = False,
+) -> None:
     """Remove a working folder of ours: the entries whose names match, and the folder itself.
 
     Args:
         folder: may be missing.
         parts: pattern of the names right below it.
         what: what the folder should be, for the message.
+        record: file by which we know the folder: what its run was started with; None: each folder in it is known.
+        unmarked: tells whether a folder in it that has no marker is ours.
         check_only: look only.
 
     Raises:
@@ -189,9 +210,10 @@ def remove_parts(folder: Path, parts: re.Pattern[str], what: str, *, check_only:
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError(f"{str(folder)!r} lies where {what} would; move it, or choose another output")
     entries = sorted(folder.iterdir())
-    # What `discard` was removing counts by the name that it had.
-    names = {path.name: DISCARDED.sub(r"\1", path.name) for path in entries}
-    strange = [name for name, was in names.items() if not parts.fullmatch(was) and not TOLERATED.fullmatch(name)]
+    known = record is None or is_run(folder / record)
+    # A kill leaves a part of the record before there is anything else.
+    ours = [path for path in entries if path.name == f".{record}" or (known and is_part(path, parts, unmarked))]
+    strange = [path.name for path in entries if path not in ours and not TOLERATED.fullmatch(path.name)]
     if strange:
         raise CheckpointError(
             f"{str(folder)!r} holds {strange[0]!r}{_more(strange)}, which is no part of {what}, so it is not removed; "
@@ -199,9 +221,33 @@ def remove_parts(folder: Path, parts: re.Pattern[str], what: str, *, check_only:
         )
     if check_only:
         return
-    for path in entries:
+    # The record goes last: without it the folder would be nobody's.
+    for path in sorted(entries, key=lambda path: path.name == record):
         if path.is_dir() and not path.is_symlink():
             discard(path)
         else:
             path.unlink()
     folder.rmdir()
+
+
+def is_part(path: Path, parts: re.Pattern[str], unmarked: Callable[[Path], bool] = lambda folder: False) -> bool:
+    """Tell whether an entry of a working folder is ours, by its name and by what it holds; see `remove_parts`."""
+    # What `discard` was removing counts by the name that it had.
+    if path.is_symlink() or not parts.fullmatch(DISCARDED.sub(r"\1", path.name)):
+        return False
+    if not path.is_dir() or path.name.startswith("."):
+        return True
+    listed = _listed(path)
+    return not _strange(path, listed or {}) or (listed is None and unmarked(path))
+
+
+def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
+    """Tell whether all files of a folder have names that match."""
+    return all(names.fullmatch(name) for name in files_below(folder))
+
+
+def is_run(record: Path) -> bool:
+    """Tell whether a file says what a run of ours depends on: see `linearize.checkpoint.fingerprint`."""
+    values = _read(record)
+    fingerprint = values.get("fingerprint", values)
+    return isinstance(fingerprint, dict) and "data contents" in fingerprint

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -13,9 +16,17 @@ from huggingface_hub import HfApi
 # HTTPError is of the HTTP library that huggingface_hub uses, which has changed more than once.
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
+from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, files_below, replace_listed
+from linearize.checkpoint.sentence import sentence_files
 from linearize.errors import CheckpointError, ConfigError, first_line, printable
+from linearize.parsing import read_text
 
 _BROKEN = (HTTPError, ConnectionError, TimeoutError)
+OTHERS = re.compile(
+    r"adapter/adapter_(config\.json|model\.safetensors)|additional_chat_templates/[\w.-]+\.jinja|[\w.-]+\.spm"
+    r"|video_preprocessor_config\.json|normalizer\.json"
+)
+"""Files of a checkpoint that is tuned with an adapter, or that has a tokenizer or processor of a rarer kind."""
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -30,8 +41,44 @@ def check_repo(repo_id: str) -> str:
     return repo_id
 
 
-def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *, tries: int = 3) -> str:
-    """Upload a checkpoint's folder as one commit; the repository is made if it is not there.
+def files_to_push(folder: str | os.PathLike[str], include: Iterable[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the files of a folder that `push` sends, and those that it does not.
+
+    Args:
+        folder: what `save` wrote.
+        include: patterns (`onnx/*`) of paths below it that are sent too.
+
+    Raises:
+        ConfigError: if a pattern matches no file.
+        CheckpointError: if the folder is no checkpoint, or has a link that leads out of it.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{str(folder)!r} has no config.json, so it is no checkpoint; convert a model first")
+    # Reads the modules of a sentence embedder, and refuses links that lead elsewhere.
+    modules = sentence_files(str(path))
+    there = sorted(files_below(path))
+    sent = {name for name in there if name in modules or TRANSFORMERS.fullmatch(name) or OTHERS.fullmatch(name)}
+    for pattern in include:
+        matches = fnmatch.filter(there, pattern)
+        if not matches:
+            raise ConfigError(
+                f"include: got {pattern!r}, which matches no file in {str(folder)!r}; expected a pattern such as onnx/*"
+            )
+        sent |= set(matches)
+    left = [name for name in there if name not in sent and name != MARKER and not TOLERATED.fullmatch(name)]
+    return sorted(sent), left
+
+
+def push(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    private: bool = False,
+    *,
+    include: Iterable[str] = (),
+    tries: int = 3,
+) -> str:
+    """Upload the files of a checkpoint (`files_to_push`) as one commit; the repository is made if it is not there.
 
     A connection that breaks is tried again; what is on the Hub already is not sent twice. The token is
     huggingface_hub's own (`hf auth login` or HF_TOKEN).
@@ -40,19 +87,20 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
         folder: what `save` wrote.
         repo_id: USER/NAME.
         private: whether a new repository is private.
+        include: patterns of further files to send.
         tries: how often to try before giving up.
 
     Returns:
         Address of the repository.
 
     Raises:
-        ConfigError: if the name is not USER/NAME.
-        CheckpointError: if the folder is no checkpoint, the Hub refuses or cannot be reached; the local folder stays.
+        ConfigError: if the name is not USER/NAME, or a pattern matches no file.
+        CheckpointError: if the folder is no checkpoint or has a link out of it, or the Hub refuses or cannot be
+            reached; the local folder stays.
     """
     check_repo(repo_id)
     path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{str(folder)!r} has no config.json, so it is no checkpoint; convert a model first")
+    files, _ = files_to_push(folder, include)
     _name_card(path, repo_id)
     api = HfApi()
     for left in reversed(range(tries)):
@@ -62,7 +110,7 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
                 repo_id=repo_id,
                 folder_path=path,
                 commit_message="Upload a model converted with linearize",
-                ignore_patterns=[".*", "*.tmp", "__pycache__/*"],
+                allow_patterns=[glob.escape(name) for name in files],
             )
             return str(url)
         except (LocalTokenNotFoundError, HFValidationError) as error:
@@ -99,12 +147,15 @@ def _name_card(path: Path, repo_id: str) -> None:
     card = path / "README.md"
     if not card.is_file():
         return
-    before = card.read_text(encoding="utf-8")
-    after = with_name(before, repo_id)
-    if after != before:
-        beside = path / ".README.md"
-        beside.write_text(after, encoding="utf-8")
-        beside.replace(card)
+    try:
+        before = read_text(card)
+        after = with_name(before, repo_id)
+        if after != before:
+            replace_listed(path, card.name, after)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(card)!r} cannot be given the repository's name ({first_line(error)}); repair or remove it"
+        ) from None
 
 
 def _why(status: int, error: Exception) -> str:

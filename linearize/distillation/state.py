@@ -12,13 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from linearize.checkpoint.output import atomic_folder
-from linearize.checkpoint.ownership import discard, remove_parts
+from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, remove_parts
 from linearize.errors import CheckpointError, NotSavedError, interrupted_run
+from linearize.parsing import read_json
 
 TENSORS, RECORD = "state.safetensors", "state.json"
 PARTS = re.compile(r"step-\d+|\.(new|old)-step-\d+-[0-9a-f]{8}|\.lock-step-\d+")
 """What a folder of states holds: the states, and what a killed process left of one."""
 CALLED = "the states of stage one"
+
+
+def _old_state(folder: Path) -> bool:
+    """Tell whether a folder is a state of an earlier version, which had no marker."""
+    return is_run(folder / RECORD) and holds_only(folder, re.compile(f"{RECORD}|{TENSORS}"))
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,12 @@ class StateFolder:
         """Write a state under its final name when it is complete, then drop the oldest."""
         from safetensors.torch import save_file
 
-        with atomic_folder(self.folder / f"step-{step}", overwrite=True, marked=False) as fresh:
+        with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
             save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
             (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
         for old in self.steps()[: -self.keep]:
-            discard(self.folder / f"step-{old}")
+            if is_part(path := self.folder / f"step-{old}", PARTS, _old_state):
+                discard(path)
 
     def load(self) -> RunState | None:
         """Read the newest state; None if there is none.
@@ -73,7 +80,7 @@ class StateFolder:
         try:
             from safetensors.torch import load_file
 
-            record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+            record = read_json(path / RECORD)
             return RunState(record, load_file(path / TENSORS))
         except Exception as error:
             raise CheckpointError(
@@ -90,7 +97,7 @@ class StateFolder:
         """
         if self.steps() and not overwrite:
             raise interrupted_run(self.folder)
-        remove_parts(self.folder, PARTS, CALLED, check_only=True)
+        remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state, check_only=True)
 
     def remove(self) -> None:
         """Delete the folder: the run is over and saved, or begins anew.
@@ -98,7 +105,7 @@ class StateFolder:
         Raises:
             CheckpointError: if it holds something else; nothing is deleted then.
         """
-        remove_parts(self.folder, PARTS, CALLED)
+        remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state)
 
 
 def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunState | None]) -> CheckpointError:

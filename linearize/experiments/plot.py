@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.experiments.results import Table
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, axes_grid, new_figure, tidy, to_png
+from linearize.parsing import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def write_results_plot(tables: Sequence[Table], path: str) -> None:
     """Draw tables and write the PNG."""
-    Path(path).write_bytes(to_png(results_figure(tables))[0])
+    write_file(path, "--plot", to_png(results_figure(tables))[0])
 
 
 def results_figure(tables: Sequence[Table]) -> Figure:

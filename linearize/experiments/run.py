@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from linearize.checkpoint.output import atomic_folder, clear_leftovers
-from linearize.errors import ConfigError
+from linearize.checkpoint.ownership import remove_weights
+from linearize.errors import CheckpointError, ConfigError
 from linearize.events import Callback, ignore
 from linearize.experiments.events import CellDone, CellStarted
 from linearize.experiments.recipe import Cell, cells, plain, resolve
@@ -24,7 +25,8 @@ from linearize.experiments.stages import STAGE, StageRunner
 from linearize.finetune.extra_texts import texts_at
 from linearize.finetune.prepare import located
 from linearize.finetune.tasks import recovery
-from linearize.parsing import parse_yaml
+from linearize.finetune.work import remove_work
+from linearize.parsing import parse_yaml, read_json, read_text
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")
@@ -175,7 +177,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
 
 def _read_recipe(file: Path) -> object:
     try:
-        return parse_yaml(file.read_text(encoding="utf-8"))
+        return parse_yaml(read_text(file))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{str(file)!r} cannot be read ({error}), so its run cannot be gone on with; choose another output"
@@ -202,11 +204,11 @@ def _grown(old: object, new: object) -> bool:
 
 def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> ResultRow:
     """Read a finished cell's records and make its line of the results."""
-    tuned = json.loads((done / STAGE).read_text(encoding="utf-8"))
-    stage_one = None if distilled is None else json.loads((distilled / STAGE).read_text(encoding="utf-8"))
+    tuned = read_json(done / STAGE)
+    stage_one = None if distilled is None else read_json(distilled / STAGE)
     original = None
     if teacher is not None:
-        original = json.loads((teacher / STAGE).read_text(encoding="utf-8"))["score"]
+        original = read_json(teacher / STAGE)["score"]
     elif cell.kernel.name != SOFTMAX:
         original = _softmax_score(runner, cell)
     task = cell.job.task
@@ -236,14 +238,20 @@ def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, te
 def _softmax_score(runner: StageRunner, cell: Cell) -> float | None:
     """Return the score of the softmax row of the same task and seed, if the recipe has one and it was run before."""
     path = runner.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
-    return json.loads(path.read_text(encoding="utf-8"))["score"] if path.is_file() else None
+    return read_json(path)["score"] if path.is_file() else None
 
 
 def _sweep(recipe: Recipe, folder: Path) -> None:
     """Remove what only an interrupted run needs; without `keep_models` all weights too, never the records."""
-    shutil.rmtree(folder / ".work", ignore_errors=True)
-    for file in (folder / "distilled" if recipe.keep_models else folder).rglob("*.safetensors"):
-        file.unlink()
+    for path in folder.glob(".work/*/*"):
+        with contextlib.suppress(CheckpointError):
+            remove_work(path)
+    for path in (*folder.glob(".work/*"), folder / ".work"):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    for path in folder.glob("distilled/*" if recipe.keep_models else "*/*"):
+        if path.is_dir():
+            remove_weights(path)
 
 
 __all__ = ["check_data", "environment", "run_cell", "run_recipe"]

@@ -5,10 +5,10 @@ So a run that is gone on with after an interruption does what an uninterrupted o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from linearize.alignment.loop import AlignResult, align
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.distillation.loop import DistillResult, distill
+from linearize.errors import CheckpointError
 from linearize.events import Callback
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.job_data import checkpoint, open_job
@@ -30,6 +31,7 @@ from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune
+from linearize.finetune.work import remove_work
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.sides import rows_per_batch
 from linearize.jobs.train import alignment_record, distillation_record, without_heads
@@ -208,7 +210,8 @@ class StageRunner:
         earlier = [] if base is None else read_log(base)
         extra = tuning_files(record, result, earlier) | {STAGE: json.dumps(record, indent=2) + "\n"}
         save_model(model, target, processor, stage={"finetuning": record}, extra_files=extra)
-        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(CheckpointError, OSError):
+            remove_work(work)
         return target
 
     def _start(self, base: Path | None, kernel: Kernel | None, job: Job, data: TaskData, seed: int) -> PreTrainedModel:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
-from linearize.checkpoint.ownership import TRANSFORMERS, remove_parts
+from linearize.checkpoint.ownership import TRANSFORMERS, holds_only, remove_parts
 from linearize.errors import CheckpointError, interrupted_run
 from linearize.finetune.config import MEASURED_ONLY, TuneConfig
 from linearize.finetune.prepared import TaskData
+from linearize.parsing import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,28 +40,23 @@ def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
     if folder.exists() and not resume and not overwrite:
         raise interrupted_run(folder)
-    remove_parts(folder, PARTS, CALLED, check_only=True)
-    for path in folder.glob("checkpoint-*") if folder.is_dir() else ():
-        if not path.is_dir() or _foreign(path):
-            raise CheckpointError(
-                f"{str(folder)!r} holds {path.name!r}, which is no checkpoint of the trainer, so it is not removed; "
-                "move it elsewhere, or choose another output"
-            )
+    remove_work(folder, check_only=True)
 
 
-def _foreign(path: Path) -> bool:
-    """Tell whether a folder is no checkpoint, not even a part of one that was being written or removed."""
-    there = [one.name for one in path.iterdir()]
-    return bool(there) and not any(TRAINERS.fullmatch(name) for name in there)
-
-
-def remove_work(folder: Path) -> None:
+def remove_work(folder: Path, *, check_only: bool = False) -> None:
     """Remove a run that is saved, or that is begun anew.
 
     Raises:
         CheckpointError: if the folder holds something else; nothing is removed then.
     """
-    remove_parts(folder, PARTS, CALLED)
+    remove_parts(
+        folder,
+        PARTS,
+        CALLED,
+        record=STARTED,
+        unmarked=lambda checkpoint: holds_only(checkpoint, TRAINERS),
+        check_only=check_only,
+    )
 
 
 def describe(
@@ -101,11 +97,11 @@ def check_started(folder: Path, now: Mapping[str, object]) -> None:
     """
     file = folder / STARTED
     try:
-        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        saved = read_json(file) if file.exists() else {}
         if not isinstance(saved, dict):
             raise ValueError("no mapping")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{str(file)!r} cannot be read ({error}), so the run cannot be gone on with; start anew with --overwrite"
+            f"{str(file)!r} cannot be read ({error}), so this run cannot be resumed; remove the folder to start again"
         ) from None
     check_same(saved, now)

@@ -47,7 +47,7 @@ SEARCHED = ("candidates", "budget", "length", "widths", "query_sample")
 """Options of the search that have the same name in `convert`."""
 PLAN_OUT = "write the plan to a YAML file, to edit and give back with `convert --plan`"
 PLOT = "draw error against time of the plan and of others"
-OVERWRITE_PLAN = "replace the plan file, and begin anew where an interrupted search lies"
+OVERWRITE_PLAN = "replace the plan file and the picture, and begin anew where an interrupted search lies"
 EXAMPLE_INPUTS = (
     "inputs for the trial run where none can be made up: a .safetensors or .npz file with tensors by the names of the "
     "forward's arguments"

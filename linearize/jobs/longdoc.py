@@ -6,6 +6,7 @@ Both are measured on the same rows, the original in chunks too, which is what pe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.distillation.processes import check_alone
+from linearize.errors import CheckpointError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import without_folders
@@ -290,4 +292,5 @@ def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
         for name in (ORIGINAL, LINEAR):
             shutil.copytree(work / name, fresh / name)
         (fresh / RESULTS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    remove(work)
+    with contextlib.suppress(CheckpointError):
+        remove(job, work)

@@ -16,9 +16,9 @@ from linearize.finetune.tables import open_splits
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import check_kernel, make_plan
 from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.longdoc_work import texts_file
 from linearize.jobs.sides import check_chunk_length
 from linearize.loading import model_type
-from linearize.options import name_of
 from linearize.surgery.positions import extend_positions
 
 
@@ -134,7 +134,7 @@ def write_texts(job: LongdocJob, work: Path) -> tuple[Path, str, int]:
     train = open_splits(job.task, given, limit=job.rows.limit, seed=job.seed).train
     examples = train.fetch(range(len(train)))
     pairs = examples[0].pair is not None
-    file = work / f"{Path(name_of(job.dataset)).name.partition('.')[0]}.jsonl"
+    file = texts_file(job, work)
     rows = [{"text": e.value, **({"pair": str(e.pair)} if pairs else {})} for e in examples]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file, "text,pair" if pairs else "text", len(rows)

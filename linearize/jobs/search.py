@@ -73,7 +73,7 @@ def check_search(job: SearchJob | ConvertJob) -> None:
     if job.plan_out is not None:
         check_plan_target(job.plan_out, overwrite=job.overwrite)
     if job.plot is not None:
-        check_picture(job.plot)
+        check_picture(job.plot, overwrite=job.overwrite)
 
 
 def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: int | None) -> SearchResult:

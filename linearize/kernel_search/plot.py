@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
 from linearize.kernel_search.result import SearchResult
+from linearize.parsing import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def write_plot(result: SearchResult, path: str) -> None:
     """Draw the points and write the PNG."""
-    Path(path).write_bytes(to_png(error_against_time(result))[0])
+    write_file(path, "--plot", to_png(error_against_time(result))[0])
 
 
 def error_against_time(result: SearchResult) -> Figure:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.errors import ConfigError
 from linearize.modeling.plan import SOFTMAX, Plan
-from linearize.parsing import parse_yaml
+from linearize.parsing import check_file, parse_yaml, read_text, write_file
 from linearize.registry import HYBRID
 from linearize.surgery.plan import replan
 
@@ -91,15 +91,8 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] 
         if layer.index is not None
     ]
     data = {"format": FORMAT, "architecture": plan.architecture, "model_type": plan.base_model_type, "layers": layers}
-    file = Path(path)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
-        beside.write_text(HEAD.format(name=file.name) + text, encoding="utf-8")
-        beside.replace(file)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"plan: {str(path)!r} cannot be written ({error.strerror}); choose another file") from error
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
+    write_file(path, "plan", (HEAD.format(name=Path(path).name) + text).encode("utf-8"))
 
 
 def check_plan_target(path: str, *, overwrite: bool) -> None:
@@ -108,14 +101,8 @@ def check_plan_target(path: str, *, overwrite: bool) -> None:
     Raises:
         ConfigError: if it is no .yaml, its folder is not there, or it is there and `overwrite` is false, or no plan.
     """
-    if not path.lower().endswith((".yaml", ".yml")):
-        raise ConfigError(f"--plan-out: got {path!r}, expected the name of a .yaml file")
-    file = Path(path)
-    if not file.absolute().parent.is_dir() or file.is_dir():
-        raise ConfigError(f"--plan-out: got {path!r}, expected a file in a folder that is there; make the folder first")
-    if file.exists():
-        if not overwrite:
-            raise ConfigError(f"--plan-out: {path!r} exists; choose another file, or pass --overwrite")
+    check_file(path, "--plan-out", (".yaml", ".yml"), overwrite=overwrite)
+    if Path(path).exists():
         read_plan(path, "--plan-out")
 
 
@@ -131,7 +118,7 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
     """
     shown = os.fspath(path)
     try:
-        data = parse_yaml(Path(path).read_text(encoding="utf-8"))
+        data = parse_yaml(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file of --plan-out") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +13,8 @@ from support.fake_hub import TOKEN, FakeHub
 from support.tiny import converted, original
 
 import linearize
-from linearize.checkpoint.push import check_repo
+from linearize.checkpoint.ownership import check_ours
+from linearize.checkpoint.push import check_repo, files_to_push
 from linearize.cli import main
 from linearize.errors import ConfigError
 
@@ -167,3 +170,68 @@ def test_the_command_line_pushes(hub, folder, tmp_path, capsys):
     assert main([*map(str, arguments[:-1]), str(tmp_path / "no"), "--push-to-hub", "alice"]) == 2
     assert "expected USER/NAME" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def litter(folder, tmp_path):
+    """A checkpoint with what may lie about in its folder."""
+    out = shutil.copytree(folder, tmp_path / "out")
+    for name in ("train.log", ".env", "onnx/model.onnx", "checkpoint-5/model.safetensors", "notes.json"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    return out
+
+
+def test_only_the_files_of_a_checkpoint_are_sent(hub, folder, tmp_path, capsys):
+    out = litter(folder, tmp_path)
+    done = push(hub, out, tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert sorted(hub.files) == sorted(content(folder))
+    # The card has another size now; the folder is still known as ours.
+    for name in ("train.log", ".env", "onnx", "checkpoint-5", "notes.json"):
+        shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink()
+    check_ours(out, "out")
+    assert "alice/tiny" in (out / "README.md").read_text()
+
+
+def test_a_dry_run_prints_the_list_and_sends_nothing(folder, tmp_path, capsys):
+    out = litter(folder, tmp_path)
+    before = content_of_all(out)
+    assert main(["push", str(out), "alice/tiny", "--dry-run", "--json", "--include", "onnx/*"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["files"] == sorted([*content(folder), "onnx/model.onnx"]) and listed["url"] is None
+    assert listed["left_out"] == [".env", "checkpoint-5/model.safetensors", "notes.json", "train.log"]
+    assert main(["push", str(out), "alice/tiny", "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Files for alice/tiny: README.md, config.json" in said and "Not sent" in said and "train.log" in said
+    assert main(["push", str(out), "alice/tiny", "--dry-run", "--include", "onyx/*"]) == 2
+    assert "got 'onyx/*', which matches no file" in capsys.readouterr().err
+    (out / "chat_template.jinja").symlink_to("/etc/hostname")
+    assert main(["push", str(out), "alice/tiny", "--dry-run"]) == 2
+    assert "holds 'chat_template.jinja', a link to '/etc/hostname' outside the checkpoint" in capsys.readouterr().err
+    (out / "chat_template.jinja").unlink()
+    assert content_of_all(out) == before
+
+
+def content_of_all(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_sentence_embedders_modules_and_an_adapter_are_sent(folder, tmp_path):
+    out = shutil.copytree(folder, tmp_path / "out")
+    (out / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
+    for name in ("1_Pooling/config.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("{}")
+    (out / "1_Pooling" / "notes.txt").write_text("mine")
+    sent, left = files_to_push(out)
+    assert left == ["1_Pooling/notes.txt"]
+    assert {"modules.json", "1_Pooling/config.json", "adapter/adapter_model.safetensors"} <= set(sent)
+
+
+def test_a_card_that_is_not_utf8_is_one_line(folder, tmp_path, capsys):
+    out = shutil.copytree(folder, tmp_path / "out")
+    (out / "README.md").write_bytes(b"caf\xe9")
+    assert main(["push", str(out), "alice/tiny"]) == 2
+    err = capsys.readouterr().err
+    assert "README.md' cannot be given the repository's name (got byte 0xe9 at 3, expected text in UTF-8)" in err
+    assert len(err.splitlines()) == 1

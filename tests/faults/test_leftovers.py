@@ -197,7 +197,7 @@ def test_what_a_killed_save_left_is_cleared_by_the_next(models, tmp_path, cli):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".new-out-89abcdef").write_bytes(b"a probe")
-    (tmp_path / ".lock-out").write_text("999999999\n")
+    (tmp_path / ".lock-out").write_text(f"{output.LOCKED_BY}999999999\n")
     assert cli(line_of("init", models, tmp_path / "out"))[0] == 0
     left = {".new-out-x", ".new-out-and-more-01234567", ".new-other-01234567", "out"}
     assert {path.name for path in tmp_path.iterdir()} == left
@@ -208,7 +208,7 @@ def test_locks_of_killed_processes_are_cleared_and_others_left(tmp_path):
     run, cells = tmp_path / "run", tmp_path / "run" / "cells"
     (cells / ".new-one-01234567").mkdir(parents=True)
     for stale in (tmp_path / ".lock-run", cells / ".lock-one"):
-        stale.write_text("999999999\n")
+        stale.write_text(f"{output.LOCKED_BY}999999999\n")
     with claim(cells / "two"):
         clear_leftovers(run)
         assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -10,15 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.command_lines import changed, line_of, without
-from support.tiny import converted
 
-import linearize
-from linearize.checkpoint.output import atomic_folder, check_target, claim
-from linearize.checkpoint.ownership import MARKER, check_links, check_ours
+from linearize.checkpoint.output import atomic_folder, check_target, claim, clear_leftovers
+from linearize.checkpoint.ownership import MARKER, check_links, check_ours, mark
+from linearize.distillation.state import RunState, StateFolder
 from linearize.errors import CheckpointError
-from linearize.finetune.work import check_work
+from linearize.finetune.work import begin, check_work
 from linearize.loading import load_model
+
+STARTED = {"data contents": "0123"}
+"""What a run of ours was started with."""
 
 
 def tree(folder):
@@ -65,27 +68,72 @@ def test_overwrite_replaces_ours_but_not_with_a_strangers_file_in_it(models, tmp
     assert tree(out) == before
 
 
-def test_folders_of_older_versions_are_known(models, tmp_path):
-    """Without our marker: a converted checkpoint, a tuned one, a report; each only with nothing else in it."""
-    linearize.save(converted("bert"), tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / MARKER).unlink()
-    (tmp_path / "report" / "images").mkdir(parents=True)
-    for name in ("index.html", "report.json", "images/layer.png"):
-        (tmp_path / "report" / name).write_text("{}")
-    for name in ("checkpoint", "report"):
-        check_ours(tmp_path / name, name)
-        (tmp_path / name / "my.csv").write_text("1")
-        with pytest.raises(CheckpointError, match=r"holds 'my\.csv', which linearize did not write"):
-            check_ours(tmp_path / name, name)
-    # A softmax model is nobody's output.
-    with pytest.raises(CheckpointError, match="is no folder that linearize wrote"):
-        check_ours(models / "bert", "bert")
+def web_page(folder):
+    (folder / "images").mkdir()
+    for name in ("index.html", "report.json", "images/photo.png"):
+        (folder / name).write_text("{}")
+
+
+def old_marker(folder):
+    (folder / "thesis.txt").write_text("years of work")
+    (folder / MARKER).write_text(json.dumps({"written_by": "linearize", "files": ["thesis.txt"]}))
+
+
+def converted_by_hand(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "linearize", "linearize": {}}))
+    (folder / "README.md").write_text("years of work")
+
+
+def states_of_another_app(folder):
+    (folder / "state.json").write_text('{"step": 3}')
+    (folder / "state.safetensors").write_bytes(b"weights")
+
+
+def comparison(folder):
+    for name in ("comparison.png", "comparison.json"):
+        (folder / name).write_text("{}")
+
+
+@pytest.mark.parametrize("make", [web_page, old_marker, converted_by_hand, states_of_another_app, comparison])
+def test_a_folder_with_names_like_ours_is_the_users(make, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    make(folder)
+    before = tree(folder)
+    with pytest.raises(CheckpointError, match="so --overwrite does not replace it"), claim(folder, overwrite=True):
+        pass
+    assert tree(folder) == before
+
+
+CHANGES = {
+    "a new file": lambda folder: (folder / "my.csv").write_text("1"),
+    "a file in a folder below": lambda folder: (folder / "b" / "my.csv").write_text("1"),
+    "a longer text": lambda folder: (folder / "a").write_text("aaa"),
+    "a link in a file's place": lambda folder: ((folder / "a").unlink(), (folder / "a").symlink_to("b/c")),
+    "a link": lambda folder: (folder / "link").symlink_to("a"),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, None])
+def test_what_is_not_on_the_list_stays(change, tmp_path):
+    with atomic_folder(tmp_path / "out") as fresh:
+        (fresh / "b").mkdir()
+        for name in ("a", "b/c"):
+            (fresh / name).write_text("aa")
+    # A file that the user removed is no loss.
+    (tmp_path / "out" / "b" / "c").unlink()
+    if change is None:
+        check_ours(tmp_path / "out", "out")
+        return
+    CHANGES[change](tmp_path / "out")
+    with pytest.raises(CheckpointError, match="which linearize did not write, or which has changed since"):
+        check_ours(tmp_path / "out", "out")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"written_by": "linearize", "files": 3}', "[" * 100_000, "\xff"])
 def test_a_damaged_marker_says_nothing(text, docs):
     (docs / MARKER).write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match="is no folder that linearize wrote"):
+    with pytest.raises(CheckpointError, match="so --overwrite does not replace it"):
         check_ours(docs, "docs")
 
 
@@ -111,7 +159,7 @@ def test_the_model_itself_is_no_output(name, models, tmp_path, monkeypatch, cli)
     (tmp_path / "link").symlink_to(original)
     (tmp_path / "up").symlink_to(tmp_path)
     # Even if it were a folder that linearize wrote.
-    (original / MARKER).write_text(json.dumps({"written_by": "linearize", "files": [*os.listdir(original)]}))
+    mark(original)
     monkeypatch.chdir(original if name == "." else tmp_path)
     before = tree(original)
     line = ["convert", original, "--distill-steps", 0, "--output", name, "--overwrite", "--device", "cpu"]
@@ -125,8 +173,8 @@ def test_a_folder_above_the_model_or_the_data_is_no_output(models, tmp_path, cli
     for kind in ("MODEL", "DATA"):
         top = tmp_path / kind
         (top / "below").mkdir(parents=True)
-        (top / MARKER).write_text(json.dumps({"written_by": "linearize", "files": ["below/data.jsonl"]}))
         (top / "below" / "data.jsonl").write_bytes((models / "data.jsonl").read_bytes())
+        mark(top)
         model = models / "bert" if kind == "DATA" else top / "below"
         data = top / "below" / "data.jsonl" if kind == "DATA" else models / "data.jsonl"
         line = ["convert", model, "--dataset", data, "--output", top, "--overwrite", "--device", "cpu"]
@@ -142,6 +190,7 @@ def test_an_interrupted_tuning_run_outlives_a_mistyped_data_set(models, tmp_path
     checkpoint = work / "checkpoint-3"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"weights")
+    begin(work, STARTED)
     line = line_of("finetune", models, out)
     code, _, err = cli(changed(line, "--dataset", models / "datta.jsonl"))
     assert code == 2 and "does not exist" in err
@@ -158,17 +207,48 @@ def test_a_checkpoint_that_was_being_written_or_removed_stops_no_resume(left, tm
     checkpoint.mkdir(parents=True)
     if left is not None:
         (checkpoint / left).write_bytes(b"")
+    begin(checkpoint.parent, STARTED)
     check_work(tmp_path / "out.training", resume=True, overwrite=True)
     (checkpoint.parent / "checkpoint-9").mkdir()
     (checkpoint.parent / "checkpoint-9" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="holds 'checkpoint-9', which is no checkpoint of the trainer"):
+    with pytest.raises(CheckpointError, match="holds 'checkpoint-9', which is no part of a tuning run"):
         check_work(tmp_path / "out.training", resume=True, overwrite=True)
+
+
+def test_checkpoints_of_another_trainer_are_the_users(tmp_path):
+    """They have the same names; the record of what the run was started with tells ours."""
+    checkpoint = tmp_path / "out.training" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    for name in ("model.safetensors", "trainer_state.json", "optimizer.pt"):
+        (checkpoint / name).write_bytes(b"")
+    for record in (None, "{}", '{"epochs": 3}'):
+        if record is not None:
+            (checkpoint.parent / "started.json").write_text(record)
+        for resume in (False, True):
+            with pytest.raises(CheckpointError, match="which is no part of a tuning run of linearize"):
+                check_work(checkpoint.parent, resume=resume, overwrite=True)
+
+
+def test_states_of_an_earlier_version_are_known_and_others_are_the_users(tmp_path):
+    states = StateFolder(tmp_path / "out.stage1", 1)
+    for step in (2, 4):
+        (states.folder / f"step-{step}").mkdir(parents=True)
+        (states.folder / f"step-{step}" / "state.json").write_text('{"step": 2, "fingerprint": {"data contents": "a"}}')
+    (states.folder / "step-2" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="holds 'step-2', which is no part of the states"):
+        states.check_free(overwrite=True)
+    # The oldest are dropped, if they are ours.
+    states.save(6, RunState({"step": 6}, {"a": torch.ones(1)}))
+    assert states.steps() == [2, 6]
+    (states.folder / "step-2" / "thesis.txt").unlink()
+    states.remove()
+    assert not states.folder.exists()
 
 
 def test_an_interrupted_distillation_outlives_a_mistyped_data_set(models, tmp_path, cli):
     out, states = tmp_path / "out", tmp_path / "out.stage1"
     (states / "step-500").mkdir(parents=True)
-    (states / "step-500" / "state.json").write_text("{}")
+    (states / "step-500" / "state.json").write_text(json.dumps({"fingerprint": STARTED}))
     line = line_of("convert", models, out, "--save-every", 2)
     code, _, err = cli(changed(line, "--dataset", models / "datta.jsonl"))
     assert code == 2 and (states / "step-500" / "state.json").exists()
@@ -339,3 +419,71 @@ def test_a_module_lies_in_a_folder_inside_the_checkpoint(path, models, tmp_path,
     code, _, err = cli(["convert", folder, "--distill-steps", 0, "--output", tmp_path / "out", "--device", "cpu"])
     assert code == 2 and len(err.splitlines()) == 1 and "expected a folder inside the checkpoint" in err, err
     assert not (tmp_path / "out").exists()
+
+
+# What lies around an output.
+LOCKS = {"notes": b"years of work", "a number": b"4711\n", "binary": b"\xff\xfe", "link": None, "folder": None}
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_file_of_the_users_where_the_lock_would_lie_stays(kind, tmp_path):
+    lock = tmp_path / ".lock-out"
+    (tmp_path / "notes.txt").write_text("locked by linearize, process 12\n")
+    {"link": lambda: lock.symlink_to("notes.txt"), "folder": lock.mkdir}.get(
+        kind, lambda: lock.write_bytes(LOCKS[kind])
+    )()
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match="lies where the lock of output"), claim(tmp_path / "out"):
+        pass
+    clear_leftovers(tmp_path)
+    assert tree(tmp_path) == before and os.path.lexists(lock)
+
+
+def test_a_resumed_run_removes_only_what_is_its_own(models, tmp_path, cli):
+    line, out = line_of("run", models, tmp_path / "run", "keep_models=false"), tmp_path / "run"
+    assert cli([*line, "--only", "softmax-*"])[0] == 0
+    mine = [out / ".work" / "thesis.txt", out / ".work" / "cells" / "mine" / "thesis.txt", out / "mine.safetensors"]
+    mine += [out / "cells" / "softmax-mine-s0" / "mine.safetensors", out / ".lock-mine"]
+    for file in mine:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("years of work")
+    code, _, err = cli([*line, "--resume"])
+    assert code == 0, err
+    assert all(file.read_text() == "years of work" for file in mine)
+    assert sorted(file for file in out.rglob("*.safetensors")) == sorted(mine[2:4])
+
+
+PICTURES = {
+    "bench": ["bench", "--lengths", "8", "--heads", 1, "--head-dim", 4],
+    "results": ["results"],
+    "search": ["search"],
+    "convert": ["convert"],
+}
+
+
+@pytest.mark.parametrize("option", ["--plot", "--plan-out"])
+@pytest.mark.parametrize("verb", PICTURES)
+def test_a_file_that_exists_is_not_replaced(verb, option, models, tmp_path, cli):
+    if option == "--plan-out" and verb in ("bench", "results"):
+        return
+    photo = tmp_path / ("photo.png" if option == "--plot" else "photo.yaml")
+    photo.write_text("a photo")
+    data = ["--dataset", models / "data.jsonl", "--text-column", "text", "--device", "cpu"]
+    more = {"results": [tmp_path], "search": [models / "bert", *data]}.get(verb, [])
+    if verb == "convert":
+        more = [models / "bert", "--kernel", "auto", *data, "--output", tmp_path / "out"]
+    code, _, err = cli([*PICTURES[verb], *more, option, photo])
+    assert code == 2 and "exists; choose another file, or pass --overwrite" in err and len(err.splitlines()) == 1, err
+    assert photo.read_text() == "a photo" and [path.name for path in tmp_path.iterdir()] == [photo.name]
+
+
+def test_overwrite_replaces_a_picture(models, tmp_path, cli):
+    assert cli([*line_of("run", models, tmp_path / "run"), "--only", "softmax-*"])[0] == 0
+    (tmp_path / "photo.png").write_text("a photo")
+    (tmp_path / "link.png").symlink_to("photo.png")
+    for name in ("link.png", "new.png"):
+        line = ["results", tmp_path / "run", "--plot", tmp_path / name, "--overwrite"]
+        assert cli(line)[0] == 0
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    # A link gives way; what it leads to stays.
+    assert (tmp_path / "photo.png").read_text() == "a photo"
