@@ -13,10 +13,17 @@ from transformers.conversion_mapping import (
 from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 
 
-def share_renamings(name: str, base: type[PreTrainedModel]) -> None:
-    """Let weights be renamed between file and model as those of the original are: transformers goes by class name."""
+def share_renamings(name: str, base: type[PreTrainedModel], inner: bool = False) -> None:
+    """Rename weights between file and model as for the original, which transformers finds by class or `model_type`.
+
+    Args:
+        name: of the class of converted models.
+        base: class of the original.
+        inner: whether the class is that of a body inside its model. Entries by `model_type` then come with the model:
+            registered for both, they would be applied twice.
+    """
     mapping = get_checkpoint_conversion_mapping(base.__name__)
-    if mapping is None and base.config_class is not None:
+    if mapping is None and base.config_class is not None and not inner:
         mapping = get_checkpoint_conversion_mapping(base.config_class.model_type)
     if mapping is not None:
         register_checkpoint_conversion_mapping(name, mapping, overwrite=True)

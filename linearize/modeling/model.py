@@ -23,7 +23,14 @@ from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class, implementation
 from linearize.modeling.lookups import record_outputs, share_classes, share_renamings
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
-from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_numbers, check_weights, take_stored_names
+from linearize.modeling.weights import (
+    HUB_OPTIONS,
+    absent_weights,
+    check_loaded,
+    check_numbers,
+    check_weights,
+    take_stored_names,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -38,6 +45,8 @@ class LinearizedModel(_Original):
 
     # Features and sums are fp32 whatever the model's dtype, so its few parameters are kept in it too.
     _keep_in_fp32_modules_strict: Any = ("linear_attention",)
+    whole: type[PreTrainedModel] | None = None
+    """Class that a body has by itself, where this one is inside a model with a head."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         register_interface()
@@ -49,22 +58,16 @@ class LinearizedModel(_Original):
         """Load as transformers does, but only where config.json and the weights belong together.
 
         Raises:
-            CheckpointError: if the folder is damaged, weights of a kernel are missing or have another size, or a weight
-                is NaN or infinite.
+            CheckpointError: if the folder is damaged, a weight that was saved is not loaded, weights of a kernel are
+                missing or have another size, or a weight is NaN or infinite.
         """
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        saved: set[str] = set()
         if name is not None and not kwargs.keys() & {"state_dict", "gguf_file"}:
-            check_checkpoint(name, **kwargs)
+            saved = check_checkpoint(name, **kwargs)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
-        for what in ("missing_keys", "mismatched_keys"):
-            bad = sorted(str(key) for key in info.get(what, ()) if ".linear_attention." in str(key))
-            if bad:
-                raise CheckpointError(
-                    f"the weights file lacks kernels that config.json asks for ({what}: {bad[0]}"
-                    f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}); the checkpoint is incomplete: "
-                    "download it again or convert the model again"
-                )
+        check_loaded(model, info, saved)
         check_numbers(model)
         # So that it is saved under the names that a freshly converted model is saved under.
         model._weight_conversions = None
@@ -81,7 +84,12 @@ class LinearizedModel(_Original):
         section = {key: value for key, value in config.linearize.items() if key != ABSENT}
         absent = absent_weights(self)
         config.linearize = section | ({ABSENT: absent} if absent else {})
-        return super().save_pretrained(*args, **kwargs)
+        inner = type(self)
+        self.__class__ = self.whole or inner  # type: ignore[assignment]
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.__class__ = inner
 
     def set_attn_implementation(
         self, attn_implementation: str | dict[str, str], *args: object, **kwargs: object
@@ -172,8 +180,11 @@ def _check_generation(generation_config: GenerationConfig) -> None:
         )
 
 
-def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> None:
+def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> set[str]:
     """Check that a folder's (or Hub repository's) config.json and weights belong together, without reading weights.
+
+    Returns:
+        The names that its weights have in the saved model; empty if that is not known.
 
     Raises:
         CheckpointError: if not.
@@ -181,13 +192,14 @@ def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> None:
     hub = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
     if values.get("model_type") != MODEL_TYPE:
-        return
+        return set()
     config = LinearizeConfig.from_dict(values)
-    saved = saved_class(config)
+    saved, names = saved_class(config), set()
     if saved is not None and "quantization_config" not in values:
-        check_weights(name, saved, config, **hub)
+        names = check_weights(name, saved, config, **hub)
     # Last, so that whatever shows what was changed says so.
     check_checksum(values["linearize"])
+    return names
 
 
 def saved_class(config: Any) -> type[PreTrainedModel] | None:
@@ -203,6 +215,16 @@ def saved_class(config: Any) -> type[PreTrainedModel] | None:
 
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+_INNER = "Inner"
+
+
+def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Make (once) the class that a converted body has inside a model with a head."""
+    if whole not in _CLASSES:
+        name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
+        share_renamings(name, base, inner=True)
+        _CLASSES[whole] = type(name, (whole,), {"__module__": __name__, "__doc__": whole.__doc__, "whole": whole})
+    return _CLASSES[whole]
 
 
 def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedModel]:
@@ -228,6 +250,8 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
     """Make the class of converted models of one of transformers' classes by its name: so does pickle ask for it."""
+    if name.endswith(_INNER) and not hasattr(transformers, name.removeprefix("Linearized")):
+        return _inner_class(__getattr__(name.removesuffix(_INNER)))
     base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
     if not isinstance(base, type) or not issubclass(base, PreTrainedModel) or base.config_class is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -280,7 +304,7 @@ def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
     """Do what all of a model needs to attend with kernels, to be saved in part, and to be loaded from a plain state."""
     if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
         # So that it can be saved by itself, as a checkpoint that says what it was built without (a head's pooler).
-        change_class(root, type(model.config))
+        change_class(root, type(model.config), inner=True)
     model.register_load_state_dict_pre_hook(take_stored_names)
     name = implementation(model.config)
     for module in root.modules():
@@ -289,9 +313,10 @@ def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
             config._attn_implementation_internal = name
 
 
-def change_class(model: PreTrainedModel, config: type[PreTrainedConfig]) -> None:
-    """Give a model, where it stands, the class of converted models of its own class; `config` is its config's."""
-    model.__class__ = model_class(type(model), config)
+def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: bool = False) -> None:
+    """Give a model, in place, the class of converted models of its own class; `config` is the class of its config."""
+    whole = model_class(type(model), config)
+    model.__class__ = _inner_class(whole) if inner else whole
     record_outputs(model)
 
 

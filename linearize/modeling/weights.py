@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 def check_weights(
     name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **options: Any
-) -> None:
+) -> set[str]:
     """Hold the weights of a checkpoint against the model that its config.json describes.
 
     Args:
@@ -58,13 +58,16 @@ def check_weights(
         config: the checkpoint's own config, without a caller's changes.
         **options: of `from_pretrained`; those about the Hub are used.
 
+    Returns:
+        The names of the model's weights; empty if its weights are not in safetensors files of the usual names.
+
     Raises:
         CheckpointError: if a file is missing or cut off, or a tensor is missing, too many, of another size, or of
             numbers of another kind.
     """
     stored = read_header(name, **options)
     if stored is None:
-        return
+        return set()
     _check_depth(config, stored)
     absent = set(config.linearize.get(ABSENT, ()))
     try:
@@ -86,6 +89,38 @@ def check_weights(
     header = {key: tensor.shape for key, tensor in stored.items() if key not in absent}
     _compare(header, expected, _optional(empty, header, expected, renamed))
     _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
+    return set(state)
+
+
+def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
+    """Refuse a model that did not get every weight it shares with the saved one: transformers draws those anew.
+
+    Args:
+        model: as loaded; its class may have another head than the saved one, whose weights are then new.
+        info: what transformers says of the load.
+        saved: names of the weights in the saved model; empty if that is not known.
+
+    Raises:
+        CheckpointError: if it did not.
+    """
+    prefix = f"{model.base_model_prefix}."
+    shared = {name.removeprefix(prefix) for name in saved}
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(str(key) for key in info.get(what, ()))
+        if what == "unexpected_keys":
+            # Another head, or a part that the caller left out, has none of them.
+            absent: Any = model.config.linearize.get(ABSENT, ())
+            whole = bool(saved) and saved <= model.state_dict().keys()
+            bad = [key for key in keys if whole and key not in absent]
+        else:
+            kept = shared if what == "missing_keys" else ()
+            bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
+        if bad:
+            raise CheckpointError(
+                f"weights that config.json asks for were not loaded ({what}: {bad[0]}"
+                f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}); the checkpoint is incomplete, or the "
+                "installed transformers reads its names in another way: download it again or convert the model again"
+            )
 
 
 def _renamed(state: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str, str]:

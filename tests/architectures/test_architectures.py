@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import transformers
 from architectures.shrink import tiny_config, tiny_model
 from architectures.sweep import apart, modeling_files, try_one
 from architectures.table import BEGIN, END, PAGE, RESULTS, page
+from architectures.trial import build
+
+import linearize
 
 FOUND = json.loads(RESULTS.read_text(encoding="utf-8"))
 PARTS = 24
@@ -31,6 +35,38 @@ def test_the_rule_keeps_what_belongs_together():
     assert config.image_token_id < config.text_config.vocab_size == 128
     model = tiny_model(transformers.LlamaForCausalLM, tiny_config(transformers.LlamaConfig))
     assert sum(x.numel() for x in model.parameters()) < 100_000
+
+
+RELOADED = (
+    (
+        "laguna",
+        "cohere_asr",
+        "step3p7",
+        "deepseek_ocr2",
+        "mixtral",
+        "qwen2_moe",
+        "deepseek_v3",
+        "jamba",
+        "olmoe",
+        "dbrx",
+    ),
+    ("granitemoe", "phimoe", "minimax_m2", "glm4_moe", "hy_v3", "axk1", "flex_olmo", "dots1", "olmoe", "aria"),
+    ("cohere2_moe", "vit", "vit_mae", "clip", "dinov3_vit", "modernbert", "timesfm", "wav2vec2", "hubert", "gpt_neox"),
+    ("gpt2", "bart", "electra", "molmo2", "pixtral", "sam2", "qwen3_vl", "whisper", "gemma4", "siglip2"),
+)
+
+
+@pytest.mark.parametrize("names", RELOADED, ids=lambda names: names[0])
+def test_a_load_gives_every_tensor_that_was_saved(names, tmp_path):
+    """Those whose weights have other names in files than in the model, and one of each other kind."""
+    for name in names:
+        torch.manual_seed(0)
+        model = linearize.convert(build(f"{name}.modeling_{name}"))
+        linearize.save(model, tmp_path / name)
+        loaded = type(model).from_pretrained(tmp_path / name).state_dict()
+        saved = model.state_dict()
+        assert saved.keys() == loaded.keys(), name
+        assert not [key for key, x in saved.items() if not torch.equal(x, loaded[key])], name
 
 
 @pytest.mark.slow

@@ -219,12 +219,16 @@ class _Trial:
                 raise
             self.note = "; transformers itself cannot reload its original"
             return
+        mine, theirs = self.model.state_dict(), loaded.state_dict()
+        assert mine.keys() == theirs.keys(), f"other tensors after a reload: {sorted(mine.keys() ^ theirs.keys())[:3]}"
+        lost = [key for key, x in mine.items() if not torch.equal(x, theirs[key])]
+        assert not lost, f"{len(lost)} tensors are not those that were saved: {lost[0]}"
         name = next(name for name, one in self.model.named_modules() if one is self.module)
         # A weight that lies askew in a file's pages may be summed in another order.
         for parameter in loaded.parameters():
             parameter.data = parameter.data.clone()
-        for mine, theirs in zip(expected, self.outputs(loaded.get_submodule(name)), strict=True):
-            assert torch.equal(mine, theirs), f"differs by {float((mine - theirs).abs().max()):.2g} after a reload"
+        for old, new in zip(expected, self.outputs(loaded.get_submodule(name)), strict=True):
+            assert torch.equal(old, new), f"differs by {float((old - new).abs().max()):.2g} after a reload"
 
     def _original_reloads(self) -> bool:
         """Whether transformers can load what it saved of the original."""
