@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from linearize.finetune.task import Task
     from linearize.jobs.evaluate import Evaluation
     from linearize.jobs.events import Event
-    from linearize.jobs.sides import SideResult
+    from linearize.jobs.sides import SideResult, Times
 
 EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola
@@ -78,15 +78,14 @@ def print_alone(out: Console, title: str, found: Evaluation, task: Task) -> None
 
 def print_compared(out: Console, title: str, found: Evaluation, task: Task) -> None:
     """Print a model beside its original, and what the differences are worth."""
-    out.print(sides_table(title, found.sides, task, chance=found.chance))
+    out.print(sides_table(title, found.sides, task, found.times, chance=found.chance))
     print_positions(out, found)
-    for line in [*(one.sentence for one in found.differences), *found.notes]:
+    times = [] if found.times is None else [found.times.text]
+    for line in [*found.notes, *(one.sentence for one in found.differences), *times]:
         out.print(line, markup=False)
     if found.recovered is not None:
         above = "" if found.chance is None else " above chance"
         out.print(f"{found.recovered:.1f} % of the original's score{above} is recovered.", markup=False)
-    elif found.original_score is not None:
-        out.print("The original is not above chance, so no share of it is recovered.", markup=False)
 
 
 def print_positions(out: Console, found: Evaluation) -> None:
@@ -107,28 +106,32 @@ def print_positions(out: Console, found: Evaluation) -> None:
     out.print(table(title, columns, rows, right=tuple(range(1, len(columns)))))
 
 
-def sides_table(title: str, sides: Sequence[SideResult], task: Task, *, chance: float | None = None) -> RenderableType:
+def sides_table(
+    title: str, sides: Sequence[SideResult], task: Task, times: Times | None, *, chance: float | None = None
+) -> RenderableType:
     """Build the table of a comparison, one row per side."""
     from linearize.cli._output import number, table
 
-    score = ", ".join(task.score)
     more = [name for name in sides[0].metrics if (name,) != task.score and name != "tokens"]
-    memory = any(side.peak_bytes is not None for side in sides)
-    columns = ["side", "length", "rows cut", f"score ({score})", "95 % interval", *more, "s per row"]
+    costs = {} if times is None else {one.name: one for one in times.sides}
+    memory = any(one.peak_bytes is not None for one in costs.values())
+    columns = ["side", "length", "rows cut", f"score ({', '.join(task.score)})", "95 % interval", *more]
+    columns += ["s per row" if times is None or not times.noisy else "s per row (noisy)"] if costs else []
+    columns += ["peak MiB"] if memory else []
     rows = []
     for side in sides:
         length = "-" if side.max_length is None else f"{side.max_length:,}"
         cut = "-" if side.cut_share is None else f"{100 * side.cut_share:.1f} %"
         figures = [number(side.metrics.get(name), 4) for name in more]
-        seconds = f"{side.seconds_per_row:.3g}"
-        rows.append(
-            [side.name, length, cut, percent(side.score, task), between(side.interval, task), *figures, seconds]
-        )
-        if memory:
-            rows[-1].append("-" if side.peak_bytes is None else f"{side.peak_bytes / 2**20:,.0f}")
+        row = [side.name, length, cut, percent(side.score, task), between(side.interval, task), *figures]
+        cost = costs.get(side.name)
+        if cost is not None:
+            row.append(f"{cost.seconds:.3g}")
+            if memory:
+                row.append("-" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:,.0f}")
+        rows.append(row)
     if chance is not None:
-        rows.append(["chance", "", "", percent(chance, task), *[""] * (len(columns) - 4 + memory)])
-    columns += ["peak MiB"] if memory else []
+        rows.append(["chance", "", "", percent(chance, task), *[""] * (len(columns) - 4)])
     return table(title, columns, rows, right=tuple(range(1, len(columns))))
 
 

@@ -98,8 +98,9 @@ def print_result(out: Console, job: LongdocJob, result: LongdocResult) -> None:
     from linearize.cli.evaluate import sides_table
 
     title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
-    out.print(sides_table(title, result.sides, job.task, chance=result.chance))
-    for line in [*(one.sentence for one in result.differences), *result.notes]:
+    out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
+    for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:
         out.print(line, markup=False)
     out.print(result.verdict, markup=False, style="bold")
-    out.print(f"Saved {result.output} ({result.seconds:.0f} s): original/, linear/ and results.json.", markup=False)
+    files = "original/, linear/, results.json and times.json"
+    out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.", markup=False)

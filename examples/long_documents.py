@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> LongdocResult:
         resume=args.resume,
     )
     result = run_longdoc(job, say)
-    for side in result.sides:
+    for side, cost in zip(result.sides, result.times.sides, strict=True):
         low, high = side.interval or (side.score, side.score)
-        costs = f"{side.cut_share or 0:.0%} cut, {side.seconds_per_row:.3f} s a document"
+        costs = f"{side.cut_share or 0:.0%} cut, {cost.seconds:.3f} s a document"
         print(f"{side.name:<40}{side.score:6.1f} ({low:.1f} to {high:.1f}), {costs}")
     for one in result.differences:
         print(one.sentence)

@@ -148,7 +148,6 @@ class StageRunner:
             "score": measured.score,
             "interval": measured.interval,
             "chance": measured.chance,
-            "seconds_per_row": measured.seconds_per_unit,
             "by_position": [dataclasses.asdict(one) for one in measured.by_position],
             "facts": data.facts,
             "seconds": time.perf_counter() - start,

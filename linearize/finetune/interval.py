@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,43 +11,55 @@ import numpy as np
 from linearize.finetune.prepared import IGNORED, Predictions, TaskData
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.trainer import measure_task
-from linearize.loading import wait
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
     from linearize.finetune.metrics.by_position import PositionLoss
 
-RESAMPLES = 500
+RESAMPLES = 10_000
+"""With 500 the ends of an interval moved by up to 2 points with the seed."""
 LEVEL = 0.95
+BALANCED = "f1_macro"
+"""The metric that decides alongside accuracy when classes are uneven."""
+UNEVEN = 1.1
+"""Classes are uneven if the largest one has more than this many times its equal share of the rows."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a model reaches on a task's validation rows.
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One figure of a model on a task's validation rows, and how far it is to be believed.
+
+    Attributes:
+        score: the figure.
+        interval: its 95 % bootstrap interval over rows (over questions, if one may have several rows).
+        chance: the score of the best answer that looks at no input; None if undefined (perplexities, spans).
+        units: how many rows, or questions, the interval is over.
+        resampled: [R] the score on rows drawn with replacement, the same rows of the same data; None without interval.
+    """
+
+    score: float
+    interval: tuple[float, float] | None = None
+    chance: float | None = None
+    units: int = 0
+    resampled: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Score):
+    """What a model reaches on a task's validation rows: its main metric, and
 
     Attributes:
         metrics: all metrics.
-        score: the task's main metric.
-        interval: its 95 % bootstrap interval over rows (over questions, where one may have several rows).
-        chance: the score of the best answer that looks at no input; None where there is none (perplexities, spans).
         rows: how many rows were measured.
-        units: how many of them, or questions, the interval is over.
-        seconds_per_unit: of the model's forward passes.
-        resampled: [R] the score on rows drawn with replacement, the same rows of the same data; None without interval.
         by_position: of causal language models, the loss by how many tokens stand before.
+        balanced: macro-F1, if the task has it and the classes are uneven: accuracy alone rewards the largest class.
     """
 
     metrics: dict[str, float]
-    score: float
-    interval: tuple[float, float] | None
-    chance: float | None
     rows: int
-    units: int = 0
-    seconds_per_unit: float = 0.0
-    resampled: np.ndarray | None = None
     by_position: tuple[PositionLoss, ...] = ()
+    balanced: Score | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Difference:
 
 
 def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
-    """Measure a model on a task's validation rows, with an interval, the chance level and the time it took.
+    """Measure a model on a task's validation rows, with an interval and the chance level.
 
     Args:
         model: the model, on its device.
@@ -84,44 +94,38 @@ def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size:
         kept.append((predictions, labels))
         return data.compute_metrics(predictions, labels)
 
-    with forward_seconds(model) as seconds:
-        metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
+    metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
     predictions, labels = kept[-1]
-    scores = resampled_scores(data, predictions, labels)
-    units = data.facts.get("questions", len(data.validation))
     return Measured(
-        metrics,
-        main_metric(data.task, metrics),
-        None if scores is None else _percentiles(scores),
-        chance_level(data, labels),
-        len(data.validation),
-        units,
-        sum(seconds) / max(1, units),
-        scores,
-        () if data.by_position is None else data.by_position(predictions),
+        **vars(_score(data, metrics, predictions, labels)),
+        metrics=metrics,
+        rows=len(data.validation),
+        by_position=() if data.by_position is None else data.by_position(predictions),
+        balanced=_balanced(data, metrics, predictions, labels),
     )
 
 
-@contextlib.contextmanager
-def forward_seconds(model: nn.Module) -> Iterator[list[float]]:
-    """Give a list that gets the seconds of every forward pass of a model in the block, a GPU's work included."""
-    seconds: list[float] = []
-    device = next(model.parameters()).device
+def _score(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Score:
+    scores = resampled_scores(data, predictions, labels)
+    return Score(
+        score=main_metric(data.task, metrics),
+        interval=None if scores is None else _percentiles(scores),
+        chance=chance_level(data, labels),
+        units=data.facts.get("questions", len(data.validation)),
+        resampled=scores,
+    )
 
-    def now() -> float:
-        wait(device if device.type == "cuda" else None)
-        return time.perf_counter()
 
-    # A forward pass is entered and left once: what the first hook pushes the second one replaces.
-    hooks = [
-        model.register_forward_pre_hook(lambda *_: seconds.append(-now())),
-        model.register_forward_hook(lambda *_: seconds.append(seconds.pop() + now())),
-    ]
-    try:
-        yield seconds
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _balanced(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Score | None:
+    """Return macro-F1 if the task has it beside its score and the classes are uneven."""
+    if data.task.type.labels != "class" or BALANCED not in metrics or BALANCED in data.task.score:
+        return None
+    classes = len(data.task.labels or ())
+    if np.bincount(np.asarray(labels)).max() <= UNEVEN * len(np.asarray(labels)) / classes:
+        return None
+    found = _score(replace(data, task=replace(data.task, score=(BALANCED,))), metrics, predictions, labels)
+    # Guessing in proportion to the classes reaches 1 / C, which is more than any constant answer.
+    return replace(found, chance=max(found.chance or 0.0, 1 / classes))
 
 
 def score_interval(
@@ -146,13 +150,16 @@ def resampled_scores(
     """
     chance = np.random.default_rng(seed)
     if data.by_unit is not None:
-        # The metrics are means over units, and so is their mean.
         found = data.by_unit(predictions, labels)
-        units = np.mean([found[name] for name in data.task.score], axis=0)
-        return np.array([units[chance.integers(len(units), size=len(units))].mean() for _ in range(resamples)])
+        columns = np.stack(list(found.values()), axis=1)
+        draws = (chance.integers(len(columns), size=len(columns)) for _ in range(resamples))
+        means = (dict(zip(found, columns[rows].mean(axis=0), strict=True)) for rows in draws)
+        return np.array([main_metric(data.task, one if data.of_means is None else data.of_means(one)) for one in means])
     if data.task.type.labels == "span":
         return None
     predictions = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+    if data.task.type.labels == "class":
+        predictions = predictions.argmax(axis=-1)
     labels = np.asarray(labels)
     scores = []
     for _ in range(resamples):
@@ -161,14 +168,16 @@ def resampled_scores(
     return np.array(scores)
 
 
-def paired_difference(ours: Measured, theirs: Measured) -> Difference | None:
+def paired_difference(ours: Score | None, theirs: Score | None) -> Difference | None:
     """Return how far one score is above another on the same rows; None where their rows are not the same ones.
 
     Args:
         ours: measured on the same data set as `theirs`; rows may be cut at other lengths.
         theirs: what is subtracted.
     """
-    if ours.resampled is None or theirs.resampled is None or ours.units != theirs.units:
+    if ours is None or theirs is None or ours.resampled is None or theirs.resampled is None:
+        return None
+    if ours.units != theirs.units:
         return None
     return Difference(ours.score - theirs.score, _percentiles(ours.resampled - theirs.resampled))
 
@@ -198,7 +207,7 @@ def _constant(data: TaskData, labels: Predictions) -> Iterator[np.ndarray]:
     kind = data.task.type.labels
     if kind == "class":
         for one in range(len(data.task.labels or ())):
-            yield np.tile(np.eye(len(data.task.labels or ()))[one], (len(labels), 1))
+            yield np.full(len(labels), one)
     elif kind == "number":
         yield np.full((len(labels), 1), float(np.mean(labels)))
     elif kind == "tags" or data.task.type.name == "recall":

@@ -308,7 +308,16 @@ def recovery(
     if chosen.lower_is_better:
         return None if score == 0 else 100.0 * (original / score)
     floor = chance or 0.0
-    lowest = original if interval is None else interval[0]
-    if original == floor or (chance is not None and lowest <= floor):
+    if original == floor or not above_chance(chosen, original, chance=chance, interval=interval):
         return None
     return 100.0 * (score - floor) / (original - floor)
+
+
+def above_chance(
+    chosen: Task, score: float, *, chance: float | None, interval: tuple[float, float] | None = None
+) -> bool:
+    """Tell whether a score is better than guessing, with its whole interval if it has one; True without a chance."""
+    if chance is None:
+        return True
+    low, high = interval or (score, score)
+    return high < chance if chosen.lower_is_better else low > chance

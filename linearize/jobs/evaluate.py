@@ -13,9 +13,9 @@ from linearize.jobs.sides import (
     Side,
     SideDifference,
     SideResult,
+    Sides,
+    Times,
     chunk_options,
-    difference,
-    measure_side,
     original_options,
     why_no_chunks,
 )
@@ -44,7 +44,8 @@ class Evaluation:
         chance: the score of the best answer that looks at no input.
         sides: this model, the original at its own length, and the original in chunks, where they were measured.
         differences: this model minus each of the others, on the same rows.
-        notes: what a reader of the comparison must know.
+        times: what reading costs each side; None without a comparison.
+        notes: what a reader must know.
     """
 
     task: str
@@ -60,6 +61,7 @@ class Evaluation:
     chance: float | None = None
     sides: tuple[SideResult, ...] = ()
     differences: tuple[SideDifference, ...] = ()
+    times: Times | None = None
     notes: tuple[str, ...] = field(default=())
 
 
@@ -77,44 +79,49 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         check_alone("evaluate")
     setup = Setup(job.task, job.dataset, job.batch_size, check_device(job.device), job.memory)
     others = _others(job)
-    data, ours, result = measure_side(setup, Side(OURS, job.model, job.data), on_event)
+    sides = Sides(setup, on_event)
+    ours = sides.measure(Side(OURS, job.model, job.data))
     found = Evaluation(
-        data.task.name,
-        data.description,
-        ours.metrics,
-        ours.score,
-        {"rows": ours.rows, **data.facts},
-        interval=ours.interval,
-        chance=ours.chance,
-        sides=(result,),
-        notes=() if result.note is None else (result.note,),
+        ours.data.task.name,
+        ours.data.description,
+        ours.measured.metrics,
+        ours.measured.score,
+        {"rows": ours.measured.rows, **ours.data.facts},
+        interval=ours.measured.interval,
+        chance=ours.measured.chance,
+        sides=(ours.result,),
+        notes=tuple(_notes(sides)),
     )
     if not others:
         return found
-    its_data, original, its_result = measure_side(setup, others[0], on_event)
-    found = replace(
-        found,
-        original=original.metrics,
-        original_score=original.score,
-        original_interval=original.interval,
-        recovered=recovery(data.task, ours.score, original.score, chance=ours.chance, interval=original.interval),
-    )
-    measured = [(result, ours), (its_result, original)]
-    notes = [note for note in (result.note, its_result.note) if note is not None]
+    original = sides.measure(others[0])
+    notes = []
     for side in others[1:]:
-        note = why_no_chunks(its_data, side.options.max_length)
+        note = why_no_chunks(original.data, side.options.max_length)
         if note is None:
-            _, chunks, chunks_result = measure_side(setup, side, on_event)
-            measured.append((chunks_result, chunks))
-        elif its_data.chunkable or its_data.facts.get("cut_share"):
+            sides.measure(side)
+        elif original.data.chunkable or original.data.facts.get("cut_share"):
             notes.append(note)
-    differences = [difference(data.task, measured[0], other) for other in measured[1:]]
+    score, its = ours.measured.score, original.measured
     return replace(
         found,
-        sides=tuple(one for one, _ in measured),
-        differences=tuple(one for one in differences if one is not None),
-        notes=tuple(notes),
+        original=its.metrics,
+        original_score=its.score,
+        original_interval=its.interval,
+        recovered=recovery(ours.data.task, score, its.score, chance=found.chance, interval=its.interval),
+        sides=tuple(one.result for one in sides.read),
+        differences=sides.differences(ours),
+        times=sides.times(),
+        notes=(*_notes(sides), *notes),
     )
+
+
+def _notes(sides: Sides) -> list[str]:
+    """Say which sides learned nothing, and which read beyond what they were trained on."""
+    results = [one.result for one in sides.read]
+    failed = ", ".join(one.name for one in results if not one.learned)
+    notes = [f"Not above chance: {failed}."] if failed else []
+    return notes + [one.note for one in results if one.note is not None]
 
 
 def _others(job: EvaluateJob) -> list[Side]:

@@ -32,9 +32,9 @@ from linearize.jobs.sides import (
     Side,
     SideDifference,
     SideResult,
+    Sides,
+    Times,
     chunk_options,
-    difference,
-    measure_side,
     rows_of_tokens,
     why_no_chunks,
 )
@@ -42,8 +42,8 @@ from linearize.jobs.task_config import TuneJob
 from linearize.loading import check_device
 from linearize.options import recorded
 
-RESULTS = "results.json"
-"""The file of the output that holds what was measured."""
+RESULTS, TIMES = "results.json", "times.json"
+"""Files of the output: what was measured, the same for every run with one seed; and what depends on the machine."""
 STEPS = 5
 
 
@@ -63,6 +63,7 @@ class LongdocResult:
         chance: the score of the best answer that looks at no input.
         notes: what a reader must know.
         verdict: one or two sentences.
+        times: what reading costs each side.
         seconds: duration of everything, or of the last part after a resume.
     """
 
@@ -76,7 +77,8 @@ class LongdocResult:
     chance: float | None
     notes: tuple[str, ...]
     verdict: str
-    seconds: float
+    times: Times
+    seconds: float = 0.0
 
 
 def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
@@ -217,69 +219,102 @@ def compare(
 ) -> LongdocResult:
     """Measure all sides on the same rows."""
     on_event(Started(f"step 5 of {STEPS}: comparison"))
-    setup = Setup(job.task, job.dataset, None, device, job.memory)
+    sides = Sides(Setup(job.task, job.dataset, None, device, job.memory), on_event)
     short = replace(job.rows, max_length=lengths.original, seed=job.seed)
     original, linear = str(work / ORIGINAL), str(work / LINEAR)
-    sides = [Side(f"original at {lengths.original:,}", original, short)]
+    sides.measure(Side(f"original at {lengths.original:,}", original, short))
     notes = list(lengths.notes)
     pieces = chunk_options(original, short, job.chunk_length)
     reason = why_no_chunks(data, pieces.max_length)
     if reason is None:
-        sides.append(Side(f"original, chunks of {pieces.max_length:,} averaged", original, pieces))
+        sides.measure(Side(f"original, chunks of {pieces.max_length:,} averaged", original, pieces))
     elif lengths.longest > lengths.original:
         notes.append(reason)
     if lengths.linear > lengths.original:
-        sides.append(Side(f"linear at {lengths.original:,}", linear, short))
-    sides.append(Side(f"linear at {lengths.linear:,}", linear, replace(short, max_length=lengths.linear)))
-    measured = [measure_side(setup, side, on_event) for side in sides]
-    (_, ours, full), *others = measured[::-1]
-    found = [difference(job.task, (full, ours), (result, its)) for _, its, result in others[::-1]]
-    differences = tuple(one for one in found if one is not None)
+        sides.measure(Side(f"linear at {lengths.original:,}", linear, short))
+    full = sides.measure(Side(f"linear at {lengths.linear:,}", linear, replace(short, max_length=lengths.linear)))
+    differences = sides.differences(full)
     # Where they lie on this machine is nobody's business.
-    results = tuple(replace(result, model=Path(result.model).name) for _, _, result in measured)
+    results = tuple(replace(one.result, model=Path(one.result.model).name) for one in sides.read)
+    chance, rows = full.measured.chance, full.measured.rows
     return LongdocResult(
         str(job.target()),
         job.task.name,
         without_folders(data.description),
-        ours.rows,
+        rows,
         lengths.longest,
         results,
         differences,
-        ours.chance,
+        chance,
         tuple(notes),
-        verdict(job, results, differences, lengths),
-        0.0,
+        verdict(job, results, differences, lengths, rows, chance),
+        sides.times(),
     )
 
 
 def verdict(
-    job: LongdocJob, sides: tuple[SideResult, ...], differences: tuple[SideDifference, ...], lengths: Lengths
+    job: LongdocJob,
+    sides: tuple[SideResult, ...],
+    differences: tuple[SideDifference, ...],
+    lengths: Lengths,
+    rows: int,
+    chance: float | None,
 ) -> str:
-    """Say in one or two sentences whether the linear model at full length is worth it."""
+    """Say in one or two sentences whether the linear model at full length is worth it.
+
+    Whether anything was learned comes first: of guesses none is better than another.
+    """
+    failed = [side.name for side in sides if not side.learned]
+    if failed and not (sides[0].learned or sides[-1].learned):
+        whom = "no side is" if len(failed) == len(sides) else f"{', '.join(failed)}: not"
+        level = "" if chance is None else f" ({_score(job, chance)})"
+        return f"Nothing was learned: {whom} above chance{level}. Give more steps or rows; {_finest(job, differences, rows)}"
     if lengths.longest <= lengths.original:
         return (
-            f"No row is longer than the {lengths.original:,} tokens that the original reads, so that this data cannot "
-            "show whether longer inputs help."
+            f"No row is longer than the {lengths.original:,} tokens that the original reads, so this data cannot show "
+            "whether longer inputs help."
         )
-    gains = {one.minus: _gain(job, one) for one in differences}
-    cut = gains[sides[0].name]
-    chunks = gains.get(sides[1].name) if sides[1].chunks else None
+    warning = f" Not above chance: {', '.join(failed)}." if failed else ""
+    cut, by_cut = _gain(job, differences, sides[0].name)
+    chunks, by_chunks = _gain(job, differences, sides[1].name) if sides[1].chunks else (None, "")
     full = f"Read at {lengths.linear:,} tokens, the linear model"
+    whole = f"the original cut at {lengths.original:,}"
     if cut <= 0:
-        said = "is within the noise of" if cut == 0 else "is behind"
-        text = f"No gain is shown: {full[0].lower()}{full[1:]} {said} the original cut at {lengths.original:,}"
-        text += "" if not chunks or chunks > 0 else ", and behind its chunks"
+        compared = "within the noise of" if cut == 0 else "behind"
+        text = f"No gain is shown: {full[0].lower()}{full[1:]} is {compared} {whole}{by_cut}"
+        text += f", and behind its chunks{by_chunks}" if chunks == -1 else ""
+        text += f"; {_finest(job, differences, rows)}" if cut == 0 else "."
     elif chunks is None:
-        text = f"Reading on pays: {full[0].lower()}{full[1:]} is better than the original cut at {lengths.original:,}"
+        text = f"Reading on pays: {full[0].lower()}{full[1:]} is better than {whole}{by_cut}."
     else:
-        beside = {1: "better than", 0: "within the noise of", -1: "behind"}[chunks]
-        text = f"{full} is better than the original cut at {lengths.original:,}, and {beside} its averaged chunks"
-    times = ", ".join(f"{side.seconds_per_row:.2g} s ({side.name})" for side in sides)
-    return f"{text}. Time per document: {times}."
+        compared = {1: "better than", 0: "within the noise of", -1: "behind"}[chunks]
+        text = f"{full} is better than {whole}{by_cut}, and {compared} its averaged chunks{by_chunks}."
+    return text + warning
 
 
-def _gain(job: LongdocJob, one: SideDifference) -> int:
-    """Return 1 where a difference is for the better, -1 where it is for the worse, 0 within the noise."""
+def _finest(job: LongdocJob, differences: tuple[SideDifference, ...], rows: int) -> str:
+    """Say which differences so many rows cannot show: half the widest interval of those that were measured."""
+    widest = max(((one.interval[1] - one.interval[0]) / 2 for one in differences), default=0.0)
+    size = f"{100 * widest:.0f} points" if job.task.percent else f"{widest:.2f}"
+    return f"{rows:,} rows cannot show differences below about {size}."
+
+
+def _score(job: LongdocJob, score: float) -> str:
+    return f"{100 * score:.2f}" if job.task.percent else f"{score:.3f}"
+
+
+def _gain(job: LongdocJob, differences: tuple[SideDifference, ...], minus: str) -> tuple[int, str]:
+    """Return 1 for a gain, -1 for a loss, 0 for noise, and by what, if accuracy and macro-F1 do not agree."""
+    found = {one.by: _sign(job, one) for one in differences if one.minus == minus}
+    signs = set(found.values())
+    if len(signs) <= 1:
+        return sum(signs), ""
+    words = {1: "better", 0: "within the noise", -1: "behind"}
+    # Both decide: one that is within the noise leaves it to the other, and a contradiction shows nothing.
+    return sum(signs), f" (by {' and '.join(f'{name}: {words[sign]}' for name, sign in found.items())})"
+
+
+def _sign(job: LongdocJob, one: SideDifference) -> int:
     if one.within_noise:
         return 0
     return 1 if (one.value < 0) == job.task.lower_is_better else -1
@@ -288,9 +323,12 @@ def _gain(job: LongdocJob, one: SideDifference) -> int:
 def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
     """Write both models and the results as one folder, and drop the work folder."""
     values = {**asdict(result), "output": job.target().name, "options": {"task": job.task.name, **recorded(job)}}
+    timed = {name: values.pop(name) for name in ("times", "seconds")}
     with atomic_folder(job.target(), overwrite=job.overwrite) as fresh:
         for name in (ORIGINAL, LINEAR):
             shutil.copytree(work / name, fresh / name)
-        (fresh / RESULTS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        for file, content in ((RESULTS, values), (TIMES, timed)):
+            (fresh / file).write_text(json.dumps(content, indent=2) + "
+", encoding="utf-8")
     with contextlib.suppress(CheckpointError):
         remove(job, work)

@@ -1,14 +1,21 @@
-"""Sides of a comparison: one checkpoint at one length each, all measured on the same rows of a task."""
+"""Sides of a comparison: one checkpoint at one length each, all measured on the same rows of a task, timed in turns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
+
+from linearize.bench.machine import NoiseWatch
 from linearize.bench.reading import peak_of_reading
+from linearize.bench.timing import Call, Timing, in_turns
 from linearize.errors import ConfigError
 from linearize.finetune.chunks import TOKENS
 from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import Difference, Measured, measure_with_interval, paired_difference
+from linearize.finetune.interval import BALANCED, Difference, Measured, measure_with_interval, paired_difference
 from linearize.finetune.lengths import beyond_training, length_limit, whole_length
 from linearize.finetune.load import check_trained, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.metrics.by_position import PositionLoss
@@ -16,11 +23,18 @@ from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import Facts, TaskData
 from linearize.finetune.tables import Given
 from linearize.finetune.task import Task
+from linearize.finetune.tasks import above_chance
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.loading import move
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 MOST_ROWS = 32
-"""Rows of a batch where nobody says it and they are short."""
+"""The most rows of a batch by default."""
+TIMED_ROWS, TURNS = 8, 7
+"""Rows that every side reads in each of so many turns."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class Setup:
         dataset: see `linearize.finetune.prepare.prepare`.
         batch_size: rows per batch; None: as many as have `TOKENS` tokens, `MOST_ROWS` at most.
         device: where models run.
-        memory: whether the peak memory of the longest row is measured, in a process of its own.
+        memory: whether the peak memory of the longest row is measured, in its own process.
     """
 
     task: Task
@@ -70,10 +84,10 @@ class SideResult:
         score: the task's main metric.
         interval: its 95 % bootstrap interval.
         metrics: all metrics.
-        seconds_per_row: of the model's forward passes.
-        peak_bytes: that reading the longest row adds to the loaded model; None: not measured.
         note: that it read beyond what it was trained on; None where it did not.
         by_position: of causal language models, the loss by how many tokens stand before the predicted one.
+        learned: whether it is above chance: by its score, or by macro-F1 if classes are uneven.
+        balanced: macro-F1 and its interval, if the task has it and classes are uneven.
     """
 
     name: str
@@ -84,10 +98,54 @@ class SideResult:
     score: float
     interval: tuple[float, float] | None
     metrics: dict[str, float]
-    seconds_per_row: float
-    peak_bytes: int | None = None
     note: str | None = None
     by_position: tuple[PositionLoss, ...] = ()
+    learned: bool = True
+    balanced: tuple[float, tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True)
+class SideTime:
+    """What reading costs one side, as plain data.
+
+    Attributes:
+        name: of the side.
+        seconds: of the model's forward pass, per row; median over the turns.
+        spread: distance of the quartiles over the median.
+        peak_bytes: that reading the longest row adds to the loaded model; None: not measured.
+    """
+
+    name: str
+    seconds: float
+    spread: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """What reading costs all sides: the same rows, in turns, so that what else the machine does falls on all alike.
+
+    Attributes:
+        sides: one each.
+        rows: how many rows were read per turn.
+        turns: how often.
+        noise: how quiet the machine was, one line.
+        noisy: whether the machine was too noisy for the times to be believed.
+    """
+
+    sides: tuple[SideTime, ...]
+    rows: int
+    turns: int
+    noise: str
+    noisy: bool
+
+    @property
+    def text(self) -> str:
+        """One or two sentences."""
+        if self.noisy:
+            return f"No verdict on speed, the machine was {self.noise}."
+        times = ", ".join(f"{one.seconds:.2g} s ({one.name})" for one in self.sides)
+        return f"Time per row, medians of {self.turns} turns over {self.rows} rows: {times}."
 
 
 @dataclass(frozen=True)
@@ -97,6 +155,7 @@ class SideDifference:
     Attributes:
         side: name of the one.
         minus: name of the other.
+        by: the score, or "f1_macro".
         value: the one's score minus the other's.
         interval: its 95 % paired bootstrap interval.
         within_noise: whether 0 lies in the interval.
@@ -105,43 +164,136 @@ class SideDifference:
 
     side: str
     minus: str
+    by: str
     value: float
     interval: tuple[float, float]
     within_noise: bool
     sentence: str
 
 
-def measure_side(setup: Setup, side: Side, on_event: Callback = ignore) -> tuple[TaskData, Measured, SideResult]:
-    """Measure one side; the rows are made with its own tokenizer or image processor.
+@dataclass(frozen=True)
+class Read:
+    """A measured side: its rows, its model, and what it reaches."""
 
-    Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+    side: Side
+    data: TaskData
+    model: PreTrainedModel
+    measured: Measured
+    result: SideResult
+
+
+class Sides:
+    """Measures checkpoints on the same rows, and times them in turns; every checkpoint is loaded once.
+
+    Args:
+        setup: the rows, and how they are measured.
+        on_event: called with `Started` before each side.
     """
-    on_event(Started(f"measuring: {side.name}"))
-    processor = load_processor(side.model, setup.task.modality)
-    data = prepare(setup.task, processor, side.options, data=setup.dataset)
-    check_trained(side.model, setup.task)
-    model = move(load_for_task(side.model, data), setup.device).eval()
-    fit_tokenizer(model, processor)
-    length = data.facts.get("max_length", data.facts.get("context", side.options.max_length))
-    note = beyond_training(model, setup.task, length)
-    measured = measure_with_interval(model, data, batch_size=setup.batch_size or rows_per_batch(data.facts))
-    text = setup.task.modality == "text"
-    result = SideResult(
-        side.name,
-        side.model,
-        length if text else None,
-        side.options.chunks,
-        data.facts.get("cut_share"),
-        measured.score,
-        measured.interval,
-        measured.metrics,
-        measured.seconds_per_unit,
-        _peak(setup, side, data, length) if setup.memory and text else None,
-        note,
-        measured.by_position,
-    )
-    return data, measured, result
+
+    def __init__(self, setup: Setup, on_event: Callback = ignore) -> None:
+        self.setup, self.on_event = setup, on_event
+        self.read: list[Read] = []
+
+    def measure(self, side: Side) -> Read:
+        """Measure one side; the rows are made with its own tokenizer or image processor.
+
+        Raises:
+            LinearizeError: one of its children, for everything the user can put right.
+        """
+        setup = self.setup
+        self.on_event(Started(f"measuring: {side.name}"))
+        processor = load_processor(side.model, setup.task.modality)
+        data = prepare(setup.task, processor, side.options, data=setup.dataset)
+        model = next((one.model for one in self.read if one.side.model == side.model), None)
+        if model is None:
+            check_trained(side.model, setup.task)
+            model = move(load_for_task(side.model, data), setup.device).eval()
+            fit_tokenizer(model, processor)
+        length = data.facts.get("max_length", data.facts.get("context", side.options.max_length))
+        note = beyond_training(model, setup.task, length)
+        measured = measure_with_interval(model, data, batch_size=setup.batch_size or rows_per_batch(data.facts))
+        balanced = measured.balanced
+        scores = [measured, *([] if balanced is None else [balanced])]
+        result = SideResult(
+            side.name,
+            side.model,
+            length if setup.task.modality == "text" else None,
+            side.options.chunks,
+            data.facts.get("cut_share"),
+            measured.score,
+            measured.interval,
+            measured.metrics,
+            note,
+            measured.by_position,
+            any(above_chance(setup.task, one.score, chance=one.chance, interval=one.interval) for one in scores),
+            None if balanced is None or balanced.interval is None else (balanced.score, balanced.interval),
+        )
+        self.read.append(Read(side, data, model, measured, result))
+        return self.read[-1]
+
+    def differences(self, ours: Read) -> tuple[SideDifference, ...]:
+        """Compare one side with all others; those whose rows are not the same (windows of other lengths) are left out.
+
+        If classes are uneven, macro-F1 is compared too.
+        """
+        found = []
+        for other in (one for one in self.read if one is not ours):
+            scores = paired_difference(ours.measured, other.measured)
+            balanced = paired_difference(ours.measured.balanced, other.measured.balanced)
+            found.append(_difference(self.setup.task, ", ".join(self.setup.task.score), ours, other, scores))
+            found.append(_difference(self.setup.task, BALANCED, ours, other, balanced))
+        return tuple(one for one in found if one is not None)
+
+    def times(self) -> Times:
+        """Time all sides on some of the rows, short and long ones, in turns; and their memory, if that is asked for."""
+        self.on_event(Started("timing all sides in turns"))
+        text = self.setup.task.modality == "text"
+        places = _spread_rows([one.data for one in self.read], text=text)
+        watch = NoiseWatch(self.setup.device)
+        watch.probe()
+        calls = {one.side.name: self._reading(one, places) for one in self.read}
+        taken = {name: Timing.of(times) for name, times in in_turns(calls, TURNS).items()}
+        noise = watch.stop()
+        sides = []
+        for one in self.read:
+            timing = taken[one.side.name]
+            sides.append(SideTime(one.side.name, timing.seconds / len(places), timing.spread, self._peak(one)))
+        return Times(tuple(sides), len(places), TURNS, noise.text, noise.too_noisy)
+
+    def _reading(self, one: Read, places: Sequence[int]) -> Call:
+        """Return a call that reads some rows, in the batches that they are measured in."""
+        size = self.setup.batch_size or rows_per_batch(one.data.facts)
+        rows = [one.data.validation[place] for place in places]
+        batches = [one.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+        moved = [{name: value.to(self.setup.device) for name, value in batch.items()} for batch in batches]
+        return partial(_forward, one.model if one.data.wrap is None else one.data.wrap(one.model), moved)
+
+    def _peak(self, one: Read) -> int | None:
+        """Measure the peak memory of reading the longest row as it is read here; None if that was not asked for."""
+        if not self.setup.memory or one.result.max_length is None:
+            return None
+        longest = one.data.facts.get("longest_row", one.result.max_length)
+        pieces = -(-longest // one.result.max_length) if one.side.options.chunks else 1
+        tokens = min(longest, one.result.max_length)
+        head = self.setup.task.head.auto_class
+        return peak_of_reading(one.side.model, head, min(pieces, max(1, TOKENS // tokens)), tokens, self.setup.device)
+
+
+@torch.no_grad()
+def _forward(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> None:
+    for batch in batches:
+        model(**batch)
+
+
+def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
+    """Choose up to `TIMED_ROWS` rows that all sides have, evenly over their lengths; fewer if rows are very long."""
+    count = min(len(one.validation) for one in data)
+    lengths = [0] * count
+    if text:
+        lengths = [max(len(one.validation[place].get("input_ids", ())) for one in data) for place in range(count)]
+    order = sorted(range(count), key=lambda place: lengths[place])
+    wanted = max(1, min(TIMED_ROWS, count, TOKENS // max(1, max(lengths))))
+    return [order[(2 * number + 1) * count // (2 * wanted)] for number in range(wanted)]
 
 
 def rows_per_batch(facts: Facts) -> int:
@@ -153,16 +305,6 @@ def rows_per_batch(facts: Facts) -> int:
 def rows_of_tokens(tokens: int, length: int) -> int:
     """Return how many rows of a length have at most so many tokens: 1 at least, `MOST_ROWS` at most."""
     return max(1, min(MOST_ROWS, tokens // max(1, length)))
-
-
-def _peak(setup: Setup, side: Side, data: TaskData, length: int) -> int | None:
-    """Measure the peak memory of reading the longest row as it is read here."""
-    longest = data.facts.get("longest_row", length)
-    pieces = -(-longest // length) if side.options.chunks else 1
-    tokens = min(longest, length)
-    return peak_of_reading(
-        side.model, setup.task.head.auto_class, min(pieces, max(1, TOKENS // tokens)), tokens, setup.device
-    )
 
 
 def original_options(name: str, options: DataOptions, task: Task) -> DataOptions:
@@ -215,20 +357,15 @@ def why_no_chunks(data: TaskData, length: int, title: str = "the original") -> s
     return None
 
 
-def difference(
-    task: Task, side: tuple[SideResult, Measured], minus: tuple[SideResult, Measured]
-) -> SideDifference | None:
-    """Compare two sides; None where their rows are not the same ones, as windows of other lengths are not."""
-    (one, ours), (other, theirs) = side, minus
-    found = paired_difference(ours, theirs)
+def _difference(task: Task, by: str, ours: Read, other: Read, found: Difference | None) -> SideDifference | None:
     if found is None:
         return None
-    text = (
-        f"{one.name} is {_how_far(task, found)} {other.name} (95 % interval of the difference: {_signed(task, found)})"
-    )
+    one, two = ours.side.name, other.side.name
+    said = f" by {by}" if by == BALANCED else ""
+    text = f"{one} is {_how_far(task, found)} {two}{said} (95 % interval of the difference: {_signed(task, found)})"
     noise = ": within the noise." if found.within_noise else "."
     return SideDifference(
-        one.name, other.name, found.value, found.interval, found.within_noise, text[0].upper() + text[1:] + noise
+        one, two, by, found.value, found.interval, found.within_noise, text[0].upper() + text[1:] + noise
     )
 
 

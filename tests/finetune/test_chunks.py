@@ -79,7 +79,7 @@ def test_classification_is_the_mean_of_logits(bert, reviews):
     accuracy = float(np.mean(found.argmax(-1).numpy() == batch["labels"].numpy()))
     for size in (1, 3, 8):
         measured = measure_with_interval(model, data, batch_size=size)
-        assert measured.metrics["accuracy"] == accuracy and measured.units == 8 and measured.seconds_per_unit > 0
+        assert measured.metrics["accuracy"] == accuracy and measured.units == 8
 
 
 def test_similarity_is_of_mean_embeddings(bert, tmp_path):

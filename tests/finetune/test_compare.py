@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -63,7 +64,7 @@ def test_each_side_at_its_own_length(place, few_draws):
     for side, alone in zip(found.sides, (job(place), job(place, "original", max_length=12)), strict=False):
         single = evaluate_checkpoint(alone)
         assert side.metrics == pytest.approx(single.figures) and side.interval == pytest.approx(single.interval)
-    assert found.original_score == found.sides[1].score and all(side.seconds_per_row > 0 for side in found.sides)
+    assert found.original_score == found.sides[1].score and all(one.seconds > 0 for one in found.times.sides)
     assert [(one.side, one.minus) for one in found.differences] == [
         ("this model", "the original"),
         ("this model", "the original, chunks averaged"),
@@ -95,6 +96,7 @@ def test_chunks_of_a_length(place, few_draws):
 def test_data_whose_longest_row_makes_it_pointless(place, few_draws):
     found = evaluate_checkpoint(job(place, data="short", compare=str(place / "original")))
     assert len(found.sides) == 2 and found.notes == (
+        "Not above chance: this model, the original.",
         "The longest row has 7 tokens, and the original reads 12: nothing is cut, so that chunks would be whole rows, "
         "and a greater length cannot decide here.",
     )
@@ -117,12 +119,12 @@ def test_tasks_that_are_not_read_as_chunks(place, few_draws):
     asked = job(place, data="pairs", columns="first,second", compare=str(place / "original"))
     found = evaluate_checkpoint(asked)
     assert (
-        len(found.sides) == 2 and found.sides[1].cut_share == 1.0 and "does not read one text a row" in found.notes[0]
+        len(found.sides) == 2 and found.sides[1].cut_share == 1.0 and "does not read one text a row" in found.notes[-1]
     )
 
 
 def measured(scores, resampled):
-    return Measured({}, scores, None, None, 10, 10, 0.0, np.array(resampled))
+    return Measured(metrics={}, score=scores, rows=10, units=10, resampled=np.array(resampled))
 
 
 def test_the_paired_difference():
@@ -130,8 +132,8 @@ def test_the_paired_difference():
     found = paired_difference(ours, theirs)
     # The scores vary together, so that their difference does not.
     assert found.value == pytest.approx(0.2) and found.interval == pytest.approx((0.2, 0.2)) and not found.within_noise
-    assert paired_difference(ours, Measured({}, 0.6, None, None, 9, 9, 0.0, theirs.resampled)) is None
-    assert paired_difference(ours, Measured({}, 0.6, None, None, 10, 10)) is None
+    assert paired_difference(ours, dataclasses.replace(theirs, units=9)) is None
+    assert paired_difference(ours, dataclasses.replace(theirs, resampled=None)) is None
     assert Difference(0.1, (-0.1, 0.3)).within_noise and not Difference(0.1, (0.05, 0.3)).within_noise
 
 
@@ -150,7 +152,7 @@ def test_its_interval_is_that_of_the_mean_of_differences():
         guesses = np.where(chance.random(400) < right, labels, 1 - labels)
         scores = resampled_scores(data, np.eye(2)[guesses], labels)
         share = float(np.mean(guesses == labels))
-        sides.append((Measured({}, share, None, None, 400, 400, 0.0, scores), guesses == labels))
+        sides.append((Measured(metrics={}, score=share, rows=400, units=400, resampled=scores), guesses == labels))
     (ours, mine), (theirs, its) = sides
     found = paired_difference(ours, theirs)
     half = 1.96 * float(np.std(mine.astype(float) - its)) / math.sqrt(400)
@@ -168,7 +170,7 @@ def test_from_the_command_line(place, few_draws, capsys, monkeypatch):
     assert "the original, chunks averaged" in out and "95 % interval of the difference" in out
     assert main([*line, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [side["peak_bytes"] for side in found["sides"]] == [3 * 2**20] * 3 and len(found["differences"]) == 2
+    assert [one["peak_bytes"] for one in found["times"]["sides"]] == [3 * 2**20] * 3 and len(found["differences"]) == 2
     assert main([*line, "--chunk-length", "13"]) == 2
     err = capsys.readouterr().err
     assert "takes at most 12 tokens" in err and err.count("\n") == 1

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.tasks import word_tokenizer
 
-from linearize.finetune.interval import chance_level, score_interval
+from linearize.finetune.interval import _balanced, chance_level, resampled_scores, score_interval
+from linearize.finetune.metrics.entities import of_counts
 from linearize.finetune.prepared import IGNORED, DataOptions, TaskData, text_facts, tokenise
 from linearize.finetune.task_types.text import metrics_of
 from linearize.finetune.tasks import TASKS, recovery, task
@@ -99,3 +100,40 @@ def test_the_share_of_rows_that_were_cut():
     assert text_facts(tokenizer, texts, texts, pairs, DataOptions(max_length=100))["cut_share"] == 0.0
     allowed = DataOptions(max_length=100, auto_length=True)
     assert text_facts(tokenizer, texts, texts, pairs, allowed)["max_length"] == 2 * longest[3] - 1
+
+
+def test_the_ends_hardly_move_with_the_seed():
+    """With 500 resamples an end moved by 2 points with the seed."""
+    labels = np.array([0] * 24 + [1] * 40)
+    guesses = np.array([0, 1] * 32)
+    ends = [score_interval(rows("sst2"), logits(guesses), labels, seed=seed) for seed in range(4)]
+    # A row of 64 is 1.6 points, and an end is one of these values.
+    assert np.ptp(ends, axis=0).max() <= 1 / 64
+
+
+def test_macro_f1_is_measured_where_classes_are_uneven(monkeypatch):
+    chosen = task("text-classification", labels=("a", "b"))
+    data = TaskData(chosen, [], [], len, metrics_of(chosen), "no rows")
+    labels = np.array([0] * 24 + [1] * 40)
+    constant = logits(np.ones(64, dtype=int))
+    found = _balanced(data, data.compute_metrics(constant, labels), constant, labels)
+    # The constant answer has 40 / 52 in one of two classes; guessing in proportion has 1/2.
+    assert found.score == pytest.approx(40 / 104) and found.chance == 0.5
+    even = np.array([0, 1] * 32)
+    assert _balanced(data, data.compute_metrics(constant, even), constant, even) is None
+    assert _balanced(rows("sst2"), {"accuracy": 0.5}, constant, labels) is None
+
+
+def test_entities_are_drawn_by_the_sentence():
+    """Their F1 on drawn rows is that of the rows themselves, from counts that are taken once."""
+    counts = {name: np.array(values) for name, values in {
+        "hits": [1, 0, 2], "predicted": [1, 1, 2], "true": [2, 0, 2], "right": [3, 1, 4], "tokens": [4, 2, 4],
+    }.items()}  # fmt: skip
+    data = TaskData(
+        TASKS["token-classification"], [], [], len, lambda *_: {}, "", by_unit=lambda *_: counts, of_means=of_counts
+    )
+    found = resampled_scores(data, None, None, resamples=5, seed=3)
+    chance = np.random.default_rng(3)
+    for score in found:
+        drawn = chance.integers(3, size=3)
+        assert score == pytest.approx(of_counts({k: v[drawn].sum() for k, v in counts.items()})["entity_f1"])

@@ -11,23 +11,16 @@ from support.tiny import SMALLER, original
 
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.errors import ConfigError, DataError, LinearizeError
-from linearize.finetune import interval
 from linearize.finetune.config import TuneConfig
 from linearize.jobs import events
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.longdoc import in_batches, run_longdoc, verdict
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.longdoc_data import Lengths, examine, write_texts
-from linearize.jobs.sides import SideDifference, SideResult
+from linearize.jobs.sides import SideDifference, SideResult, SideTime, Times
 from linearize.jobs.task_config import EvaluateJob
 
 FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}
-
-
-@pytest.fixture(autouse=True)
-def few_draws(monkeypatch):
-    """Draw rows 20 times: what is compared here does not depend on how often."""
-    monkeypatch.setattr(interval.resampled_scores, "__kwdefaults__", {"resamples": 20, "seed": 0})
 
 
 @pytest.fixture(scope="module")
@@ -197,27 +190,82 @@ def test_optimizer_steps_have_the_same_rows_at_every_length():
         assert found.seed == 3 and found.eval_batch_size == rows
 
 
+def compared(name, value, by="accuracy"):
+    within = (-0.2, 0.2) if value == 0 else (value - 0.05, value + 0.05)
+    return SideDifference("linear at 32", name, by, value, within, value == 0, "")
+
+
+def sides_of(*learned):
+    names = ["original at 12", "chunks", "linear at 12", "linear at 32"]
+    return tuple(
+        SideResult(name, "", 12, name == "chunks", 0.0, 0.5, None, {}, learned=known)
+        for name, known in zip(names, learned, strict=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("cut", "chunks", "expected"),
     [
         (0.1, 0.1, "Read at 32 tokens, the linear model is better than the original cut at 12, and better than its"),
         (0.1, 0.0, "better than the original cut at 12, and within the noise of its averaged chunks."),
         (0.1, -0.1, "better than the original cut at 12, and behind its averaged chunks."),
-        (0.0, -0.1, "is within the noise of the original cut at 12, and behind its chunks."),
+        (0.0, -0.1, "is within the noise of the original cut at 12, and behind its chunks; 64 rows cannot show"),
         (-0.1, 0.1, "is behind the original cut at 12."),
         (0.1, None, "Reading on pays: read at 32 tokens, the linear model is better than the original cut at 12."),
     ],
 )  # fmt: skip
 def test_the_verdict(place, cut, chunks, expected):
-    names = ["original at 12", "chunks", "linear at 12", "linear at 32"]
-    sides = [SideResult(name, "", 12, name == "chunks", 0.0, 0.5, None, {}, 0.25) for name in names]
+    sides = sides_of(True, True, True, True)
     if chunks is None:
-        del sides[1]
+        sides = (sides[0], *sides[2:])
     values = {"original at 12": cut, "chunks": chunks, "linear at 12": 0.0}
-    differences = [
-        SideDifference("linear at 32", side.name, values[side.name], (0, 0), values[side.name] == 0, "")
-        for side in sides[:-1]
-    ]
-    text = verdict(job(place), tuple(sides), tuple(differences), Lengths(12, 32, 26))
-    assert expected in text and "Time per document: 0.25 s (original at 12)" in text
-    assert "cannot show" in verdict(job(place), tuple(sides), tuple(differences), Lengths(12, 32, 12))
+    differences = tuple(compared(side.name, values[side.name]) for side in sides[:-1])
+    text = verdict(job(place), sides, differences, Lengths(12, 32, 26), 64, 0.5)
+    assert expected in text and "Time" not in text
+    assert "cannot show" in verdict(job(place), sides, differences, Lengths(12, 32, 12), 64, 0.5)
+
+
+def test_the_verdict_says_first_that_nothing_was_learned(place):
+    """All four intervals held the majority class's share, and the verdict said "within the noise of the original"."""
+    lengths, differences = Lengths(12, 32, 26), (compared("original at 12", 0.0),)
+    text = verdict(job(place), sides_of(False, False, False, False), differences, lengths, 64, 0.625)
+    assert text == (
+        "Nothing was learned: no side is above chance (62.50). Give more steps or rows; 64 rows cannot show differences "
+        "below about 20 points."
+    )
+    text = verdict(job(place), sides_of(True, True, True, False), (compared("original at 12", -0.1),), lengths, 64, 0.5)
+    assert text.startswith("No gain is shown") and text.endswith("Not above chance: linear at 32.")
+
+
+def test_macro_f1_decides_alongside_accuracy(place):
+    sides, lengths = sides_of(True, True, True, True), Lengths(12, 32, 26)
+
+    def said(accuracy, balanced):
+        differences = [compared(sides[0].name, accuracy), compared(sides[0].name, balanced, "f1_macro")]
+        return verdict(job(place), (sides[0], *sides[2:]), tuple(differences), lengths, 64, 0.6)
+
+    assert "is better than the original cut at 12 (by accuracy: within the noise and f1_macro: better)." in said(0, 0.1)
+    assert "is behind the original cut at 12 (by accuracy: within the noise and f1_macro: behind)." in said(0, -0.1)
+    assert "No gain is shown" in said(0.1, -0.1) and "better than the original cut at 12." in said(0.1, 0.1)
+
+
+def test_two_runs_with_one_seed_give_one_result(place, done):
+    """To the bit: what was measured, and the weights. Everything timed lies in a file of its own."""
+    again = run_longdoc(job(place, "again/long"))
+    for name in ("results.json", "original/model.safetensors", "linear/model.safetensors"):
+        assert (place / "again/long" / name).read_bytes() == (place / "long" / name).read_bytes(), name
+    results = json.loads((place / "long/results.json").read_text())
+    times = json.loads((place / "long/times.json").read_text())
+    assert "seconds" not in json.dumps(results) and set(times) == {"times", "seconds"}
+    assert [one["name"] for one in times["times"]["sides"]] == [side.name for side in again.sides]
+    assert all(one["seconds"] > 0 and one["spread"] >= 0 for one in times["times"]["sides"])
+
+
+def test_times_of_a_noisy_machine_are_no_verdict():
+    sides = (SideTime("original at 12", 0.25, 0.5), SideTime("linear at 32", 0.3, 0.1))
+    assert Times(sides, 8, 7, "quiet (1 %)", False).text == (
+        "Time per row, medians of 7 turns over 8 rows: 0.25 s (original at 12), 0.3 s (linear at 32)."
+    )
+    assert Times(sides, 8, 7, "too noisy (50 %)", True).text == (
+        "No verdict on speed, the machine was too noisy (50 %)."
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from typing import ClassVar
 
 import datasets
@@ -44,15 +42,3 @@ class PackageMetric(evaluate.Metric):
             inputs_description="predictions and references, of equal length",
             features=datasets.Features(self.fields),
         )
-
-
-def without_warnings(compute: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Keep warnings of edge cases (one class, constant numbers) off the screen: what they give is documented."""
-
-    @functools.wraps(compute)
-    def quiet(*args: object, **kwargs: object) -> dict[str, float]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return compute(*args, **kwargs)
-
-    return quiet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import datasets
@@ -41,15 +41,26 @@ class Entities(PackageMetric):
     }
 
     def _compute(self, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        hits = predicted = true = right = tokens = 0
-        for guess, answer in zip(predictions, references, strict=True):
-            ours, theirs = entities(guess), entities(answer)
-            hits, predicted, true = hits + len(ours & theirs), predicted + len(ours), true + len(theirs)
-            right += sum(a == b for a, b in zip(guess, answer, strict=True))
-            tokens += len(answer)
-        return {
-            "precision": hits / predicted if predicted else 0.0,
-            "recall": hits / true if true else 0.0,
-            "entity_f1": 2 * hits / (predicted + true) if predicted + true else 0.0,
-            "token_accuracy": right / tokens if tokens else 0.0,
-        }
+        counts = [entity_counts(*pair) for pair in zip(predictions, references, strict=True)]
+        return of_counts({name: sum(one[name] for one in counts) for name in COUNTS})
+
+
+COUNTS = ("hits", "predicted", "true", "right", "tokens")
+
+
+def entity_counts(guess: Sequence[str], answer: Sequence[str]) -> dict[str, int]:
+    """Count a row's entities (found, predicted, true) and its tokens (right, all)."""
+    ours, theirs = entities(guess), entities(answer)
+    right = sum(a == b for a, b in zip(guess, answer, strict=True))
+    return dict(zip(COUNTS, (len(ours & theirs), len(ours), len(theirs), right, len(answer)), strict=True))
+
+
+def of_counts(counts: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of summed or averaged counts; 0 where a share is of nothing."""
+    hits, predicted, true, right, tokens = (counts[name] for name in COUNTS)
+    return {
+        "precision": hits / predicted if predicted else 0.0,
+        "recall": hits / true if true else 0.0,
+        "entity_f1": 2 * hits / (predicted + true) if predicted + true else 0.0,
+        "token_accuracy": right / tokens if tokens else 0.0,
+    }

@@ -1,27 +1,36 @@
-"""Metrics of numbers, by scipy and scikit-learn: Pearson and Spearman correlation, mean squared error."""
+"""Metrics of numbers: Pearson and Spearman correlation, mean squared error."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linearize.finetune.metrics.base import NUMBERS, PackageMetric, without_warnings
+from linearize.finetune.metrics.base import NUMBERS, PackageMetric
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from numpy.typing import ArrayLike
 
 
-def _correlation(
-    correlate: Callable[..., Any], predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
-) -> float:
-    """Return a correlation of numbers [N]; 0 where either side is constant, which scipy leaves undefined."""
-    sides = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+def _correlation(predictions: ArrayLike, references: ArrayLike) -> float:
+    """Return Pearson's correlation of numbers [N]; 0 where either side is constant, which leaves it undefined."""
+    sides = [np.asarray(side, np.float64) for side in (predictions, references)]
     if any((side == side[:1]).all() for side in sides):
         return 0.0
-    return float(correlate(*sides).statistic)
+    # Scaled, so that no square overflows.
+    one, two = (centred / np.abs(centred).max() for centred in (side - side.mean() for side in sides))
+    return float(np.clip(one @ two / math.sqrt((one @ one) * (two @ two)), -1.0, 1.0))
+
+
+def _ranks(values: ArrayLike) -> np.ndarray:
+    """Return ranks [N], the mean rank for ties; NaN everywhere if a value is NaN. Quicker than scipy's."""
+    values = np.asarray(values, np.float64)
+    if np.isnan(values).any():
+        return np.full(len(values), math.nan)
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    return ranks
 
 
 class Pearson(PackageMetric):
@@ -29,13 +38,8 @@ class Pearson(PackageMetric):
 
     fields = NUMBERS
 
-    @without_warnings
-    def _compute(
-        self, predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
-    ) -> dict[str, float]:
-        from scipy.stats import pearsonr
-
-        return {"pearson": _correlation(pearsonr, predictions, references)}
+    def _compute(self, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
+        return {"pearson": _correlation(predictions, references)}
 
 
 class Spearman(PackageMetric):
@@ -43,13 +47,8 @@ class Spearman(PackageMetric):
 
     fields = NUMBERS
 
-    @without_warnings
-    def _compute(
-        self, predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
-    ) -> dict[str, float]:
-        from scipy.stats import spearmanr
-
-        return {"spearman": _correlation(spearmanr, predictions, references)}
+    def _compute(self, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
+        return {"spearman": _correlation(_ranks(predictions), _ranks(references))}
 
 
 class MeanSquaredError(PackageMetric):
@@ -57,12 +56,8 @@ class MeanSquaredError(PackageMetric):
 
     fields = NUMBERS
 
-    def _compute(
-        self, predictions: Sequence[float] | np.ndarray, references: Sequence[float] | np.ndarray
-    ) -> dict[str, float]:
-        from sklearn.metrics import mean_squared_error
-
-        if not len(references) or not np.isfinite(predictions).all():
-            # scikit-learn raises; the trainer is to see the NaN, and says at which step.
+    def _compute(self, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
+        guess, true = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+        if not len(true) or not np.isfinite(guess).all():
             return {"mse": math.nan}
-        return {"mse": float(mean_squared_error(references, predictions))}
+        return {"mse": float(np.mean((guess - true) ** 2))}

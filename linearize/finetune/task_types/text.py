@@ -249,12 +249,15 @@ def numbered(task: Task, examples: Sequence[Example]) -> list[float] | list[int]
 
 
 def metrics_of(task: Task) -> Callable[[Predictions, Predictions], dict[str, float]]:
-    """Return the function from logits [N, C] (or numbers [N, 1]) and labels [N] to metrics by name."""
+    """Return the function from logits [N, C], classes [N] or numbers [N, 1] and labels [N] to metrics by name."""
     metrics = [metric(name) for name in task.metrics]
 
     def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
         logits = np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
-        guesses = logits.reshape(-1).astype(np.float64) if task.type.labels == "number" else logits.argmax(axis=-1)
+        if task.type.labels == "number":
+            guesses = logits.reshape(-1).astype(np.float64)
+        else:
+            guesses = logits if logits.ndim == 1 else logits.argmax(axis=-1)
         result: dict[str, float] = {}
         for one in metrics:
             result |= one.compute(predictions=guesses, references=np.asarray(labels))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.metrics import metric
+from linearize.finetune.metrics.entities import COUNTS, entity_counts, of_counts
 from linearize.finetune.prepared import (
     IGNORED,
     DataOptions,
@@ -48,13 +49,17 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
     entities = metric("entities")
     names = task.labels or ()
 
+    def tags(predictions: Predictions, labels: Predictions) -> Iterator[list[list[str]]]:
+        for guess, answer in zip(np.asarray(predictions), np.asarray(labels), strict=True):
+            yield [[names[i] for i in side[answer != IGNORED]] for side in (guess, answer)]
+
     def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
-        guesses, answers = np.asarray(predictions), np.asarray(labels)
-        pairs = [(g[a != IGNORED], a[a != IGNORED]) for g, a in zip(guesses, answers, strict=True)]
-        return entities.compute(
-            predictions=[[names[i] for i in guess] for guess, _ in pairs],
-            references=[[names[i] for i in answer] for _, answer in pairs],
-        )
+        pairs = list(tags(predictions, labels))
+        return entities.compute(predictions=[guess for guess, _ in pairs], references=[answer for _, answer in pairs])
+
+    def by_unit(predictions: Predictions, labels: Predictions) -> dict[str, np.ndarray]:
+        counts = [entity_counts(*pair) for pair in tags(predictions, labels)]
+        return {name: np.array([one[name] for one in counts]) for name in COUNTS}
 
     held = _rows(task, splits.validation, tokenizer, options)
     return TaskData(
@@ -66,6 +71,8 @@ def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, option
         splits.description,
         reduce=lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1),
         facts=row_facts(_whole_lengths(tokenizer, splits.validation[words], held.rows, options), options),
+        by_unit=by_unit,
+        of_means=of_counts,
     )
 
 
