@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         for c in compared.conversions
     ]
     columns = ["name", "kernels", "added", "KL", "TV", "negative", "error", "cosine", "seconds", "x softmax"]
+    if compared.noisy:
+        columns[-2:] = [f"{name} (noisy)" for name in columns[-2:]]
     at = f"; timed at {timed}" if (timed := timed_at(compared)) else ""
     out.print(table(f"On {compared.inputs}{at}", columns, rows, right=tuple(range(2, 10))))
     for line in (*compared.verdicts, *compared.notes):

@@ -107,9 +107,7 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     """
     import transformers
 
-    raw = _read_config(name, None)
-    if raw.get("model_type") != "linearize":
-        raise CheckpointError(f"{name!r} is not a converted checkpoint; convert it first: linearize convert {name}")
+    raw = check_converted(name)
     config = transformers.AutoConfig.from_pretrained(name)
     base: Any = getattr(transformers, str((raw.get("architectures") or [""])[0]).removeprefix("Linearized"), None)
     with quiet():
@@ -122,6 +120,18 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
     return Loaded(model, _load_processor(name, None, modality), modality, name, _embedder(model, name, None))
+
+
+def check_converted(name: str) -> dict[str, Any]:
+    """Return the config of a converted checkpoint.
+
+    Raises:
+        CheckpointError: if it is no converted checkpoint, or cannot be read.
+    """
+    raw = _read_config(name, None)
+    if raw.get("model_type") != "linearize":
+        raise CheckpointError(f"{name!r} is not a converted checkpoint; convert it first: linearize convert {name}")
+    return raw
 
 
 def _embedder(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, bytes]:
@@ -169,6 +179,8 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
     path = Path(name)
     if path.exists() or name.startswith((".", "/", "~")):
         file = path.expanduser() / "config.json"
+        if not path.expanduser().exists():
+            raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
         if not file.is_file():
             raise CheckpointError(
                 f"{name!r} is no checkpoint: expected a folder with a config.json; give such a folder or a Hub name"

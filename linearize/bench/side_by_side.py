@@ -1,19 +1,20 @@
-"""A converted checkpoint beside its own frozen softmax (SDPA): time in turns, memory in processes of their own.
+"""Converted checkpoints beside their own frozen softmax (SDPA): time in turns, memory in separate processes.
 
 Both variants are the same weights and the same forward: the softmax variant is what the layers compute while observed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.bench.machine import Noise, NoiseWatch
 from linearize.bench.measure import peak_memory
 from linearize.bench.models import BenchModel
 from linearize.bench.rows import Row, Variant
-from linearize.bench.timing import Timing, in_turns
+from linearize.bench.timing import Call, Timing, in_turns
 from linearize.bench.whole_model import ModelSuite
 from linearize.errors import LinearizeError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VARIANTS = ("softmax", "linear")
+TURNS = 7
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Comparison:
         softmax_bytes: peak memory of that forward above the loaded model, or None.
         linear_bytes: the same with the kernels.
         repeats: forwards per variant.
+        softmax_spread: distance of the quartiles over the median.
+        linear_spread: the same with the kernels.
     """
 
     tokens: int
@@ -42,6 +46,8 @@ class Comparison:
     softmax_bytes: int | None
     linear_bytes: int | None
     repeats: int
+    softmax_spread: float
+    linear_spread: float
 
     @classmethod
     def of(cls, row: Row) -> Comparison:
@@ -49,7 +55,8 @@ class Comparison:
         timings = [row.variants[variant].timing for variant in VARIANTS]
         softmax, linear = (timing for timing in timings if timing is not None)
         memory = [row.memory(variant) for variant in VARIANTS]
-        return cls(row.tokens, softmax.seconds, linear.seconds, memory[0], memory[1], linear.repeats)
+        spreads = softmax.spread, linear.spread
+        return cls(row.tokens, softmax.seconds, linear.seconds, memory[0], memory[1], linear.repeats, *spreads)
 
     @property
     def speedup(self) -> float:
@@ -57,36 +64,57 @@ class Comparison:
         return self.softmax_seconds / self.linear_seconds
 
 
-def measure_speed(
-    model: PreTrainedModel,
-    folder: str | None,
-    lengths: Sequence[int],
-    repeats: int = 3,
-    *,
-    image_size: int | None = None,
-) -> list[Row]:
-    """Time one forward of a model without its head per length, and measure its memory.
+@dataclass(frozen=True)
+class Timed:
+    """A converted model to time.
 
-    Args:
-        model: a converted model.
+    Attributes:
+        model: the model.
+        lengths: tokens of the inputs, ascending.
         folder: where it is saved, for the memory of each variant in a fresh process; None: no memory.
-        lengths: tokens, ascending.
-        repeats: forwards per variant; medians are returned.
         image_size: pixels of the pictures of a model of images, whose one length is their tokens; None: it reads text.
     """
-    if not lengths:
-        return []
-    path = None if folder is None else str(Path(folder).absolute())
-    suite = ModelSuite(BenchModel.of(model, path, longest=max(lengths), image_size=image_size))
-    memory = {variant: {} if path is None else _memory(suite, variant, lengths) for variant in VARIANTS}
-    rows = []
-    for tokens in lengths:
-        times = in_turns({variant: suite.prepare(variant, tokens) for variant in VARIANTS}, repeats)
-        variants = {
-            variant: Variant(Timing.of(values), memory[variant].get(tokens)) for variant, values in times.items()
-        }
-        rows.append(Row(suite.name, suite.what, tokens, suite.pair, variants))
-    return rows
+
+    model: PreTrainedModel
+    lengths: Sequence[int]
+    folder: str | None = None
+    image_size: int | None = None
+
+
+def measure_speed(models: Mapping[str, Timed], repeats: int = TURNS) -> tuple[dict[str, list[Row]], Noise]:
+    """Time one forward without the head per length, all models with and without softmax in the same turns.
+
+    Args:
+        models: what to time, by name.
+        repeats: forwards per variant; medians are returned.
+
+    Returns:
+        One row per length, by model, with the memory where there is a folder; and how quiet the machine was.
+    """
+    suites, memory = {}, {}
+    for name, one in models.items():
+        path = None if one.folder is None else str(Path(one.folder).absolute())
+        longest = max(one.lengths, default=1)
+        suites[name] = ModelSuite(BenchModel.of(one.model, path, longest=longest, image_size=one.image_size))
+        for variant in VARIANTS:
+            memory[name, variant] = {} if path is None else _memory(suites[name], variant, one.lengths)
+    watch = NoiseWatch(next(iter(suites.values())).device if suites else "cpu")
+    rows: dict[str, list[Row]] = {name: [] for name in models}
+    for tokens in sorted({tokens for one in models.values() for tokens in one.lengths}):
+        watch.probe()
+        names = [name for name, one in models.items() if tokens in one.lengths]
+        calls: dict[str, Call] = {}
+        for name in names:
+            calls |= {f"{variant} {name}": suites[name].prepare(variant, tokens) for variant in VARIANTS}
+        times = in_turns(calls, repeats)
+        for name in names:
+            variants = {
+                variant: Variant(Timing.of(times[f"{variant} {name}"]), memory[name, variant].get(tokens))
+                for variant in VARIANTS
+            }
+            suite = suites[name]
+            rows[name].append(Row(suite.name, suite.what, tokens, suite.pair, variants))
+    return rows, watch.stop()
 
 
 def _memory(suite: ModelSuite, variant: str, lengths: Sequence[int]) -> dict[int, int]:

@@ -268,7 +268,8 @@ def verdict(
     if failed and not (sides[0].learned or sides[-1].learned):
         whom = "no side is" if len(failed) == len(sides) else f"{', '.join(failed)}: not"
         level = "" if chance is None else f" ({_score(job, chance)})"
-        return f"Nothing was learned: {whom} above chance{level}. Give more steps or rows; {_finest(job, differences, rows)}"
+        more = f"Give more steps or rows; {_finest(job, differences, rows)}"
+        return f"Nothing was learned: {whom} above chance{level}. {more}"
     if lengths.longest <= lengths.original:
         return (
             f"No row is longer than the {lengths.original:,} tokens that the original reads, so this data cannot show "

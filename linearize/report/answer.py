@@ -10,6 +10,7 @@ from linearize.checkpoint.taught import taught_length
 from linearize.report.predictions import SEVERAL
 
 if TYPE_CHECKING:
+    from linearize.bench.rows import Row
     from linearize.report.gather import Gathered
 
 SAME = 0.05
@@ -64,18 +65,27 @@ def _fast(found: Gathered) -> str:
     known = [row for row in found.speeds if row.speedup is not None]
     if not known:
         return "how fast it is was not measured here"
+    if found.noise is not None and found.noise.too_noisy:
+        return "how fast it is cannot be said, as the machine was too noisy"
     row = known[-1]
     assert row.speedup is not None
     times = row.speedup
     if found.picture is not None:
         return f"one picture, {row.tokens:,} tokens, takes {1 / times:.2f} of the time that it takes with softmax"
-    if abs(times - 1) <= SAME:
+    if _same(row):
         return f"one input of {row.tokens:,} tokens takes as long as with softmax"
     if times < 1:
         return f"one input of {row.tokens:,} tokens takes {1 / times:.2f} times as long as with softmax"
-    slower = [other.tokens for other in known if (other.speedup or 0) <= 1 + SAME]
+    slower = [other.tokens for other in known if (other.speedup or 0) <= 1 or _same(other)]
     since = f", one of {slower[-1]:,} is not faster" if slower else ""
     return f"one input of {row.tokens:,} tokens is read {times:.2f} times as fast as with softmax{since}"
+
+
+def _same(row: Row) -> bool:
+    """Tell whether both variants take as long, within `SAME` or the spread of their turns."""
+    assert row.speedup is not None
+    spreads = [one.timing.spread / 2 for one in row.variants.values() if one.timing is not None]
+    return abs(math.log(row.speedup)) <= max(math.log1p(SAME), sum(spreads))
 
 
 def _length(found: Gathered) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from linearize.report.options import CompareOptions
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from linearize.loading import Loaded
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -60,21 +62,22 @@ class Conversion:
     negative_share: float | None
     output_error: float | None
     cosine: float | None
-    seconds: float | None
-    speedup: float | None
-    tokens: int | None
     layers: list[dict[str, object]]
     per_input: dict[str, list[float]] = field(default_factory=dict)
+    seconds: float | None = None
+    speedup: float | None = None
+    tokens: int | None = None
     seconds_spread: float | None = None
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All of them, on the inputs said in one line, with what the reader has to know."""
+    """All of them, on the inputs said in one line, with what the reader has to know, and whether times are noise."""
 
     inputs: str
     conversions: list[Conversion]
     notes: list[str]
+    noisy: bool = False
     verdicts: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
@@ -83,42 +86,72 @@ class Compared:
 
 
 def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) -> Compared:
-    """Measure several conversions on the same inputs, one after the other.
+    """Measure several conversions on the same inputs, one after the other, and time all of them in turns.
 
     Raises:
         ConfigError: if there are fewer than two, or one reads text and another one images.
         LinearizeError: another of its children, for everything the user can put right.
     """
-    from linearize.loading import check_device
+    from linearize.bench.side_by_side import Comparison, Timed, measure_speed
+    from linearize.loading import check_converted, check_device, load_converted
     from linearize.report.lengths import check_lengths
+    from linearize.surgery.positions import current_length
 
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
     check_lengths(options.lengths, None)
     device = check_device(options.device)
-    names = _names(options.checkpoints)
-    found: list[Conversion] = []
+    names = dict(zip(_names(options.checkpoints), options.checkpoints, strict=True))
+    for checkpoint in options.checkpoints:
+        check_converted(checkpoint)
+    found: dict[str, Conversion] = {}
+    timed: dict[str, Timed] = {}
     notes: list[str] = []
     inputs = modality = None
-    for name, checkpoint in zip(names, options.checkpoints, strict=True):
+    for name, checkpoint in names.items():
         on_event(Started(f"measuring {name}"))
-        conversion, described, kind = _one(name, checkpoint, options, device, notes)
-        if modality is not None and kind != modality:
+        loaded = load_converted(checkpoint, device=device)
+        if modality is not None and loaded.modality != modality:
             raise ConfigError(
-                f"compare: {name} reads {kind}, but {names[0]} reads {modality}; compare models of the same inputs"
+                f"compare: {name} reads {loaded.modality}, but {next(iter(names))} reads {modality}; compare models of "
+                "the same inputs"
             )
-        modality, inputs = kind, inputs or described
-        found.append(conversion)
-    return Compared(inputs or "", found, list(dict.fromkeys(notes)), verdicts(found))
+        found[name], described = _one(name, loaded, options, notes)
+        modality, inputs = loaded.modality, inputs or described
+        if loaded.modality == "text":
+            lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
+            notes += [f"{name}: {note}" for note in dropped]
+            if lengths:
+                timed[name] = Timed(loaded.model, lengths[-1:])
+    noisy = False
+    if timed:
+        on_event(Started("timing all of them in turns"))
+        rows, noise = measure_speed(timed, options.repeats)
+        noisy = noise.too_noisy
+        if noisy:
+            notes.append(f"No verdict on speed, the machine was {noise.text}.")
+        for name, (row,) in rows.items():
+            speed = Comparison.of(row)
+            found[name] = replace(
+                found[name],
+                seconds=speed.linear_seconds,
+                speedup=speed.speedup,
+                tokens=speed.tokens,
+                seconds_spread=speed.linear_spread,
+            )
+    conversions = list(found.values())
+    return Compared(inputs or "", conversions, list(dict.fromkeys(notes)), noisy, verdicts(conversions, noisy=noisy))
 
 
-def verdicts(conversions: Sequence[Conversion]) -> list[str]:
+def verdicts(conversions: Sequence[Conversion], *, noisy: bool = False) -> list[str]:
     """Say by each figure which conversion is the best, and which differences are noise."""
     found = []
     for name in (*PER_INPUT, "cosine"):
         values = {one.name: one.per_input[name] for one in conversions if name in one.per_input}
         if len(values) == len(conversions):
             found.append(verdict(FIGURES[name], values, larger_is_better=name == "cosine"))
+    if noisy:
+        return found
     timed = {one.name: (one.seconds, one.seconds_spread) for one in conversions}
     known = {name: (time, spread) for name, (time, spread) in timed.items() if time is not None and spread is not None}
     same = len({one.tokens for one in conversions}) == 1
@@ -154,37 +187,23 @@ def _names(checkpoints: Sequence[str]) -> list[str]:
     return names if len(set(names)) == len(names) else list(checkpoints)
 
 
-def _one(
-    name: str, checkpoint: str, options: CompareOptions, device: str, notes: list[str]
-) -> tuple[Conversion, str, str]:
+def _one(name: str, loaded: Loaded, options: CompareOptions, notes: list[str]) -> tuple[Conversion, str]:
     from linearize.attention.interface import linear_attentions
-    from linearize.bench.side_by_side import Comparison, measure_speed
     from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.whole import output_difference
-    from linearize.loading import load_converted
     from linearize.modeling.model import kernel_parameters
     from linearize.report.inputs import load_inputs
-    from linearize.report.lengths import check_lengths
     from linearize.report.original import cut_notes, find_original
-    from linearize.surgery.positions import current_length
 
-    loaded = load_converted(checkpoint, device=device)
     # The same seed for all, not each one's own: the inputs shall be the same.
     inputs = load_inputs(loaded, options.inputs)
     notes += [f"{name}: {note}" for note in inputs.notes]
     fidelity = measure_layers(loaded.model, inputs.batches)
-    original, missing = find_original(options.original, loaded, device)
+    original, missing = find_original(options.original, loaded, str(loaded.model.device))
     if original is None:
         notes.append(f"{name}: no cosine to the original, as {missing}; give it with --original.")
     notes += [f"{name}: {note}" for note in cut_notes(original, inputs.batches)]
     outputs = None if original is None else output_difference(original.model, loaded.model, inputs.batches)
-    speed = timing = None
-    if loaded.modality == "text":
-        lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
-        notes += [f"{name}: {note}" for note in dropped]
-        if lengths:
-            row = measure_speed(loaded.model, None, lengths[-1:], options.repeats)[0]
-            speed, timing = Comparison.of(row), row.variants["linear"].timing
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
     conversion = Conversion(
         name=name,
@@ -195,14 +214,10 @@ def _one(
         negative_share=fidelity.mean("negative_share"),
         output_error=fidelity.mean("output_error"),
         cosine=None if outputs is None else outputs.cosine,
-        seconds=None if speed is None else speed.linear_seconds,
-        speedup=None if speed is None else speed.speedup,
-        tokens=None if speed is None else speed.tokens,
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=figures_per_input(loaded.model, None if original is None else original.model, inputs.batches),
-        seconds_spread=None if timing is None else timing.spread,
     )
-    return conversion, inputs.description, loaded.modality
+    return conversion, inputs.description
 
 
 def timed_at(compared: Compared) -> str:

@@ -12,6 +12,7 @@ from linearize.events import Callback, Started, ignore
 from linearize.report.options import ReportOptions
 
 if TYPE_CHECKING:
+    from linearize.bench.machine import Noise
     from linearize.bench.rows import Row
     from linearize.checkpoint.inspect import CheckpointInfo
     from linearize.fidelity.maps import LayerMaps
@@ -49,6 +50,7 @@ class Gathered:
         outputs: whole outputs against the original's (`OutputDifference`), or None.
         changes: predictions beside the original's (`linearize.report.predictions.Changes`), or None.
         speeds: one `linearize.bench.rows.Row` per length.
+        noise: how quiet the machine was meanwhile; None if nothing was timed.
         log: lines of the log that lies in the folder.
         notes: what the reader has to know.
         left_out: what the report does not have, and why.
@@ -65,6 +67,7 @@ class Gathered:
     outputs: OutputDifference | None
     changes: Changes | None
     speeds: list[Row]
+    noise: Noise | None
     log: list[dict[str, object]]
     notes: list[str]
     left_out: list[str]
@@ -87,6 +90,7 @@ class Gathered:
             "outputs": None if self.outputs is None else asdict(self.outputs),
             "predictions": None if self.changes is None else asdict(self.changes),
             "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in speeds],
+            "noise": None if self.noise is None else self.noise.to_dict(),
             "notes": self.notes,
             "left_out": self.left_out,
         }
@@ -140,12 +144,12 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         if outputs is None:
             left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
     changes = _changes(original, loaded, inputs, left_out)
-    speeds = _speeds(options, loaded, notes, left_out, on_event)
+    speeds, noise = _speeds(options, loaded, notes, left_out, on_event)
     log = _log(options.checkpoint, left_out)
     picture = first["pixel_values"][0] if loaded.modality == "image" else None
     return Gathered(
         info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, changes, speeds,
-        log, notes, left_out,
+        noise, log, notes, left_out,
     )  # fmt: skip
 
 
@@ -179,8 +183,8 @@ def _changes(original: Loaded | None, loaded: Loaded, inputs: Inputs, left_out: 
 
 def _speeds(
     options: ReportOptions, loaded: Loaded, notes: list[str], left_out: list[str], on_event: Callback
-) -> list[Row]:
-    from linearize.bench.side_by_side import measure_speed
+) -> tuple[list[Row], Noise | None]:
+    from linearize.bench.side_by_side import Timed, measure_speed
     from linearize.report.lengths import check_lengths
     from linearize.surgery.positions import current_image_size, current_length, runs_beyond_limit
 
@@ -201,17 +205,18 @@ def _speeds(
         tokens = current_length(loaded.model)
         if height != width or tokens is None:
             left_out.append("Time and memory: pictures are not square here, or their tokens are not known.")
-            return []
+            return [], None
         size, lengths, what = height, [tokens] if options.lengths else [], f"{height} x {width} pixels"
     if not lengths:
         left_out.append("Time and memory against length: no length to measure at (--lengths).")
-        return []
+        return [], None
     on_event(Started(f"time and memory at {what}"))
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
     if folder is None:
         left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
-    return measure_speed(loaded.model, folder, lengths, image_size=size)
+    rows, noise = measure_speed({loaded.name: Timed(loaded.model, lengths, folder, size)})
+    return rows[loaded.name], noise
 
 
 def _log(checkpoint: str, left_out: list[str]) -> list[dict[str, object]]:

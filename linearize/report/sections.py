@@ -273,10 +273,12 @@ def _speed(found: Gathered) -> Iterator[Section]:
     ]
     columns = ["tokens", "softmax, s", "linear, s", "times faster", "softmax, MiB", "linear, MiB"]
     text = (
-        "One forward of one input without the head, in turns, medians of three; the softmax side is the same "
-        "checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in a process of its own per "
-        "side. Short inputs do not gain: the crossing point depends on the model and the machine."
+        "One forward of one input without the head, medians over the turns that both sides take; the softmax side is "
+        "the same checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in its own process "
+        "per side. Short inputs do not gain: the crossing point depends on the model and the machine."
     )
+    if found.noise is not None:
+        text += f" The machine was {found.noise.text}."
     alt = "Seconds and peak memory against the length of the input, softmax beside linear."
     picture = draw("speed", time_and_memory(found.speeds), alt)
     yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))

@@ -157,7 +157,7 @@ def test_models_that_cannot_be_had(folders, tmp_path, capsys):
     for name, words in (
         (folders, "is no checkpoint: expected a folder with a config.json"),
         ("nobody/nothing", "HF_HUB_OFFLINE"),
-        ("./not-here", "is no checkpoint"),
+        ("./not-here", "does not exist"),
     ):
         code, _, err = run(capsys, "convert", name)
         assert code == 2

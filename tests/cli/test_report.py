@@ -83,9 +83,9 @@ def test_no_display_is_needed(made, tmp_path):
 BAD = {
     "lengths": (["report", "DIR", "--lengths", "many"], "expected numbers such as 128,512,2048"),
     "inputs": (["report", "DIR", "--inputs", "0"], "at least 1"),
-    "folder": (["report", "./nowhere"], "is no checkpoint"),
+    "folder": (["report", "./nowhere"], "does not exist"),
     "device": (["report", "DIR", "--device", "cuda:9"], "this machine has"),
-    "original": (["report", "DIR", "--original", "./nowhere"], "is no checkpoint"),
+    "original": (["report", "DIR", "--original", "./nowhere"], "does not exist"),
     "option": (["report", "DIR", "--datset", "x"], "Did you mean --dataset"),
     "single": (["compare", "DIR"], "two or more"),
     "under a file": (["report", "DIR", "--output", "FILE/report"], "cannot be written to; choose another folder"),
@@ -93,8 +93,8 @@ BAD = {
     "compare under a file": (["compare", "DIR", "DIR", "--output", "FILE/out"], "cannot be written to"),
     "compare a full folder": (["compare", "DIR", "DIR", "--output", "FULL"], "--overwrite"),
     "compare lengths": (["compare", "DIR", "DIR", "--lengths", "0"], "expected numbers of tokens"),
-    "compare folder": (["compare", "DIR", "./nowhere"], "is no checkpoint"),
-    "compare original": (["compare", "DIR", "DIR", "--original", "./nowhere"], "is no checkpoint"),
+    "compare folder": (["compare", "DIR", "./nowhere"], "does not exist"),
+    "compare original": (["compare", "DIR", "DIR", "--original", "./nowhere"], "does not exist"),
 }
 
 

@@ -230,8 +230,8 @@ def test_the_verdict_says_first_that_nothing_was_learned(place):
     lengths, differences = Lengths(12, 32, 26), (compared("original at 12", 0.0),)
     text = verdict(job(place), sides_of(False, False, False, False), differences, lengths, 64, 0.625)
     assert text == (
-        "Nothing was learned: no side is above chance (62.50). Give more steps or rows; 64 rows cannot show differences "
-        "below about 20 points."
+        "Nothing was learned: no side is above chance (62.50). Give more steps or rows; 64 rows cannot show "
+        "differences below about 20 points."
     )
     text = verdict(job(place), sides_of(True, True, True, False), (compared("original at 12", -0.1),), lengths, 64, 0.5)
     assert text.startswith("No gain is shown") and text.endswith("Not above chance: linear at 32.")

@@ -12,6 +12,8 @@ from support.checkpoints import WORDS, tokenizer
 from support.tiny import converted, original
 
 import linearize
+from linearize.bench.rows import Row, Variant
+from linearize.bench.timing import Timing
 from linearize.checkpoint.taught import taught_length
 from linearize.finetune.config import DataOptions
 from linearize.finetune.prepare import prepare
@@ -196,14 +198,19 @@ def test_lengths_are_those_it_was_taught_on():
 
 
 def test_the_sentence_says_only_what_is_known():
-    speeds = [
-        SimpleNamespace(tokens=tokens, speedup=speedup) for tokens, speedup in ((128, 0.5), (512, 1.0), (2048, 3))
-    ]
+    def timed(tokens, seconds, spread=0.1):
+        sides = {
+            "softmax": Variant(Timing(seconds, spread, 7, seconds)),
+            "linear": Variant(Timing(1.0, spread, 7, 1.0)),
+        }
+        return Row("model", "", tokens, ("softmax", "linear"), sides)
+
+    speeds = [timed(128, 0.5), timed(512, 1.0), timed(2048, 3.0)]
     provenance = {"longest_row": 512, "finetuning": {"score": 0.9, "task": "sst2", "original": {"score": 0.95}}}
     info = SimpleNamespace(max_length=4096, provenance=provenance)
     outputs, fidelity = SimpleNamespace(cosine=0.98), SimpleNamespace(mean=lambda name: 0.25)
     found = SimpleNamespace(
-        info=info, speeds=speeds, changes=None, outputs=outputs, fidelity=fidelity, picture=None, spreads=[]
+        info=info, speeds=speeds, changes=None, outputs=outputs, fidelity=fidelity, picture=None, spreads=[], noise=None
     )
     assert answer(found) == (
         "By its own record this model reaches 0.900 on sst2, the original 0.950 and its outputs have a mean cosine of "
@@ -216,6 +223,11 @@ def test_the_sentence_says_only_what_is_known():
         "of 128 tokens takes 2.00 times as long as with softmax; no limit of its length is known, and the checkpoint "
         "does not say what lengths it was taught on."
     )
+    # A model and its copy: 0.60 and 0.92 of softmax's time, on a machine that had other work.
+    found.speeds = [timed(128, 0.92, spread=0.3)]
+    assert "one input of 128 tokens takes as long as with softmax" in answer(found)
+    found.noise = SimpleNamespace(too_noisy=True)
+    assert "how fast it is cannot be said, as the machine was too noisy" in answer(found)
     found.picture, found.speeds = torch.zeros(3, 24, 32), []
     assert answer(found).endswith("how fast it is was not measured here; it reads pictures of 24 x 32 pixels.")
 

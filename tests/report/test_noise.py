@@ -9,6 +9,7 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
+from linearize.bench import machine, side_by_side
 from linearize.report.noise import p_value, verdict, verdict_of_times
 
 
@@ -47,6 +48,7 @@ def test_compare_says_so(tmp_path, capsys, monkeypatch):
     make_original(tmp_path / "bert")
     for name, kernel in (("one", "hedgehog"), ("same", "hedgehog"), ("elu", "elu")):
         make_text(tmp_path / name, kernel=kernel)
+    monkeypatch.setattr(machine.Noise, "too_noisy", property(lambda noise: False))
     line = "compare one same elu --original bert --dataset texts.jsonl --text-column text --inputs 8 --max-length 24"
     code, out, err = run(capsys, *f"{line} --lengths 16 --repeats 3 --device cpu".split())
     assert code == 0, err
@@ -61,3 +63,33 @@ def test_compare_says_so(tmp_path, capsys, monkeypatch):
     assert np.mean(one["per_input"]["output_error"]) == pytest.approx(one["output_error"], rel=0.3)
     kl = next(text for text in found["verdicts"] if text.startswith("KL"))
     assert ("one" in kl and "same" in kl) and not any(text.startswith("seconds") for text in found["verdicts"])
+
+
+def test_all_are_timed_in_the_same_turns_and_noise_is_no_verdict(tmp_path, capsys, monkeypatch):
+    """A model and its copy were 0.60 and 0.92 of softmax: each had been timed at its own moment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "same"):
+        make_text(tmp_path / name)
+    turns = []
+
+    def in_turns(calls, repeats):
+        turns.append((list(calls), repeats))
+        return {name: [1.0 if name.startswith("softmax") else 0.5] * repeats for name in calls}
+
+    monkeypatch.setattr(side_by_side, "in_turns", in_turns)
+    monkeypatch.setattr(machine.Noise, "too_noisy", property(lambda noise: True))
+    line = ["compare", "one", "same", "--inputs", "6", "--lengths", "16", "--repeats", "3", "--device", "cpu"]
+    code, out, err = run(capsys, *line)
+    assert code == 0, err
+    assert turns == [(["softmax one", "linear one", "softmax same", "linear same"], 3)]
+    said = " ".join(out.split())
+    assert "No verdict on speed, the machine was too noisy" in said and "seconds:" not in said and "(noisy)" in said
+
+
+def test_all_are_looked_for_before_one_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path / "one")
+    code, out, err = run(capsys, "compare", "one", "./missing", "--lengths", "none", "--device", "cpu")
+    assert (code, out) == (2, "") and err.endswith(
+        "linearize: error: './missing' does not exist; expected the folder of a checkpoint, or a Hub name\n"
+    )
