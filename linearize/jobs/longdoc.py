@@ -329,7 +329,6 @@ def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
         for name in (ORIGINAL, LINEAR):
             shutil.copytree(work / name, fresh / name)
         for file, content in ((RESULTS, values), (TIMES, timed)):
-            (fresh / file).write_text(json.dumps(content, indent=2) + "
-", encoding="utf-8")
+            (fresh / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with contextlib.suppress(CheckpointError):
         remove(job, work)
