@@ -22,6 +22,7 @@ EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola
   linearize evaluate bert-long --task text-classification --dataset reviews.jsonl --compare bert-tuned --memory
   linearize evaluate gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --stride 512 --compare gpt2
+  linearize evaluate gpt2-window --task causal-lm --dataset wiki.txt --ablate kernel,window
   linearize evaluate vit-linear --task image-classification --dataset ./photos --json
 
 Each side reads as many tokens of a row as it takes (or was tuned with). Rows that the original has to cut are also read

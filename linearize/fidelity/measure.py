@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
+from linearize.fidelity.ablate import without_kernel
 from linearize.ops.floored import held
 from linearize.teacher.observe import has_rows, show, softmax_output
 from linearize.teacher.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
@@ -34,6 +35,8 @@ class LayerFidelity:
         negative_share: share of the weights that are negative.
         output_error: norm of the output's difference over the norm of softmax's output.
         heads: the four figures per head.
+        far_mass: softmax's weight outside the layer's window and sinks; None without a window.
+        window_error: the output error of the window alone; None without a window, or without a kernel beside it.
     """
 
     module: str
@@ -43,6 +46,8 @@ class LayerFidelity:
     negative_share: float | None
     output_error: float
     heads: dict[str, list[float]]
+    far_mass: float | None = None
+    window_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Fidelity:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
-        figures = ("kl", "total_variation", "negative_share", "output_error")
+        figures = ["kl", "total_variation", "negative_share", "output_error"]
+        figures += [name for name in ("far_mass", "window_error") if self.mean(name) is not None]
         return {
             "queries": self.queries,
             "mean": {name: self.mean(name) for name in figures},
@@ -94,9 +100,9 @@ class _Sums:
     """Sums of one layer over batches, per head."""
 
     def __init__(self, heads: int) -> None:
-        names = ("kl", "total_variation", "negative", "weights", "error", "power", "queries")
+        names = ("kl", "total_variation", "negative", "weights", "error", "power", "queries", "far", "window_error")
         self.values = {name: torch.zeros(heads, dtype=torch.float64) for name in names}
-        self.normalized = True
+        self.normalized, self.windowed, self.kernel_beside_window = True, False, False
 
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
@@ -125,6 +131,10 @@ class _Sums:
             mean.get("negative_share"),
             mean["output_error"],
             heads,
+            float((v["far"] / queries).mean()) if self.windowed else None,
+            float((v["window_error"].sum() / v["power"].sum().clamp(min=1e-30)).sqrt())
+            if self.kernel_beside_window
+            else None,
         )
 
 
@@ -171,6 +181,14 @@ def _add(
     out = layer(q, k, v, mask, scaling).float()
     sums.add("error", (out - target).square().sum(dim=-1) * valid)
     sums.add("power", target.square().sum(dim=-1) * valid)
+    window = layer.hybrid.window
+    sums.windowed = window is not None
+    undo = without_kernel(layer)
+    if undo is not None:
+        sums.kernel_beside_window = True
+        alone = layer(q, k, v, mask, scaling).float()
+        undo()
+        sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
     sums.normalized = layer.mixer.info.normalized
     if not sums.normalized:
         return target
@@ -183,10 +201,23 @@ def _add(
         visible = torch.ones_like(w, dtype=torch.bool) if rows.visible is None else rows.visible.expand_as(w)
         kl = (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1)
         sums.add("kl", kl * keep)
+        if window is not None:
+            sums.add("far", (t * _far(layer, mask, rows, t)).sum(dim=-1) * keep)
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1) * keep)
         sums.add("negative", ((w < 0) & visible).float().sum(dim=-1) * keep)
         sums.add("weights", visible.float().sum(dim=-1) * keep)
     return target
+
+
+def _far(layer: LinearAttention, mask: Tensor | None, rows: Rows, weights: Tensor) -> Tensor:
+    """Tell which keys of a block [B, K, G, C, S] lie outside the window and are no sinks: [B or 1, 1, 1, C, S]."""
+    hybrid, total = layer.hybrid, rows.seen if mask is None else mask.shape[1]
+    real = torch.ones(1, max(total, rows.part.stop), device=weights.device) if mask is None else mask
+    place = real.long().cumsum(dim=-1)
+    distance = place[:, rows.part, None] - place[:, None, : rows.seen]
+    assert hybrid.window is not None
+    near = distance < hybrid.window if layer.shape.causal else distance.abs() <= hybrid.window // 2
+    return ~(near | (place <= hybrid.sinks)[:, None, : rows.seen])[:, None, None]
 
 
 def weight_rows(

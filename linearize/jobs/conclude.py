@@ -48,7 +48,7 @@ def after_training(context: Context, plan: Plan) -> Findings:
     lengths = findings.lengths_of(context.longest_seen, current_length(context.loaded.model))
     load = findings.load_lines(context.loaded.model, context.target, embedder=bool(context.loaded.embedder))
     why, command = _next(context, trends, lengths)
-    return Findings(trends, worst, lengths, load, command, why)
+    return Findings(trends, worst, lengths, load, command, why, context.merit)
 
 
 def _next(context: Context, trends: dict[str, Trend], lengths: Lengths | None) -> Step:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
+    from linearize.fidelity.ablate import KernelMerit
     from linearize.kernel_search.result import SearchResult
     from linearize.surgery.positions import PositionReport
 
@@ -52,6 +53,7 @@ class Context:
         searched: what the search for a plan has found, or None.
         distillation: what stage one did, or None.
         alignment: what the alignment did, or None.
+        merit: what the kernels bring over their windows alone after stage one, or None.
         failure: why the alignment had to stop, where what was learned before is saved.
         start: when the job began.
     """
@@ -67,6 +69,7 @@ class Context:
     searched: SearchResult | None = None
     distillation: DistillResult | None = None
     alignment: AlignResult | None = None
+    merit: KernelMerit | None = None
     failure: TrainingError | None = None
     start: float = field(default_factory=time.perf_counter)
 

@@ -237,6 +237,8 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
     record = context.provenance
     if done is not None:
         record = record | _stage_one_record(job, done)
+    if context.merit is not None:
+        record = record | {"kernel_merit": asdict(context.merit)}
     if aligned is not None and isinstance(job, ConvertJob):
         record = record | {"alignment": alignment_record(aligned, config=job.align)}
     record = record | longest_row(context)

@@ -80,7 +80,11 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     setup = Setup(job.task, job.dataset, job.batch_size, check_device(job.device), job.memory)
     others = _others(job)
     sides = Sides(setup, on_event)
+    # First: a part that the model does not have is refused before anything slow.
+    for part in job.ablate:
+        sides.measure(Side(f"this model without its {part}", job.model, job.data, part))
     ours = sides.measure(Side(OURS, job.model, job.data))
+    sides.read.sort(key=lambda one: one is not ours)
     found = Evaluation(
         ours.data.task.name,
         ours.data.description,
@@ -92,6 +96,9 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         sides=(ours.result,),
         notes=tuple(_notes(sides)),
     )
+    if job.ablate:
+        results = tuple(one.result for one in sides.read)
+        found = replace(found, sides=results, differences=sides.differences(ours), notes=tuple(_notes(sides)))
     if not others:
         return found
     original = sides.measure(others[0])

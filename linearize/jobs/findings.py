@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult
     from linearize.alignment.measure import Closeness
     from linearize.distillation.loop import DistillResult
+    from linearize.fidelity.ablate import KernelMerit
     from linearize.fidelity.measure import Fidelity
 
 FAR = 2.0
@@ -93,6 +94,7 @@ class Findings:
     Attributes:
         trends: whether the held-out loss of each stage was still falling, by the stage's name.
         worst: the worst layer; None where layers are not measured, or there is but one.
+        merit: what the kernels bring over their windows alone; None without windows.
         lengths: lengths seen and promised; None where that is no matter of length.
         load: the lines of Python that load the checkpoint.
         command: the next command.
@@ -105,10 +107,12 @@ class Findings:
     load: str
     command: str
     why: str
+    merit: KernelMerit | None = None
 
     def lines(self) -> list[str]:
         """Return sentences for people."""
         found = [f"Verdict, {stage}: {one.text}." for stage, one in self.trends.items()]
+        found += [f"Control, after stage one: {self.merit.text}."] if self.merit else []
         found += [f"Worst layer: {self.worst.text}."] if self.worst else []
         found += [f"Lengths: {self.lengths.text}."] if self.lengths else []
         return [*found, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from linearize.bench.machine import NoiseWatch
 from linearize.bench.reading import peak_of_reading
 from linearize.bench.timing import Call, Timing, in_turns
 from linearize.errors import ConfigError
+from linearize.fidelity.ablate import ablated
 from linearize.finetune.chunks import TOKENS
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import BALANCED, Difference, Measured, measure_with_interval, paired_difference
@@ -64,11 +66,13 @@ class Side:
         name: what tables call it.
         model: folder or Hub name.
         options: lengths and limits; `chunks` where its outputs are averaged over chunks of `max_length`.
+        without: the part of its attention that is taken away (`linearize.fidelity.ablate.PARTS`), or None.
     """
 
     name: str
     model: str
     options: DataOptions
+    without: str | None = None
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,8 @@ class Sides:
             fit_tokenizer(model, processor)
         length = data.facts.get("max_length", data.facts.get("context", side.options.max_length))
         note = beyond_training(model, setup.task, length)
-        measured = measure_with_interval(model, data, batch_size=setup.batch_size or rows_per_batch(data.facts))
+        with ablated(model, side.without) if side.without is not None else nullcontext():
+            measured = measure_with_interval(model, data, batch_size=setup.batch_size or rows_per_batch(data.facts))
         balanced = measured.balanced
         scores = [measured, *([] if balanced is None else [balanced])]
         result = SideResult(
@@ -248,14 +253,15 @@ class Sides:
         """Time all sides on some of the rows, short and long ones, in turns; and their memory, if that is asked for."""
         self.on_event(Started("timing all sides in turns"))
         text = self.setup.task.modality == "text"
-        places = _spread_rows([one.data for one in self.read], text=text)
+        timed = [one for one in self.read if one.side.without is None]
+        places = _spread_rows([one.data for one in timed], text=text)
         watch = NoiseWatch(self.setup.device)
         watch.probe()
-        calls = {one.side.name: self._reading(one, places) for one in self.read}
+        calls = {one.side.name: self._reading(one, places) for one in timed}
         taken = {name: Timing.of(times) for name, times in in_turns(calls, TURNS).items()}
         noise = watch.stop()
         sides = []
-        for one in self.read:
+        for one in timed:
             timing = taken[one.side.name]
             sides.append(SideTime(one.side.name, timing.seconds / len(places), timing.spread, self._peak(one)))
         return Times(tuple(sides), len(places), TURNS, noise.text, noise.too_noisy)

@@ -142,6 +142,13 @@ class EvaluateJob(Job):
     chunk_length: int | None = option(
         None, "tokens per chunk; by default as many as the original reads of a row", low=2
     )
+    ablate: tuple[str, ...] = option(
+        (),
+        "measure the model without a part of its attention too, and say what the part brings: kernel, window, "
+        "exact-keys, attention; several as kernel,window",
+        metavar="PART",
+        parse=parse_names,
+    )
     memory: bool = option(False, "with --compare: peak memory of the longest row, in one process per side")
 
     def __post_init__(self) -> None:

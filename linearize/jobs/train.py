@@ -12,8 +12,9 @@ from linearize.checkpoint.sentence import pools_first
 from linearize.data.config import DataConfig
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
-from linearize.distillation.processes import is_main, under_fsdp
+from linearize.distillation.processes import is_main, several, under_fsdp
 from linearize.errors import TrainingError
+from linearize.fidelity.ablate import kernel_merit
 from linearize.jobs.context import Context
 from linearize.jobs.events import Aligned, Distilled, Noted, StepDone
 from linearize.jobs.search_config import SearchJob
@@ -35,6 +36,8 @@ def run_stage_one(context: Context, config: DistillConfig) -> None:
     with reporter(_report_to(context), context.board) as write:
         context.distillation = distill(context.loaded.model, context.source, config, on_step=_on_step(context, write))
     context.on_event(Distilled(context.distillation))
+    if not several():
+        context.merit = kernel_merit(context.loaded.model, context.source.holdout_batches())
 
 
 def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None = None) -> None:

@@ -83,4 +83,4 @@ def test_a_preset_on_the_command_line(tmp_path, monkeypatch, capsys):
 
     plan = inspect_checkpoint("made").plan
     assert plan is not None
-    assert {layer.window for layer in plan.layers if layer.kernel != SOFTMAX} == {CAUSAL["window"]}
+    assert {layer.hybrid.window for layer in plan.layers if layer.kernel != SOFTMAX} == {CAUSAL["window"]}

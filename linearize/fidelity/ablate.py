@@ -1,0 +1,216 @@
+"""What each part of a converted attention is worth: the model without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.layer import LinearAttention
+from linearize.errors import ConfigError, unknown_name
+from linearize.kernels.base import FeatureMap, Features
+from linearize.modeling.modes import evaluating
+from linearize.teacher.observe import run_body
+
+PARTS = ("kernel", "window", "exact-keys", "attention")
+"""What can be taken away: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
+the exact keys, or all of it (converted layers give zeros)."""
+RESAMPLES = 10_000
+
+
+class _NoFeatures(FeatureMap):
+    """A map's features times zero, with its log-scales: by them exact keys are chosen."""
+
+    def __init__(self, map: FeatureMap) -> None:
+        super().__init__(map.config, map.heads, map.head_dim)
+        self.map = map
+        self.scale_inputs, self.normalize = map.scale_inputs, map.normalize
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        self.map.reset_parameters(generator)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        return _silent(self.map(x, positions))
+
+    def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        return _silent(self.map.forward_queries(x, positions))
+
+    def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        return _silent(self.map.forward_keys(x, positions))
+
+
+def _silent(found: Features) -> Features:
+    return Features(torch.zeros_like(found.phi), found.log_scale)
+
+
+@contextlib.contextmanager
+def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
+    """Run a converted model without one part of its attention while the block runs.
+
+    Args:
+        model: a converted model.
+        part: one of `PARTS`.
+
+    Raises:
+        UnknownNameError: for another part.
+        ConfigError: if no layer of the model has it.
+    """
+    if part not in PARTS:
+        raise unknown_name("part to take away", part, PARTS)
+    layers = list(linear_attentions(model).values())
+    undo = [one for layer in layers if (one := _TAKE[part](layer)) is not None]
+    try:
+        if not undo:
+            have = {"kernel": "a window beside its kernel", "window": "a window", "exact-keys": "exact keys"}
+            raise ConfigError(
+                f"ablate: got {part!r}, but no layer of this model has {have.get(part, 'a kernel')}; leave it out"
+            )
+        yield model
+    finally:
+        for one in undo:
+            one()
+
+
+def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
+    """Take the kernel beside a window away and return what puts it back; None if there is no window, or no kernel."""
+    mixer: Any = layer.mixer
+    if layer.hybrid.window is None or mixer.info.needs_window:
+        return None
+    keys, queries = mixer.keys, mixer.queries
+    mixer.keys, mixer.queries = _NoFeatures(keys), None if queries is None else _NoFeatures(queries)
+    mixer.memory.clear()
+
+    def undo() -> None:
+        mixer.keys, mixer.queries = keys, queries
+        mixer.memory.clear()
+
+    return undo
+
+
+def _without_window(layer: LinearAttention) -> Callable[[], None] | None:
+    if layer.hybrid.window is None or layer.mixer.info.needs_window:
+        return None
+    return _changed(layer, window=None, sinks=0, exact_keys=0)
+
+
+def _without_exact_keys(layer: LinearAttention) -> Callable[[], None] | None:
+    return _changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None
+
+
+def _changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
+    mixer: Any = layer.mixer
+    before, floor = mixer.hybrid, mixer.floor
+    mixer.hybrid = replace(before, **values)
+    mixer.window = mixer.hybrid.window
+    mixer.floor = mixer.keys.floor if mixer.window is None else 0.0
+    mixer.memory.clear()
+
+    def undo() -> None:
+        mixer.hybrid, mixer.window, mixer.floor = before, before.window, floor
+        mixer.memory.clear()
+
+    return undo
+
+
+def _without_attention(layer: LinearAttention) -> Callable[[], None] | None:
+    return layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)).remove
+
+
+_TAKE = {
+    "kernel": without_kernel,
+    "window": _without_window,
+    "exact-keys": _without_exact_keys,
+    "attention": _without_attention,
+}
+
+
+@dataclass(frozen=True)
+class KernelMerit:
+    """What the kernels bring over their windows alone, by the last hidden state of the whole model.
+
+    Attributes:
+        error: norm of its difference from softmax's over the norm of softmax's.
+        window_only: the same without the kernels.
+        difference: `window_only` minus `error`.
+        interval: its 95 % bootstrap interval over rows.
+    """
+
+    error: float
+    window_only: float
+    difference: float
+    interval: tuple[float, float]
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        low, high = self.interval
+        brings = (
+            f"the kernel takes {self.difference:.3f} off it ({low:.3f} to {high:.3f})"
+            if low > 0
+            else f"the kernel brings nothing that can be told from noise ({low:.3f} to {high:.3f})"
+        )
+        return (
+            f"without the kernel the error of the last hidden state would be {self.window_only:.3f}, with it it is "
+            f"{self.error:.3f}: {brings}"
+        )
+
+
+@torch.no_grad()
+def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> KernelMerit | None:
+    """Measure what the kernels bring over their windows, against the model's own softmax.
+
+    Args:
+        model: a converted model whose other weights are the original's; it is left as it was.
+        batches: model inputs; they are moved to the model's device.
+
+    Returns:
+        None if no layer has a kernel joined to a window, or the model gives no hidden states.
+    """
+    layers = linear_attentions(model).values()
+    if not any(layer.hybrid.window is not None and not layer.mixer.info.needs_window for layer in layers):
+        return None
+    device = next(model.parameters()).device
+    sums: list[Tensor] = []
+    with evaluating(model):
+        for batch in batches:
+            batch = {name: value.to(device) for name, value in batch.items()}
+            with observed(model, lambda *_: None):
+                softmax = _states(model, batch)
+            ours = _states(model, batch)
+            with ablated(model, "kernel"):
+                alone = _states(model, batch)
+            if softmax is None or ours is None or alone is None:
+                return None
+            sums.append(
+                torch.stack(
+                    [x.square().flatten(1).sum(dim=1) for x in (ours - softmax, alone - softmax, softmax)], dim=1
+                )
+            )
+    rows = torch.cat(sums)
+    drawn = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=torch.Generator().manual_seed(0))
+    error, window_only, difference = _errors(rows[None].sum(dim=1))
+    ends = _errors(rows[drawn].sum(dim=1))[2].quantile(torch.tensor([0.025, 0.975], dtype=rows.dtype))
+    return KernelMerit(float(error), float(window_only), float(difference), (float(ends[0]), float(ends[1])))
+
+
+def _errors(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both errors and their difference [N] from squared norms [N, 3]."""
+    power = sums[:, 2].clamp(min=1e-30)
+    ours, alone = (sums[:, 0] / power).sqrt(), (sums[:, 1] / power).sqrt()
+    return ours, alone, alone - ours
+
+
+def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the last hidden states [B, T, D] in fp64 on the CPU, zero where padded."""
+    states = getattr(run_body(model, batch), "last_hidden_state", None)
+    if not torch.is_tensor(states) or states.ndim != 3:
+        return None
+    states = states.double().cpu()
+    mask = batch.get("attention_mask")
+    return states if mask is None else states * mask[:, : states.shape[1], None].to(states)

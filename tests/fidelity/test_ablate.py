@@ -1,0 +1,110 @@
+"""Controls: a converted model without one part of its attention, and what its kernels bring over their windows."""
+
+import pytest
+import torch
+from support.tiny import converted, inputs_of
+
+from linearize.attention.interface import linear_attentions
+from linearize.errors import ConfigError
+from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
+from linearize.fidelity.measure import measure_layers
+
+CAUSAL = "AutoModelForCausalLM"
+
+
+def states(model, inputs):
+    with torch.no_grad():
+        return model.base_model(**inputs).last_hidden_state
+
+
+def hybrid(name="llama", **more):
+    model = converted(name, CAUSAL if name == "llama" else "AutoModelForMaskedLM", "hedgehog", **more)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_scale." in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_each_part_is_what_its_absence_says(name):
+    model = hybrid(name, window=3, sinks=1, exact_keys=2)
+    inputs = inputs_of(model)
+    whole = states(model, inputs)
+    found = {}
+    for part in PARTS:
+        with ablated(model, part):
+            found[part] = states(model, inputs)
+    assert torch.equal(states(model, inputs), whole)
+    for part, out in found.items():
+        assert not torch.allclose(out, whole, atol=1e-4), part
+    with ablated(model, "kernel"):
+        kinds = {layer.mixer.keys.map.__class__.__name__ for layer in linear_attentions(model).values()}
+        assert kinds == {"Hedgehog"}
+
+
+def test_without_the_kernel_a_model_is_its_window():
+    model = hybrid(window=3, sinks=1)
+    alone = converted("llama", CAUSAL, "none", window=3, sinks=1)
+    alone.load_state_dict(model.state_dict(), strict=False)
+    inputs = inputs_of(model)
+    with ablated(model, "kernel"):
+        torch.testing.assert_close(states(model, inputs), states(alone, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_without_the_window_a_model_is_its_kernel():
+    model = hybrid(window=3, sinks=1, scale="none")
+    alone = converted("llama", CAUSAL, "hedgehog")
+    alone.load_state_dict(model.state_dict())
+    inputs = inputs_of(model)
+    with ablated(model, "window"):
+        torch.testing.assert_close(states(model, inputs), states(alone, inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "part"), [({}, "kernel"), ({}, "window"), ({"window": 4}, "exact-keys"), ({"window": 4}, "heart")]
+)
+def test_a_part_that_is_not_there_is_refused(more, part):
+    model = converted("llama", CAUSAL, "hedgehog", **more)
+    with pytest.raises(ConfigError, match=r"ablate: got|unknown part"), ablated(model, part):
+        pass
+
+
+def test_merit_is_the_difference_of_two_errors():
+    model = hybrid(window=3)
+    batches = [inputs_of(model) for _ in range(3)]
+    found = kernel_merit(model, batches)
+    assert found.difference == pytest.approx(found.window_only - found.error)
+    assert found.interval[0] <= found.difference + 1e-9
+    assert found.difference <= found.interval[1] + 1e-9
+    assert ("brings nothing" in found.text) == (found.interval[0] <= 0)
+    assert kernel_merit(converted("llama", CAUSAL, "hedgehog"), batches) is None
+    assert kernel_merit(converted("llama", CAUSAL, "none", window=3), batches) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_far_mass_is_softmax_outside_the_window(name):
+    model = hybrid(name, window=3, sinks=1)
+    inputs = inputs_of(model)
+    seen = []
+
+    def observe(layer, q, k, v, mask, scaling):
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scaling
+        real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if mask is None else mask.bool()
+        place = real.cumsum(-1)
+        distance = place[:, :, None] - place[:, None]
+        visible = real[:, None] & (distance >= 0 if layer.shape.causal else torch.ones_like(distance).bool())
+        near = (distance < 3 if layer.shape.causal else distance.abs() <= 1) | (place <= 1)[:, None]
+        weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+        far = (weights * ~near[:, None]).sum(-1)
+        seen.append(float(far.detach()[real[:, None].expand_as(far)].mean()))
+
+    from linearize.teacher.observe import show
+
+    show(model, [inputs], observe)
+    found = measure_layers(model, [inputs])
+    assert [layer.far_mass for layer in found.layers] == pytest.approx(seen, rel=1e-4)
+    for layer in found.layers:
+        assert layer.window_error is not None
+    plain = measure_layers(converted("llama", CAUSAL, "hedgehog"), [inputs_of(converted("llama", CAUSAL, "hedgehog"))])
+    assert all(layer.far_mass is None and layer.window_error is None for layer in plain.layers)
