@@ -60,7 +60,10 @@ PRESET = (
     "kernel, window and first tokens that were measured to work well together; what is given beside it comes first: "
     f"{', '.join(PRESETS)}"
 )
-KEPT_HEADS = "query heads that stay softmax, such as 4:0,11:7 (layer:head); their keys are cached"
+KEPT_HEADS = (
+    "query heads that stay softmax, as their keys are cached: a number, for those with the largest share in the error "
+    "(copying included), or layer:head pairs such as 4:0,11:7"
+)
 KEPT = "layers to leave as they are, such as 0,11; or 1/4 for the last of every four"
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
 
@@ -208,7 +211,7 @@ class ConvertJob(StageOneJob):
     sinks: int = kernel_options.sinks()
     exact_keys: int = kernel_options.exact_keys()
     scale: str | None = kernel_options.scale()
-    keep_softmax_heads: str | None = option(None, KEPT_HEADS, metavar="L:H,L:H")
+    keep_softmax_heads: str | None = option(None, KEPT_HEADS, metavar="N_OR_HEADS")
     task: str | None = option(
         None, "head to load, such as fill-mask; by default the one the checkpoint names", metavar="TASK"
     )
@@ -232,6 +235,12 @@ class ConvertJob(StageOneJob):
         shown={"steps": "two fifths of those of stage one"},
     )
     output: str | None = option(None, "folder to make (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
+
+    @property
+    def softmax_heads_count(self) -> int | None:
+        """How many heads stay softmax; None if they are named, or none was asked for."""
+        given = self.keep_softmax_heads or ""
+        return int(given) if given.isdecimal() else None
 
     def target(self) -> str:
         """Return the output folder: as asked, or `<model-name>-<kernel>`."""

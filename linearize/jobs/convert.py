@@ -11,11 +11,12 @@ from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
 from linearize.checkpoint.sentence import with_length
 from linearize.distillation.batches import usual_length, within
 from linearize.errors import ConfigError, TrainingError
+from linearize.fidelity.heads import keep_heads
 from linearize.jobs.command import command_of
 from linearize.jobs.conclude import after_training
 from linearize.jobs.config import AUTO, ConvertJob, StageOneJob
 from linearize.jobs.context import SKIP, Context, first_device, longest_row, make_room, open_data, reserved, write
-from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, ignore
+from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, Started, ignore
 from linearize.jobs.findings import Findings
 from linearize.jobs.presets import check_preset
 from linearize.jobs.search import CARRIER, check_search, choose_plan, record_of
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
     from linearize.surgery.positions import PositionReport
+
+
+HEAD_BATCHES = 2
+"""Held-out batches that heads are judged on."""
 
 
 @dataclass
@@ -115,9 +120,14 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     on_event(Planned(decided))
     put_in_kernels(context, decided)
-    if job.distill.steps or job.align.steps:
+    if job.distill.steps or job.align.steps or job.softmax_heads_count:
         # Now that the model has its positions: rows may be as long as it takes.
         open_data(context, length, SKIP)
+    if job.softmax_heads_count:
+        on_event(Started("finding the heads that need softmax"))
+        rows = context.source.holdout_batches()[:HEAD_BATCHES]
+        decided = keep_heads(loaded.model, decided, job.softmax_heads_count, rows)
+        on_event(Planned(decided))
     return context, decided
 
 
@@ -166,7 +176,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         sinks=job.sinks,
         exact_keys=job.exact_keys,
         scale=job.scale,
-        softmax_heads=job.keep_softmax_heads,
+        softmax_heads=job.keep_softmax_heads if job.softmax_heads_count is None else None,
         max_length=longest_input(job, loaded),
         seed=job.seed,
         local_as_full=job.local_as_full,

@@ -73,6 +73,13 @@ def has_rows(layer: LinearAttention) -> bool:
 def softmax_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
+    """Do what `softmax_heads_output` does without a gradient."""
+    return softmax_heads_output(layer, q, k, v, mask, scaling)
+
+
+def softmax_heads_output(
+    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     """Return softmax's head outputs [B, H, T, V] in v's dtype, 0 where padded, through SDPA.
 
     Memory is linear in T whatever the mask: padding is left out before, for SDPA itself would want causal rows with

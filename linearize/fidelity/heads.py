@@ -1,0 +1,152 @@
+"""Which query heads a conversion needs most as softmax: those that have the largest share in its error.
+
+Copying and retrieval need to look one token up, which a sum over all tokens cannot; few heads do it (2 % of the heads
+carry more than 95 % of retrieval: 2602.11374). All heads are moved from softmax to their window together, and every
+head gets its share of the error along the way, as integrated gradients share out a difference (Sundararajan et al.
+2017, https://arxiv.org/abs/1703.01365, eq. 1): the shares add up to the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.layer import LinearAttention
+from linearize.attention.softmax_heads import SoftmaxHeads
+from linearize.errors import ConfigError
+from linearize.fidelity.ablate import without_kernel
+from linearize.modeling.modes import evaluating
+from linearize.modeling.plan import Plan
+from linearize.teacher.observe import run_body, softmax_heads_output
+
+POINTS = 4
+"""Steps between softmax and the window."""
+
+
+def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rows whose second half is their first half again: what a model must copy. Padded rows stay as they are."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or ids.shape[1] < 4 or (mask is not None and not bool(mask.all())):
+        return dict(batch)
+    half = ids[:, : ids.shape[1] // 2]
+    twice = torch.cat([half, half], dim=1)
+    return {"input_ids": twice} | ({} if mask is None else {"attention_mask": torch.ones_like(twice)})
+
+
+def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Share out the error that a conversion without trained kernels makes among its heads.
+
+    Args:
+        model: a converted model; it is left as it was. A layer with a window is judged by its window alone.
+        batches: model inputs; they are moved to the model's device.
+
+    Returns:
+        [H] per converted layer, by its host module. They add up to the squared relative error of the last hidden state.
+
+    Raises:
+        ConfigError: if the model gives no hidden states.
+    """
+    layers = linear_attentions(model)
+    device = next(model.parameters()).device
+    shares = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
+    names = {id(layer): name for name, layer in layers.items()}
+    undo = [one for layer in layers.values() if (one := without_kernel(layer)) is not None]
+    power = 0.0
+    try:
+        with evaluating(model), torch.enable_grad():
+            for batch in batches:
+                batch = {name: value.to(device) for name, value in batch.items()}
+                with torch.no_grad(), observed(model, lambda *_: None):
+                    wanted = _states(model, batch)
+                power += float(wanted.square().sum())
+                for point in range(POINTS):
+                    gates = {
+                        name: torch.full((len(share),), (point + 0.5) / POINTS, device=device, requires_grad=True)
+                        for name, share in shares.items()
+                    }
+
+                    def mix(
+                        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+                    ) -> Tensor:
+                        gate = gates[names[id(layer)]][:, None, None]  # noqa: B023
+                        softmax = softmax_heads_output(layer, q, k, v, mask, scaling)
+                        return torch.lerp(softmax, layer(q, k, v, mask, scaling), gate.to(v.dtype))
+
+                    with observed(model, mix):
+                        error = (_states(model, batch) - wanted).square().sum()
+                    grads = torch.autograd.grad(error, list(gates.values()))
+                    for share, grad in zip(shares.values(), grads, strict=True):
+                        share += grad.double().cpu() / POINTS
+    finally:
+        for one in undo:
+            one()
+    return {name: share / max(power, 1e-30) for name, share in shares.items()}
+
+
+def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable[Mapping[str, Tensor]]) -> Plan:
+    """Let the heads with the largest shares in the error stay softmax, in place, and return the plan with them.
+
+    Args:
+        model: a converted model.
+        plan: its plan.
+        count: how many heads.
+        batches: model inputs, of causal models with repeated halves too.
+
+    Raises:
+        ConfigError: if the model has fewer heads in layers that can have some, or gives no hidden states.
+    """
+    batches = list(batches)
+    if any(layer.shape.causal for layer in plan.converted):
+        batches += [repeated(batch) for batch in batches]
+    able = {layer.module for layer in plan.converted if hasattr(_layer(model, layer.module).mixer, "softmax_heads")}
+    shares = head_shares(model, batches)
+    ranked = sorted(
+        ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
+    )
+    ranked = [one for one in ranked if _module(model, one[1]) in able]
+    if count > len(ranked):
+        raise ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {len(ranked)} heads")
+    chosen: dict[str, list[int]] = {}
+    for _, name, head in ranked[:count]:
+        chosen.setdefault(_module(model, name), []).append(head)
+    layers = []
+    for layer in plan.layers:
+        if layer.module in chosen:
+            heads = tuple(sorted(chosen[layer.module]))
+            layer = replace(layer, hybrid=replace(layer.hybrid, softmax_heads=heads))
+            attention: Any = _layer(model, layer.module)
+            attention.hybrid = attention.mixer.hybrid = layer.hybrid
+            groups = layer.shape.heads // layer.shape.key_heads
+            attention.mixer.softmax_heads = SoftmaxHeads(heads, groups, layer.shape.causal)
+        layers.append(layer)
+    plan = replace(plan, layers=tuple(layers))
+    model.config.linearize = {**model.config.linearize, **plan.to_dict()}
+    return plan
+
+
+def _layer(model: PreTrainedModel, module: str) -> Any:
+    return model.base_model.get_submodule(f"{module}.linear_attention")
+
+
+def _module(model: PreTrainedModel, name: str) -> str:
+    """Return the name that a plan has for a host module: from the base model."""
+    prefix = f"{model.base_model_prefix}."
+    return name.removeprefix(prefix) if model.base_model is not model else name
+
+
+def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+    states = getattr(run_body(model, batch), "last_hidden_state", None)
+    if not torch.is_tensor(states):
+        raise ConfigError(
+            "keep-softmax-heads: the model gives no hidden states to judge heads by; name heads, such as 4:0,11:7"
+        )
+    mask = batch.get("attention_mask")
+    if mask is None or states.ndim != 3:
+        return states.float()
+    return states.float() * mask[:, : states.shape[1], None]

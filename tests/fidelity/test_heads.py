@@ -1,0 +1,72 @@
+"""Which heads need softmax: their shares add up to the error, and the head that copies is found."""
+
+import pytest
+import torch
+from support.tiny import converted, inputs_of, outputs
+
+from linearize.attention.interface import linear_attentions, observed
+from linearize.errors import ConfigError
+from linearize.fidelity import heads
+from linearize.fidelity.heads import head_shares, keep_heads, repeated
+from linearize.modeling.plan import Plan
+
+CAUSAL = "AutoModelForCausalLM"
+
+
+def states(model, inputs):
+    with torch.no_grad():
+        return model.base_model(**inputs).last_hidden_state
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_shares_add_up_to_the_error(name, monkeypatch):
+    monkeypatch.setattr(heads, "POINTS", 64)
+    model = converted(name, CAUSAL if name == "llama" else "AutoModelForMaskedLM", "none", window=3)
+    inputs = inputs_of(model)
+    shares = head_shares(model, [inputs])
+    with observed(model, lambda *_: None):
+        wanted = states(model, inputs)
+    mask = inputs.get("attention_mask", torch.ones(wanted.shape[:2]))[..., None]
+    error = ((states(model, inputs) - wanted) * mask).square().sum() / (wanted * mask).square().sum()
+    assert float(sum(share.sum() for share in shares.values())) == pytest.approx(float(error), rel=1e-2)
+    assert {len(share) for share in shares.values()} == {4}
+
+
+def test_the_heads_that_matter_are_kept():
+    """The output projections of all heads but two are turned off: those two are the ones."""
+    model = converted("llama", CAUSAL, "hedgehog", window=3)
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            weight = layer.self_attn.o_proj.weight
+            keep = weight.unflatten(1, (4, -1))[:, number + 1].clone()
+            weight.zero_()
+            weight.unflatten(1, (4, -1))[:, number + 1] = keep
+    plan = Plan.from_dict(model.config.linearize)
+    after = keep_heads(model, plan, 2, [inputs_of(model)])
+    assert [layer.hybrid.softmax_heads for layer in after.converted] == [(1,), (2,)]
+    assert Plan.from_dict(model.config.linearize) == after
+    assert [layer.hybrid.softmax_heads for layer in linear_attentions(model).values()] == [(1,), (2,)]
+
+
+def test_kept_heads_survive_a_save(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = converted("llama", CAUSAL, "hedgehog", window=3)
+    keep_heads(model, Plan.from_dict(model.config.linearize), 3, [inputs_of(model)])
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for one, two in zip(outputs(model, inputs_of(model)), outputs(again, inputs_of(model)), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_more_heads_than_there_are():
+    model = converted("llama", CAUSAL, "hedgehog")
+    with pytest.raises(ConfigError, match="got 9, but the converted layers have 8 heads"):
+        keep_heads(model, Plan.from_dict(model.config.linearize), 9, [inputs_of(model)])
+
+
+def test_rows_are_repeated():
+    ids = torch.arange(10)[None]
+    assert repeated({"input_ids": ids})["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 9 + [0]])}
+    assert repeated(padded)["input_ids"].tolist() == ids.tolist()
