@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick gpu install lint types unit slow sanitize wheel docs notebooks format clean
+.PHONY: demo test test-isa quick gpu install lint types unit slow sanitize wheel docs notebooks format clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +34,10 @@ quick: install
 
 slow: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# What computes, under the instruction sets and numbers of threads of other processors.
+test-isa: install
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "" tests/test_isa.py
 
 # On a CUDA device: op, kernel and checkpoint tests, a conversion, figures beside SDPA; elsewhere it says what it would do.
 GPU_RESULTS ?= gpu-results

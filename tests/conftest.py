@@ -12,6 +12,6 @@ os.environ.pop("LINES", None)
 
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("LINEARIZE_TEST_THREADS", "1")))
 
 pytest_plugins = ["support.native_op", "support.sampling", "pytester"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from support.command_lines import run
+from support.rounding import UNIT, allowed
 from support.tiny import converted, inputs_of, outputs
 
 import linearize
@@ -121,7 +122,9 @@ def test_the_chunks_that_are_written_down_are_those_of_the_op(scaled):
 def test_the_last_logits_alone():
     model = converted("gpt2", "AutoModelForCausalLM")
     whole, last = (graphs_of(model, last_logits=last)[0] for last in (False, True))
-    assert torch.equal(whole.run(whole.inputs)["logits"][:, -1:], last.run(last.inputs)["logits"])
+    expected, found = whole.run(whole.inputs)["logits"][:, -1:], last.run(last.inputs)["logits"]
+    # A product for one token may add up in another order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=allowed(UNIT * expected.abs().max().item(), 32))
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line():

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
+from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.attention.backends.native import NativeOp
 from linearize.attention.backends.self_test import agreement, check_agreement, native_kernels
@@ -105,13 +106,17 @@ def test_later_tokens_do_not_change_a_bit(switch, name, args, key_heads):
 def test_padding_does_not_change_real_tokens(switch, name, args, causal, key_heads):
     mixer = learned(name, args, causal=causal, key_heads=key_heads)
     q, k, v = tokens(100, key_heads=key_heads)
-    short, _ = attend(mixer, *(x[:, :, :70] for x in (q, k, v)))
+    cut = [x[:, :, :70] for x in (q, k, v)]
+    short, _ = attend(mixer, *cut)
     mask = torch.arange(100).expand(2, -1) < 70
     padded, _ = attend(mixer, q, k, v, key_padding_mask=mask)
-    if causal:
-        assert torch.equal(padded[:, :, :70], short)
-    else:
-        close(padded[:, :, :70], short, 3e-6 if mixer.positive else 2e-4)
+    # Not to the bit: the last tile has another shape, and a processor may round it in another order.
+    exact, moves = deviation(
+        gradients_in_double(mixer, None, D**-0.5), [*cut, torch.zeros_like(short), *mixer.parameters()]
+    )
+    limit = allowed(moves[0], D + mixer.feature_dim + 2 * 70)
+    for found in (short, padded[:, :, :70]):
+        assert (found - exact[0]).abs().max() <= limit
 
 
 @torch.no_grad()

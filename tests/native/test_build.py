@@ -79,13 +79,15 @@ def by_clang():
 def test_threads_are_torchs(switch, capsys):
     """A second OpenMP library would bring threads of its own, which fight with torch's."""
     code = (
-        "import torch; torch.ones(512, 512) @ torch.ones(512, 512); from linearize.native import engine; "
-        "found = engine(); maps = open('/proc/self/maps').read(); "
+        "import pathlib, sys, torch; torch.ones(512, 512) @ torch.ones(512, 512); "
+        "from linearize.native.calls import Engine; found = Engine(pathlib.Path(sys.argv[1])); "
+        "maps = open('/proc/self/maps').read(); "
         "print(found.parallel, len({line.split()[-1] for line in maps.splitlines() if 'gomp' in line}))"
     )
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(native.engine().path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(not by_clang()), "1"]
     assert main(["native"]) == 0
     assert ("It runs in one thread" in capsys.readouterr().out) == by_clang()
