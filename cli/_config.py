@@ -9,7 +9,7 @@ from pathlib import Path
 
 from linearize.errors import ConfigError
 from linearize.experiments.check import convert, kind_of
-from linearize.parsing import parse_yaml
+from linearize.parsing import parse_yaml, read_text
 
 FLAG = "--config"
 NEVER = ("help", "json", "config")
@@ -64,7 +64,7 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
     if not path.is_file():
         raise ConfigError(f"{FLAG}: got {file!r}, expected a YAML file of options")
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        values = parse_yaml(read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG}: {file!r} cannot be read as YAML ({error}); correct the file") from error
     if not isinstance(values, Mapping | None):

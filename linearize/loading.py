@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
 from linearize.heads import HEADS, Modality
-from linearize.parsing import parse_json
+from linearize.parsing import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
             )
         check_links(name)
         try:
-            raw = parse_json(file.read_text(encoding="utf-8"))
+            raw = read_json(file)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download the checkpoint again") from None
         if not isinstance(raw, dict):

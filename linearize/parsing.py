@@ -43,33 +43,36 @@ def read_text(path: str | os.PathLike[str]) -> str:
     if facts.st_size > MOST_TEXT:
         raise ValueError(f"got {facts.st_size:,} bytes, expected at most {MOST_TEXT:,}")
     with open(path, "rb") as file:
-        data = file.read()
+        return _decode(file.read()).replace("\r\n", "\n")
+
+
+def _decode(data: bytes) -> str:
     try:
-        return data.decode("utf-8").replace("\r\n", "\n")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"got byte 0x{data[error.start]:02x} at {error.start:,}, expected text in UTF-8") from None
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file.
+def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
+    """Read a JSON file of at most so many characters; records of long runs have up to `MOST_TEXT`.
 
     Raises:
         OSError: if it cannot be read.
         ValueError: as `read_text` and `parse_json`.
     """
-    return parse_json(read_text(path))
+    return parse_json(read_text(path), most)
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON.
+def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
+    """Parse JSON, in UTF-8 if it is given as bytes.
 
     Raises:
         ValueError: if it is none, too long or nested too deeply; one line.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"got {len(text):,} characters, expected at most {MOST_BYTES:,}")
+    if len(text) > most:
+        raise ValueError(f"got {len(text):,} characters, expected at most {most:,}")
     try:
-        value = json.loads(text)
+        value = json.loads(_decode(text) if isinstance(text, bytes) else text)
     except RecursionError:
         raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels") from None
     check_depth(value)

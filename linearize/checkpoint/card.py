@@ -22,7 +22,7 @@ from linearize.heads import HEADS, Head, head_of_class
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import why_not
-from linearize.parsing import parse_yaml
+from linearize.parsing import parse_yaml, read_text
 from linearize.registry import kernel_info
 from linearize.surgery.positions import current_length
 
@@ -46,7 +46,7 @@ def base_facts(name: str) -> dict[str, str | list[str]]:
         folder = Path(name)
         check_links(folder)
         path = folder / "README.md" if folder.is_dir() else Path(hf_hub_download(name, "README.md", etag_timeout=5))
-        match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", path.read_text(encoding="utf-8"), re.DOTALL)
+        match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", read_text(path), re.DOTALL)
         facts = parse_yaml(match[1]) if match else {}
     except (OSError, ValueError, CheckpointError, HfHubHTTPError, HFValidationError):
         return {}

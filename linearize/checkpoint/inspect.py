@@ -21,7 +21,7 @@ from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import read_header
-from linearize.parsing import parse_json
+from linearize.parsing import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -182,7 +182,7 @@ def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     check_links(name)
     try:
         if Path(name).is_dir():
-            values = parse_json(file.read_text(encoding="utf-8"))
+            values = read_json(file)
         else:
             values, _ = PreTrainedConfig.get_config_dict(name)
     except FileNotFoundError:

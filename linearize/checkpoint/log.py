@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError
+from linearize.parsing import parse_json, read_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -68,7 +69,7 @@ def read_log(folder: str | Path) -> list[dict[str, object]]:
     if not file.is_file():
         return []
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [parse_json(line) for line in read_text(file).splitlines() if line.strip()]
         if not all(isinstance(line, dict) and "stage" in line and "step" in line for line in lines):
             raise ValueError("a line without a stage or a step")
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.errors import CheckpointError
-from linearize.parsing import read_json, spare_name
+from linearize.parsing import MOST_TEXT, read_json, spare_name
 
 MARKER = ".linearize.json"
 """The marker of a finished folder: `written_by`, `mark` and `files`, sizes in bytes by name."""
@@ -168,7 +168,7 @@ def check_links(name: str | os.PathLike[str]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = read_json(path)
+        values = read_json(path, MOST_TEXT)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

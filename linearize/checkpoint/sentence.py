@@ -12,6 +12,7 @@ from pathlib import Path
 
 from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError
+from linearize.parsing import parse_json
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 OWN = ("config_sentence_transformers.json", TRANSFORMER)
@@ -39,15 +40,20 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
     content = _read(name, MODULES, revision)
     if content is None:
         return {}
-    try:
-        modules = json.loads(content)
-        paths = [str(module["path"]) for module in modules]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{name!r}: {MODULES} cannot be read ({type(error).__name__}: {error}); download the checkpoint again"
-        ) from None
+    modules = _parse(name, MODULES, content)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) and "path" in module for module in modules):
+        raise CheckpointError(f"{name!r}: {MODULES} is no list of modules with paths; download the checkpoint again")
+    paths = [str(module["path"]) for module in modules]
     found = {MODULES: content}
-    found |= {file: text for file in OWN if (text := _read(name, file, revision)) is not None}
+    for file in OWN:
+        text = _read(name, file, revision)
+        if text is not None:
+            values = _parse(name, file, text)
+            if not isinstance(values, dict):
+                raise CheckpointError(
+                    f"{name!r}: {file} holds a {type(values).__name__}, expected an object; download it again"
+                )
+            found[file] = text
     for path in filter(None, paths):
         # `.` would put its config.json in the place of the model's own.
         if len(path) > 200 or not all(NAME.fullmatch(part) for part in path.split("/")):
@@ -70,7 +76,7 @@ def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, byt
     """Return the files with another longest input, in tokens; None: as they are."""
     if tokens is None or not files:
         return dict(files)
-    values = json.loads(files.get(TRANSFORMER, b"{}"))
+    values = parse_json(files.get(TRANSFORMER, b"{}"))
     return {**files, TRANSFORMER: json.dumps({**values, "max_seq_length": tokens}, indent=2).encode()}
 
 
@@ -79,7 +85,7 @@ def pools_first(files: Mapping[str, bytes]) -> bool:
     for name, content in files.items():
         if name.endswith("/config.json"):
             try:
-                values: object = json.loads(content)
+                values: object = parse_json(content)
             except ValueError:
                 continue
             if isinstance(values, dict) and (
@@ -87,6 +93,15 @@ def pools_first(files: Mapping[str, bytes]) -> bool:
             ):
                 return True
     return False
+
+
+def _parse(name: str, file: str, content: bytes) -> object:
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name!r}: {file} cannot be read as JSON ({error}); download the checkpoint again"
+        ) from None
 
 
 def _read(name: str, file: str, revision: str | None) -> bytes | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, remove_parts
 from linearize.errors import CheckpointError, NotSavedError, interrupted_run
-from linearize.parsing import read_json
+from linearize.parsing import MOST_TEXT, read_json
 
 TENSORS, RECORD = "state.safetensors", "state.json"
 PARTS = re.compile(r"step-\d+|\.(new|old)-step-\d+-[0-9a-f]{8}|\.lock-step-\d+")
@@ -80,7 +80,7 @@ class StateFolder:
         try:
             from safetensors.torch import load_file
 
-            record = read_json(path / RECORD)
+            record = read_json(path / RECORD, MOST_TEXT)
             return RunState(record, load_file(path / TENSORS))
         except Exception as error:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepare import check_unlabelled
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
-from linearize.parsing import parse_yaml
+from linearize.parsing import parse_yaml, read_text
 from linearize.registry import kernel_info, make_config
 from linearize.surgery.layers import kept_layers
 
@@ -101,7 +101,7 @@ def recipe_text(name: str) -> str:
     """
     path = Path(name).expanduser()
     if path.suffix in SUFFIXES and path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     names = recipe_names()
     if name not in names:
         raise unknown_name("recipe", name, names)

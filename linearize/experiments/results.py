@@ -14,7 +14,7 @@ from linearize.errors import ConfigError, DataError, first_line
 from linearize.experiments.changes import Changes, changes_of
 from linearize.experiments.recipe import AVERAGE, cells, check, resolve
 from linearize.experiments.schema import SOFTMAX, Recipe
-from linearize.parsing import parse_json, parse_yaml
+from linearize.parsing import parse_json, parse_yaml, read_text
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
@@ -146,7 +146,7 @@ def read_recipe(folder: Path) -> Recipe:
     """
     path = folder / RECIPE
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        values = parse_yaml(read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again") from error
     return check(values if isinstance(values, dict) else {}, str(path))

@@ -26,7 +26,7 @@ from linearize.finetune.extra_texts import texts_at
 from linearize.finetune.prepare import located
 from linearize.finetune.tasks import recovery
 from linearize.finetune.work import remove_work
-from linearize.parsing import parse_yaml, read_json, read_text
+from linearize.parsing import MOST_TEXT, parse_yaml, read_json, read_text
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")
@@ -204,11 +204,11 @@ def _grown(old: object, new: object) -> bool:
 
 def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> ResultRow:
     """Read a finished cell's records and make its line of the results."""
-    tuned = read_json(done / STAGE)
-    stage_one = None if distilled is None else read_json(distilled / STAGE)
+    tuned = read_json(done / STAGE, MOST_TEXT)
+    stage_one = None if distilled is None else read_json(distilled / STAGE, MOST_TEXT)
     original = None
     if teacher is not None:
-        original = read_json(teacher / STAGE)["score"]
+        original = read_json(teacher / STAGE, MOST_TEXT)["score"]
     elif cell.kernel.name != SOFTMAX:
         original = _softmax_score(runner, cell)
     task = cell.job.task
@@ -238,7 +238,7 @@ def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, te
 def _softmax_score(runner: StageRunner, cell: Cell) -> float | None:
     """Return the score of the softmax row of the same task and seed, if the recipe has one and it was run before."""
     path = runner.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
-    return read_json(path)["score"] if path.is_file() else None
+    return read_json(path, MOST_TEXT)["score"] if path.is_file() else None
 
 
 def _sweep(recipe: Recipe, folder: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.errors import CheckpointError
+from linearize.parsing import MOST_TEXT, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ def check_names(model: PreTrainedModel, checkpoint: Path) -> None:
 
 def finished(checkpoint: Path) -> bool:
     """Tell whether the run of a whole checkpoint had come to its end: all steps done, or stopped early."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    state = read_json(checkpoint / "trainer_state.json", MOST_TEXT)
     control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
     return bool(state["global_step"] >= state["max_steps"] or control.get("should_training_stop"))
 
@@ -69,7 +69,7 @@ def _whole(path: Path) -> bool:
     if not all((path / name).is_file() for name in (*NEEDED, *draws)) or not any(path.glob("*.safetensors")):
         return False
     try:
-        state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        state = read_json(path / "trainer_state.json", MOST_TEXT)
         best = state.get("best_model_checkpoint")
     except (OSError, ValueError, AttributeError):
         return False

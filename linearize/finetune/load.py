@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,6 +18,7 @@ from linearize.finetune.task import Task
 from linearize.heads import Modality
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
+from linearize.parsing import MOST_TEXT, read_json
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ def read_record(name: str | Path) -> dict[str, object] | None:
     file = Path(name).expanduser() / RECORD
     if not file.is_file():
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = read_json(file, MOST_TEXT)
     if not isinstance(found, dict):
         raise ValueError("no mapping")
     return found

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.checkpoint.output import claim
+from linearize.checkpoint.ownership import check_links
 from linearize.errors import ConfigError
 from linearize.finetune.load import fresh_model, load_processor
 from linearize.finetune.save import save_model
 from linearize.finetune.tasks import task
 from linearize.jobs.config import InitJob
 from linearize.modeling.plan import Plan
-from linearize.parsing import parse_json, parse_yaml
+from linearize.parsing import parse_json, parse_yaml, read_text
 from linearize.surgery.apply import convert
 
 if TYPE_CHECKING:
@@ -53,11 +54,13 @@ def read_config(name: str) -> dict[str, object]:
         ConfigError: if it is not there or no mapping.
     """
     path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        check_links(path)
+        path = path / "config.json"
     if not path.is_file():
         raise ConfigError(f"config: got {name!r}, expected a JSON or YAML file, or a folder with a config.json")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"config: {name!r} cannot be read ({error}); correct the file") from error

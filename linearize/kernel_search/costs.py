@@ -32,7 +32,7 @@ from linearize.events import Callback, Started
 from linearize.modeling.plan import SOFTMAX, LayerPlan
 from linearize.native import engine
 from linearize.native.locate import cache_folder
-from linearize.parsing import parse_json
+from linearize.parsing import read_json
 from linearize.registry import kernel_info, make_config
 
 FILE = "attention-costs.json"
@@ -194,7 +194,7 @@ def _read() -> dict[str, Cost]:
     if file is None:
         return {}
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        return {key: cost for key, values in parse_json(file.read_text()).items() if (cost := cost_of(values))}
+        return {key: cost for key, values in read_json(file).items() if (cost := cost_of(values))}
     return {}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from linearize.errors import ConfigError, DataError
+from linearize.parsing import read_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -72,7 +73,11 @@ def read_pathfinder(folder: str, config: Pathfinder) -> dict[str, list[dict[str,
     root = Path(folder).expanduser()
     found = []
     for file in sorted((root / "metadata").glob("*.npy")):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            lines = read_text(file).splitlines()
+        except (OSError, ValueError) as error:
+            raise DataError(f"pathfinder: cannot read {file.name!r} ({error}); copy the files again") from error
+        for line in lines:
             if line.strip():
                 found.append(_entry(line, file))
     if not found:

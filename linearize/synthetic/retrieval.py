@@ -8,12 +8,14 @@ belong together and halves of two texts do not.
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from linearize.errors import ConfigError, DataError
+from linearize.parsing import read_text
 
 RELEASED = {"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv"}
 FIELDS = 5
@@ -84,8 +86,11 @@ def read_released(folder: str) -> dict[str, list[dict[str, object]]]:
         path = Path(folder).expanduser() / name
         if not path.is_file():
             raise DataError(f"retrieval: got no {name} in {folder!r}; expected Long Range Arena's released files there")
-        with path.open(encoding="utf-8", newline="") as lines:
+        try:
+            lines = io.StringIO(read_text(path), newline="")
             found[split] = [_pair(row, name) for row in csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
+        except (OSError, ValueError, csv.Error) as error:
+            raise DataError(f"retrieval: cannot read {name!r} ({error}); copy the files again") from error
     return found
 
 

@@ -18,8 +18,12 @@ from support.tiny import converted, original
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
+from linearize.checkpoint.card import base_facts
+from linearize.checkpoint.log import read_log
+from linearize.checkpoint.sentence import pools_first, sentence_files, with_length
 from linearize.cli.main import main
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.finetune.save import original_result
 from linearize.modeling.config import LinearizeConfig, checksum
 
 
@@ -353,3 +357,43 @@ def test_an_original_with_weights_that_are_no_numbers(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "layer.1.output.dense.bias" in error and "NaN or infinity" in error
     assert not (tmp_path / "out").exists()
+
+
+BROKEN = {
+    "empty": b"",
+    "null": b"null",
+    "list": b"[1]",
+    "number": b"5",
+    "not utf-8": b'{"a": "\xe9"}',
+    "deep": b"[" * 9999,
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_every_side_file_that_is_broken_is_one_line(kind, tmp_path):
+    """A file that says nothing which is needed may be passed over."""
+
+    def write(file, content):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(content)
+
+    write("modules.json", b'[{"path": ""}, {"path": "1_Pooling"}]')
+    for file in ("sentence_bert_config.json", "config_sentence_transformers.json", "modules.json"):
+        before = (tmp_path / file).read_bytes() if (tmp_path / file).exists() else b"{}"
+        write(file, BROKEN[kind])
+        with pytest.raises(CheckpointError, match=f"{file} (cannot be read as JSON|holds a|is no list)") as caught:
+            sentence_files(str(tmp_path))
+        assert len(str(caught.value).splitlines()) == 1
+        write(file, before)
+    write("1_Pooling/config.json", BROKEN[kind])
+    files = with_length(sentence_files(str(tmp_path)), 100)
+    assert json.loads(files["sentence_bert_config.json"]) == {"max_seq_length": 100} and not pools_first(files)
+    write("README.md", b"---\n" + BROKEN[kind] + b"\n---\n")
+    assert base_facts(str(tmp_path)) == {}
+    for file, read in (("log.jsonl", read_log), ("finetuning.json", original_result)):
+        write(file, BROKEN[kind])
+        if file == "log.jsonl" and BROKEN[kind]:
+            with pytest.raises(CheckpointError, match="cannot be read as a log"):
+                read(tmp_path)
+        elif file != "log.jsonl":
+            assert read(tmp_path, "cola") is None

@@ -9,6 +9,7 @@ import yaml
 
 from linearize.alignment.loop import AlignStep
 from linearize.checkpoint.log import read_log
+from linearize.checkpoint.output import LOCKED_BY
 from linearize.errors import ConfigError, DataError, LinearizeError
 from linearize.experiments.batches import TaskBatches
 from linearize.experiments.events import CellStarted
@@ -191,7 +192,7 @@ def test_the_averages_of_seeds_have_a_deviation():
 def test_resume_clears_what_a_killed_run_left(finished, tiny):
     folder, rows = finished
     for lock in (folder.with_name(".lock-tiny"), folder / "cells" / ".lock-hedgehog-mrpc-s0"):
-        lock.write_text("999999999\n")
+        lock.write_text(f"{LOCKED_BY}999999999\n")
     assert run_recipe(check(tiny, "tiny"), folder, resume=True) == rows
     assert not list(folder.parent.rglob(".lock-*"))
 
