@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.card_facts import commands, eval_results, limits, results
+from linearize.checkpoint.card_facts import commands, eval_results, fact, limits, results
 from linearize.checkpoint.chosen import PlanPoint, points, reasons, sentence
 from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.ownership import check_links
@@ -133,7 +133,7 @@ def _card_data(
         values["base_model"] = name
     measured = eval_results(provenance, head.pipeline_tag if head else "feature-extraction")
     if measured:
-        values |= {"eval_results": measured, "model_name": printable(called or "THIS_MODEL")}
+        values |= {"eval_results": measured, "model_name": fact(called or "THIS_MODEL")}
     return ModelCardData(
         library_name="transformers",
         tags=["linearize", "linear-attention", *_kernels(plan)],
@@ -143,7 +143,7 @@ def _card_data(
 
 
 def _plain(value: str | list[str]) -> str | list[str]:
-    return [printable(one) for one in value] if isinstance(value, list) else printable(value)
+    return [fact(one) for one in value] if isinstance(value, list) else fact(value)
 
 
 def _longest(model: PreTrainedModel) -> str:

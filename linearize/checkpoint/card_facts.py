@@ -18,6 +18,11 @@ MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
 """Of what a checkpoint says of itself, so that a made-up one cannot make a card of any size."""
 
 
+def fact(text: object) -> str:
+    """Return a name for the front of a card, on one line and without HTML: viewers that do not know it show it as text."""
+    return " ".join(re.sub("[<>]", "_", printable(str(text))).split())
+
+
 def results(provenance: Mapping[str, object]) -> list[tuple[str, float, float | None]]:
     """Return (metric, this model's, the original's) of stage two; the original's is that of its own record."""
     tuned = provenance.get("finetuning")
@@ -35,7 +40,7 @@ def results(provenance: Mapping[str, object]) -> list[tuple[str, float, float | 
 def eval_results(provenance: Mapping[str, object], task_type: str) -> list[EvalResult]:
     """Return the results as the Hub's model index has them."""
     tuned = provenance.get("finetuning") or {}
-    data = printable(str(tuned.get("data") if isinstance(tuned, dict) else "")).partition(":")[0].strip() or "unknown"
+    data = fact(tuned.get("data") if isinstance(tuned, dict) else "").partition(":")[0].strip() or "unknown"
     return [
         EvalResult(
             task_type=task_type,

@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 from support.checkpoints import make_original, texts
 from support.tiny import converted, original
 from transformers import AutoModel
@@ -140,3 +141,23 @@ def test_a_kernel_from_outside_is_said_to_stay_behind(tmp_path, monkeypatch, cap
     assert "trust_remote_code" not in text and "It does not run by itself" in text
     assert "trust_remote_code=True" in model_card(converted("bert", "AutoModel"))
     assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == "LinearizedBertModel"
+
+
+@pytest.mark.parametrize(
+    "name", ["<script>alert(1)<!", "x\n<script>", "x\n\n<img src=q>", "a`b<i>", "| <i>", "x\n```\n<i>"]
+)
+def test_no_name_reaches_the_card_as_html(name):
+    """Also for a viewer that takes the front of the card for text."""
+    model = converted("bert", "AutoModelForSequenceClassification")
+    tuned = {"data": f"{name}: 40 rows", "metrics": {name: 0.5}, "task": name, "original": {"metrics": {name: 0.4}}}
+    provenance = {"base_model": name, "dataset": name, "finetuning": tuned, "commands": [f"linearize {name}"]}
+    model.config.linearize = {**model.config.linearize, "provenance": provenance}
+    card = model_card(model, facts={"license": name, "language": [name]}, name=name)
+
+    def html(tokens):
+        for token in tokens:
+            assert not token.type.startswith("html"), token.content
+            html(token.children or [])
+
+    for text in (card, card.partition("\n---\n")[2]):
+        html(MarkdownIt().enable("table").parse(text))
