@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from linearize.errors import ConfigError, LinearizeError, NotSavedError, missing_package, printable, unknown_name
+from linearize.errors import (
+    ConfigError,
+    LinearizeError,
+    NotSavedError,
+    first_line,
+    missing_package,
+    printable,
+    unknown_name,
+)
 
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
@@ -47,6 +60,8 @@ EPILOG = """examples:
 linearize VERB --help explains a verb."""
 
 INTERRUPTED = 130
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+"""The disk, the quota or a limit on files: errors that need no trace of where they came up."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,9 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Long work shows its own progress; these would write over it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if argv is None:
+        sys.unraisablehook = _interrupt_again
     try:
         try:
-            return _dispatch(arguments)
+            code = _dispatch(arguments)
+            # What cannot be written is found out here, not when Python ends.
+            sys.stdout.flush()
+            return code
         except ModuleNotFoundError as error:
             raise missing_package(error) or error from error
     except LinearizeError as error:
@@ -132,6 +152,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `linearize kernels | head`: the reader left, which is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, RuntimeError) as error:
+        from linearize.checkpoint.output import is_write_error
+
+        if not is_write_error(error) or (isinstance(error, OSError) and error.errno not in FULL):
+            raise
+        with contextlib.suppress(OSError):
+            print(
+                f"linearize: error: cannot write ({first_line(error)}); make room, then run it again", file=sys.stderr
+            )
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    finally:
+        if argv is None:
+            signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Raise a Ctrl-C again that Python has ignored, as it does in the callbacks of an import."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # From another thread: raised here, it would be ignored once more.
+        again = threading.Timer(0.01, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _end_at_once(*_: object) -> None:
+    """Answer a Ctrl-C while Python ends: there is nobody left to catch an exception."""
+    os.write(2, b"\nlinearize: interrupted while it ended: its work was done\n")
+    os._exit(INTERRUPTED)
 
 
 def saving(arguments: Sequence[str], error: NotSavedError) -> str:

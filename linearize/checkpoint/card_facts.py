@@ -19,7 +19,7 @@ MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
 
 
 def fact(text: object) -> str:
-    """Return a name for the front of a card, on one line and without HTML: viewers that do not know it show it as text."""
+    """Return a name for the front of a card, on one line and without HTML, for viewers that take it for Markdown."""
     return " ".join(re.sub("[<>]", "_", printable(str(text))).split())
 
 

@@ -324,8 +324,8 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
 
 
 def is_write_error(error: BaseException) -> bool:
-    """Tell whether something could not be written; the libraries in Rust have errors of their own for that."""
-    return isinstance(error, OSError) or "(os error " in str(error)
+    """Tell whether something could not be written; torch and the libraries in Rust have their own errors for it."""
+    return isinstance(error, OSError) or any(one in str(error) for one in ("(os error ", "inline_container"))
 
 
 def _say_unwritten(target: Name, error: BaseException) -> NoReturn:

@@ -143,9 +143,7 @@ def test_a_kernel_from_outside_is_said_to_stay_behind(tmp_path, monkeypatch, cap
     assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == "LinearizedBertModel"
 
 
-@pytest.mark.parametrize(
-    "name", ["<script>alert(1)<!", "x\n<script>", "x\n\n<img src=q>", "a`b<i>", "| <i>", "x\n```\n<i>"]
-)
+@pytest.mark.parametrize("name", ["<script>x<!", "x\n<script>", "x\n\n<img src=q>", "a`b<i>", "| <i>", "x\n```\n<i>"])
 def test_no_name_reaches_the_card_as_html(name):
     """Also for a viewer that takes the front of the card for text."""
     model = converted("bert", "AutoModelForSequenceClassification")
