@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
+from linearize.errors import CheckpointError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_class
 
 
@@ -14,6 +15,26 @@ def register() -> None:
     """Register the model type `linearize`. Light: architectures follow when a checkpoint of theirs is met."""
     AutoConfig.register(MODEL_TYPE, LinearizeConfig, exist_ok=True)
     on_config_class(register_architecture)
+    PreTrainedConfig.from_dict = classmethod(_from_dict)  # type: ignore[assignment]
+
+
+_READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
+
+
+def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """Read a config as transformers does, but not a converted one as its original's (`BertForMaskedLM` on a folder).
+
+    Checkpoints say so themselves (`GUARD`); those that were written before, and the reason, are only known here.
+
+    Raises:
+        CheckpointError: for a converted checkpoint's config in a class of transformers.
+    """
+    if config_dict.get("model_type") == MODEL_TYPE != cls.model_type:
+        raise CheckpointError(
+            f"{cls.__name__}: got the config of a checkpoint with linear attention, which this class would run as "
+            "softmax; load it with an Auto class, such as AutoModel or AutoModelForMaskedLM"
+        )
+    return _READ(cls, config_dict, **kwargs)
 
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:

@@ -1,10 +1,12 @@
 """Config of a converted model: the original's config, one section more, and a `model_type` of its own.
 
-A model type of its own keeps stock transformers from loading the checkpoint as a softmax model with a mere warning.
+A model type of its own keeps transformers' Auto classes from loading the checkpoint as a softmax model. A class named
+outright (`BertForMaskedLM.from_pretrained`) only warns of another model type; `GUARD` stops its config.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -24,6 +26,8 @@ from linearize.modeling.portable import ENTRY, code_files, why_not
 
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
+GUARD = "; linear attention: load it with an Auto class of transformers, after `import linearize` or with code trusted"
+"""What follows a number in config.json, so that a class that knows nothing of linear attention stops at its type."""
 
 
 class LinearizeConfig(PreTrainedConfig):
@@ -54,6 +58,7 @@ class LinearizeConfig(PreTrainedConfig):
                 unknown to the installed transformers, or another value is of the wrong kind.
             ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
         """
+        config_dict = _unguarded(config_dict)
         if cls is not LinearizeConfig:
             return _read(super().from_dict, config_dict, **kwargs)
         section = check_section(config_dict.get("linearize"))
@@ -70,6 +75,11 @@ class LinearizeConfig(PreTrainedConfig):
         """Write the section even where a default equals it, and where the code is."""
         section = _with_checksum(self.linearize) if self.linearize else self.linearize
         values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
+        # Of a part's config too, which the part's class (CLIPTextModel) reads alone.
+        for key in getattr(self, "sub_configs", None) or {}:
+            if isinstance(values.get(key), dict):
+                values[key] |= _guarded(getattr(self, key))
+        values |= _guarded(self)
         values.pop("auto_map", None)
         if self.linearize and not _why_no_code(Plan.from_dict(self.linearize)):
             values["auto_map"] = {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}
@@ -81,6 +91,27 @@ class LinearizeConfig(PreTrainedConfig):
         for name, text in _code(Plan.from_dict(self.linearize or {})).items():
             (Path(save_directory) / name).write_text(text, encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _guarded(config: PreTrainedConfig) -> dict[str, str]:
+    """Return a number of a config with `GUARD`: one that no reader needs where there is one; none without numbers."""
+    general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    names = [
+        f.name for f in dataclasses.fields(config) if f.name not in general and f.type in (float, "float", int, "int")
+    ]
+    name = "initializer_range" if "initializer_range" in names else next(iter(names), None)
+    return {} if name is None else {name: json.dumps(getattr(config, name)) + GUARD}
+
+
+def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json's values, those of the configs in it too, without `GUARD`."""
+    found = dict(values)
+    for key, value in values.items():
+        if isinstance(value, str) and value.endswith(GUARD):
+            found[key] = json.loads(value.removesuffix(GUARD))
+        elif isinstance(value, dict) and key != MODEL_TYPE:
+            found[key] = _unguarded(value)
+    return found
 
 
 def _with_checksum(section: dict[str, object]) -> dict[str, object]:

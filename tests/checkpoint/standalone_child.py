@@ -37,6 +37,14 @@ def check(folder, head, task, rounds):
     if "generated" in stored:
         made = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=8)
         assert torch.equal(made, stored["generated"])
+    # A class of transformers named outright does not run it as softmax.
+    saved = json.loads((folder / "config.json").read_text())["architectures"][0]
+    try:
+        getattr(transformers, saved.removeprefix("Linearized")).from_pretrained(folder)
+    except Exception as error:
+        assert "linear attention: load it with an Auto class" in str(error)
+    else:
+        raise AssertionError("loaded as softmax")
     # A second and a third round, each from the one before.
     targets = (folder / "again", folder / "again" / "and-again") if rounds else ()
     for target in targets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.errors import CheckpointError, ConfigError
+from linearize.modeling.config import GUARD
 from linearize.modeling.weights import check_loaded
 
 TEXT_HEADS = [
@@ -60,6 +62,37 @@ def test_save_and_load_through_auto_class(name, head, tmp_path):
     # Weights that lie elsewhere in memory may be summed in another order by a matrix-vector product.
     for one, two in zip(before, after, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["now", "before"])
+@pytest.mark.parametrize(
+    ("name", "head", "stock"),
+    [
+        ("bert", "AutoModelForMaskedLM", "BertForMaskedLM"),
+        ("bert", "AutoModelForMaskedLM", "BertModel"),
+        ("llama", "AutoModelForCausalLM", "LlamaForCausalLM"),
+        ("bart", "AutoModelForSeq2SeqLM", "BartForConditionalGeneration"),
+        ("clip", "AutoModel", "CLIPModel"),
+    ],
+)
+def test_a_class_of_transformers_refuses_it(name, head, stock, guarded, tmp_path):
+    """Checkpoints from before the guard in config.json are refused where linearize is imported."""
+    linearize.save(converted(name, head), tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    if not guarded:
+        text = file.read_text()
+        assert text.count(GUARD) == (2 if name == "clip" else 1)
+        file.write_text(re.sub(f'"([^"]*){re.escape(GUARD)}"', r"\1", text))
+    with pytest.raises(CheckpointError, match="which this class would run as softmax; load it with an Auto class"):
+        getattr(transformers, stock).from_pretrained(tmp_path / "out")
+    assert linear_attentions(getattr(transformers, head).from_pretrained(tmp_path / "out"))
+
+
+def test_a_class_of_a_part_refuses_it(tmp_path):
+    linearize.save(converted("clip"), tmp_path / "out")
+    for stock in (transformers.CLIPTextModel, transformers.CLIPVisionModel):
+        with pytest.raises(Exception, match="linear attention: load it with an Auto class"):
+            stock.from_pretrained(tmp_path / "out")
 
 
 def test_differs_from_softmax_and_starts_close_to_it(tmp_path):
