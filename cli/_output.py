@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from linearize.alignment.loop import AlignResult, AlignStep
+    from linearize.attention.shape import HeadShape
     from linearize.distillation.loop import StepReport
     from linearize.fidelity.measure import Fidelity
     from linearize.finetune.watch import TuneStep
@@ -190,6 +191,7 @@ def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, r
 
 def plan_table(plan: Plan) -> Group:
     """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
+    from linearize.modeling.plan import UNKNOWN
     from linearize.surgery.plan import expectations
 
     rows = [
@@ -197,8 +199,7 @@ def plan_table(plan: Plan) -> Group:
             "" if layer.index is None else layer.index,
             layer.module,
             layer.kernel + (_arguments(layer.arguments) if layer.arguments else ""),
-            f"{layer.shape.heads}/{layer.shape.key_heads} x {layer.shape.head_dim}",
-            "causal" if layer.shape.causal else "both ways",
+            *(("unknown", "unknown") if layer.shape == UNKNOWN else _sizes(layer.shape)),
             layer.reason,
         ]
         for layer in plan.layers
@@ -206,6 +207,10 @@ def plan_table(plan: Plan) -> Group:
     title = f"{plan.architecture}: {len(plan.converted)} of {len(plan.layers)} attentions become linear"
     columns = ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"]
     return Group(table(title, columns, rows, right=(0,)), *(Text(line) for line in expectations(plan)))
+
+
+def _sizes(shape: HeadShape) -> tuple[str, str]:
+    return f"{shape.heads}/{shape.key_heads} x {shape.head_dim}", "causal" if shape.causal else "both ways"
 
 
 def _arguments(arguments: dict[str, object]) -> str:

@@ -20,6 +20,8 @@ LOCAL = "local mask"
 """Fact of a host that attends inside a sliding window or chunks, in a plan that may convert it as full attention."""
 ABSENT = "absent"
 """Key of config.json's section for the weights that the saved model was built without."""
+UNKNOWN = HeadShape(1, 1, 1, 1, False)
+"""Stands for the sizes of an attention that did not run in the trial run."""
 
 
 @dataclass(frozen=True)

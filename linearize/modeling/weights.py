@@ -36,6 +36,9 @@ HUB_OPTIONS = (
 Header = dict[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint by its name."""
 
+_DERIVED = re.compile(r"rotary_embeddings\.inv_freq$")
+"""What follows from config.json: ESM's, which had a name of its own in checkpoints from before 2026-12."""
+
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that floating point weights may be stored in, in safetensors' words, and as config.json names them."""
 
@@ -106,7 +109,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
     prefix = f"{model.base_model_prefix}."
     shared = {name.removeprefix(prefix) for name in saved}
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        keys = sorted(str(key) for key in info.get(what, ()))
+        keys = sorted(str(key) for key in info.get(what, ()) if not _DERIVED.search(str(key)))
         if what == "unexpected_keys":
             # Another head, or a part that the caller left out, has none of them.
             absent: Any = model.config.linearize.get(ABSENT, ())
@@ -195,6 +198,7 @@ def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed:
     attributes = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save")
     patterns = [re.compile(pattern) for key in attributes for pattern in getattr(model, key, None) or ()]
     ignored = {name for name in {*header, *expected} if any(pattern.search(name) for pattern in patterns)}
+    ignored |= {name for name in {*header, *expected} if _DERIVED.search(name)}
     return optional | {name for name in ignored if not any(name in group for group in groups.values())}
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.errors import UnsupportedModelError
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class, use_linear_attention
@@ -118,6 +119,7 @@ def convert_model(
         How positions were extended; None where that was not asked for.
     """
     report = None
+    _own_config(model)
     if max_length is not None:
         from linearize.surgery.positions import extend_positions
 
@@ -132,6 +134,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     Raises:
         UnsupportedModelError: if the model, with softmax in place of the kernels, is no longer what it was.
     """
+    _own_config(model)
     longest = _shortest_window(model, example_inputs) if plan.local_as_full else None
     recorded = record(model, example_inputs, longest)
     could_be_built = not why_not_built(model)
@@ -155,6 +158,16 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
         )
     check(model, recorded)
     return model
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give a model and its parts a copy of their config: the caller's may build another model."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def _shortest_window(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None) -> int | None:

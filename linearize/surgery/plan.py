@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.attention.factory import build_mixer, check_hybrid, default_scale
+from linearize.attention.redirect import REDIRECTED
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.model import is_linearized
-from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, LayerPlan, Plan, host_facts
+from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
 from linearize.registry import HYBRID, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.surgery.call import Call
 from linearize.surgery.layers import assign, parse_heads
@@ -93,8 +96,9 @@ def plan(
         _complete(model, name, arguments, more | _heads_of(heads, number), max_length)
         for number, (name, arguments) in enumerate(chosen)
     ]
-    decided = tuple(layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in found)
-    return Plan(type(model).__name__, model.config.model_type, decided, seed)
+    decided = [layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in found]
+    decided += _unreached(model, calls)
+    return Plan(type(model).__name__, model.config.model_type, tuple(decided), seed)
 
 
 def replan(
@@ -165,6 +169,34 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         )
         count += not reason
     return layers
+
+
+def _unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
+    """List the attentions of the body that no trial run called, by their classes' names: they stay as they are."""
+    if model.config.model_type in REDIRECTED:
+        return []
+    root = model.base_model
+    named = {
+        name: one
+        for name, one in root.named_modules()
+        if re.search(r"(attention|attn)(v?\d+)?$", type(one).__name__, re.I)
+    }
+    seen = [name for name, one in root.named_modules() if any(call.module is one for call in calls)]
+    layers = []
+    for name, one in named.items():
+        around = any(other.startswith(f"{name}.") for other in (*named, *seen))
+        inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
+        if around or inside or next(one.parameters(), None) is None:
+            continue
+        layers.append(LayerPlan(name, None, SOFTMAX, UNKNOWN, reason=_why_unreached(one), host=(MASKED,)))
+    return layers
+
+
+def _why_unreached(host: nn.Module) -> str:
+    kind = type(host)
+    if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):
+        return f"did not run in the trial run ({kind.__name__}); pass example inputs that reach it (--example-inputs)"
+    return f"attention code of its own ({kind.__name__}), which cannot be reached"
 
 
 def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:

@@ -58,6 +58,25 @@ def test_a_load_gives_every_tensor_that_was_saved(names, tmp_path):
         assert not [key for key, x in saved.items() if not torch.equal(x, loaded[key])], name
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "why"),
+    [
+        ("siglip2", "Siglip2Attention", "did not run in the trial run"),
+        ("siglip2", "MultiheadAttention", "attention code of its own"),
+        ("qwen3_asr", "Qwen3ASRAudioAttention", "did not run in the trial run"),
+        ("minimax", "MiniMaxLightningAttention", "attention code of its own"),
+    ],
+)
+def test_every_attention_stands_in_the_plan(name, kind, why):
+    model = build(f"{name}.modeling_{name}")
+    plan = linearize.plan(model)
+    reasons = {layer.module: layer.reason for layer in plan.layers if not layer.converted}
+    wanted = [name for name, one in model.base_model.named_modules() if type(one).__name__ == kind]
+    assert wanted and set(wanted) <= reasons.keys() | {layer.module for layer in plan.converted}
+    assert any(why in reasons.get(name, "") for name in wanted)
+    assert linearize.Plan.from_dict(plan.to_dict()) == plan
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_worked_still_works(part):

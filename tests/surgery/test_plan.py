@@ -35,6 +35,19 @@ def test_plan_finds_every_attention(name):
     assert linearize.Plan.from_dict(plan.to_dict()) == plan
 
 
+@pytest.mark.parametrize("name", ["bert", "clip"])
+def test_the_callers_config_is_left_alone(name):
+    """Another model can be built from it, and converted."""
+    kind = getattr(transformers, CONFIGS[name][0])
+    config = kind(**CONFIGS[name][1])
+    model = transformers.AutoModel.from_config(config)
+    before, parts = config.to_dict(), {id(one.config) for one in model.modules() if hasattr(one, "config")}
+    linearize.convert(model, max_length=256 if name == "bert" else None)
+    assert config.to_dict() == before and type(config) is kind
+    assert not parts & {id(one.config) for one in model.modules() if hasattr(one, "config")}
+    assert len(linear_attentions(linearize.convert(transformers.AutoModel.from_config(config)))) >= 2
+
+
 def test_what_to_expect_of_signed_kernels():
     model = original("bert")
     one = expectations(linearize.plan(model, "flexformer_n", {"form": "paper"}))
