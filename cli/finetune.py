@@ -117,6 +117,7 @@ def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
     """Tune, print what happens, and return the result and the findings."""
     from linearize.cli._output import Heartbeat, StepProgress, on_interrupt
     from linearize.cli._progress import show_findings
+    from linearize.finetune.tasks import above_chance
     from linearize.jobs import events
     from linearize.jobs.finetune import finetune_checkpoint
 
@@ -157,6 +158,8 @@ def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
         f"{kept}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}",
         markup=False,
     )
+    if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
+        out.print(f"Not above chance, which reaches a score of {result.chance:.4f}.", markup=False)
     out.print(f"Saved {target} ({result.seconds:.0f} s).", markup=False)
     show_findings(out, found[0])
     return result, found[0]

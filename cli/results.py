@@ -17,8 +17,9 @@ EPILOG = """examples:
   linearize results runs/minilm-glue --format latex
   linearize results runs --format csv --plot results.png
 
-A cell reads: ours, in brackets the share of softmax's score, and the paper's figure behind a bar. Of several seeds
-ours is the mean, with the standard deviation behind the sign +-; n tells of how many, where some are not there yet.
+A cell reads: ours, in brackets the share of softmax's score above chance (none if softmax is not above chance), and
+the paper's figure after a bar. Over several seeds ours is the mean, with the standard deviation after the sign +-; n is
+how many there are, if some are missing. The last row is chance: the best score of an answer that looks at no input.
 A star: not made as the recipe of the package says (steps cut, other arguments ...); below the table stands in what."""
 
 FORMATS = ("table", "md", "csv", "latex", "json")

@@ -100,7 +100,9 @@ def _show_events(out: Console) -> Callback:
                 stage = StepProgress.stage(report)
                 out.print(f"  {stage} {report.step}/{report.steps}: held out {report.held_out:.4f}", markup=False)
             case CellDone(row):
-                share = "" if row["recovered"] is None else f", {row['recovered']:.1f} % of softmax"
+                share = "" if row["recovered"] is None else f", {row['recovered']:.1f} % of softmax above chance"
+                if row["recovered"] is None and row["original"] is not None:
+                    share = ", softmax is not above chance"
                 out.print(f"  {row['cell']}: score {row['score']:.4f}{share}", markup=False)
 
     return on_event

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.card_facts import commands, eval_results, fact, limits, results
+from linearize.checkpoint.card_facts import chance_level, commands, eval_results, fact, limits, results
 from linearize.checkpoint.chosen import PlanPoint, points, reasons, sentence
 from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.ownership import check_links
@@ -101,6 +101,7 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, current_length(model))],
         results=[(_text(metric), f"{ours:.4g}", _number(theirs)) for metric, ours, theirs in measured],
+        chance=chance_level(provenance),
         original_score=any(theirs is not None for _, _, theirs in measured),
         commands=commands(provenance),
         longest=_longest(model),

@@ -37,6 +37,16 @@ def results(provenance: Mapping[str, object]) -> list[tuple[str, float, float | 
     ]
 
 
+def chance_level(provenance: Mapping[str, object]) -> str:
+    """Say what guessing reaches on the task of stage two, and whether the model is above it; empty if not recorded."""
+    tuned = mapping(provenance.get("finetuning"))
+    chance = number(tuned.get("chance"))
+    if chance is None:
+        return ""
+    below = "" if tuned.get("above_chance") else " This model is not above it."
+    return f"Chance, the best answer that looks at no input, reaches a score of {chance:.4g}.{below}"
+
+
 def eval_results(provenance: Mapping[str, object], task_type: str) -> list[EvalResult]:
     """Return the results as the Hub's model index has them."""
     tuned = provenance.get("finetuning") or {}

@@ -98,6 +98,8 @@ def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
         for name, value in (tuned.get("metrics") or {}).items():
             if isinstance(value, (int, float)):
                 rows.append((f"metric {name}", f"{value:.4g}"))
+        if isinstance(tuned.get("chance"), (int, float)):
+            rows.append(("chance", f"{tuned['chance']:.4g}{'' if tuned.get('above_chance') else ', not above it'}"))
     return rows
 
 

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 
-from linearize.experiments.results import Entry, Table
+from linearize.experiments.results import CHANCE, Entry, Table
 
 MARK = "*"
 """Behind a figure that was not made as the recipe says."""
@@ -28,6 +28,11 @@ def cell(entry: Entry, seeds: int, *, marked: bool = False, sign: str = "+-") ->
     share = "" if entry.recovered is None else f" ({entry.recovered:.1f} %)"
     paper = "" if entry.paper is None else f" | {entry.paper:.1f}"
     return f"{ours}{share}{paper}"
+
+
+def marked(table: Table, label: str, column: str) -> bool:
+    """Tell whether an entry was not made as the recipe says; chance is not made by a recipe."""
+    return label != CHANCE and table.changes.marked(label, column)
 
 
 def notes(table: Table) -> list[str]:
@@ -56,7 +61,7 @@ def lines_of(table: Table, sign: str = "+-") -> list[list[str]]:
         [
             label,
             *(
-                cell(line[column], table.seeds, marked=table.changes.marked(label, column), sign=sign)
+                cell(line[column], table.seeds, marked=marked(table, label, column), sign=sign)
                 for column in table.columns
             ),
         ]

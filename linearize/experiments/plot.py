@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from linearize.experiments.results import Table
+from linearize.experiments.results import CHANCE, Table
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, axes_grid, new_figure, tidy, to_png
 from linearize.parsing import write_file
 
@@ -26,7 +26,10 @@ def results_figure(tables: Sequence[Table]) -> Figure:
     height = (0.9 + 0.22 * tallest) * -(-len(panels) // columns)
     figure = new_figure(max(3.2, 2.4 * columns), height)
     for axes, (table, column) in zip(axes_grid(figure, len(panels), columns), panels, strict=True):
-        labels = list(table.rows)
+        labels = [label for label in table.rows if label != CHANCE]
+        chance = table.rows[CHANCE][column].ours if CHANCE in table.rows else None
+        if chance is not None:
+            axes.axvline(chance, color=THIRD, linestyle=":", linewidth=1.2, label=CHANCE)
         for place, label in enumerate(labels):
             entry = table.rows[label][column]
             colour = SOFTMAX if label == "softmax" else LINEAR
@@ -48,6 +51,7 @@ def results_figure(tables: Sequence[Table]) -> Figure:
         axes.set_ylim(len(labels) - 0.5, -0.5)
         tidy(axes, column if len(tables) == 1 else f"{table.title.partition(':')[0]}: {column}")
     figure.supxlabel(
-        "ours: points, bars of one standard deviation (hollow: not as the recipe says); paper: crosses", fontsize=7
+        "ours: points, bars of one standard deviation (hollow: not as the recipe says); paper: crosses; dotted: chance",
+        fontsize=7,
     )
     return figure

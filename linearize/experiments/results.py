@@ -14,10 +14,13 @@ from linearize.errors import ConfigError, DataError, first_line
 from linearize.experiments.changes import Changes, changes_of
 from linearize.experiments.recipe import AVERAGE, cells, check, resolve
 from linearize.experiments.schema import SOFTMAX, Recipe
+from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_json, parse_yaml, read_text
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
+CHANCE = "chance"
+"""The row of a table with the best scores of answers that look at no input."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Entry:
     Attributes:
         ours: our figure, in the paper's unit (points for shares); None where there is none yet.
         paper: the paper's figure; None where there is none.
-        recovered: share of the softmax model's score, percent.
+        recovered: share of the softmax model's score above chance, percent; None if that model is not above chance.
         seeds: how many seeds ours is a mean of.
         deviation: standard deviation over the seeds (of a sample, n - 1), in the unit of ours; None of fewer than two.
     """
@@ -46,7 +49,7 @@ class Table:
     Attributes:
         title: one line.
         columns: names of the tasks, and "average" where there are several.
-        rows: entries by row and column.
+        rows: entries by row and column; the last row is `CHANCE`, if it is known.
         missing: cells that are not there yet.
         damaged: lines of the results file that could not be read.
         seeds: how many seeds the recipe has.
@@ -76,6 +79,8 @@ class ResultRow(TypedDict, total=False):
     facts: dict[str, object]
     percent: bool
     lower_is_better: bool
+    interval: list[float] | None
+    chance: float | None
     original: float | None
     recovered: float | None
     paper: float | None
@@ -171,6 +176,9 @@ def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: in
         if several:
             line[AVERAGE] = _average(list(line.values()), paper, _by_seed(rows, label, columns))
         table[label] = line
+    chances = {column: _chance(rows, column, len(recipe.seeds)) for column in columns}
+    if any(entry.ours is not None for entry in chances.values()) and CHANCE not in table:
+        table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), {}, [])} if several else {})
     _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
     missing = sum(cell.key not in done for cell in wanted)
@@ -188,8 +196,19 @@ def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | No
     scores = [_scaled(row) for row in mine]
     ours = sum(scores) / len(scores)
     shares = [share for row in mine if (share := row.get("recovered")) is not None]
-    recovered = sum(shares) / len(shares) if shares and label != SOFTMAX else None
+    # Of seeds with which softmax learned nothing there is no share, and so none of all of them.
+    recovered = sum(shares) / len(shares) if len(shares) == len(mine) and label != SOFTMAX else None
     return Entry(ours, paper, recovered, len(mine), _deviation(scores))
+
+
+def _chance(rows: Sequence[ResultRow], column: str, seeds: int) -> Entry:
+    """Return what guessing reaches on a task: the validation rows, and so this level, are the same for all rows."""
+    known = [
+        chance * (100.0 if row.get("percent") else 1.0)
+        for row in rows
+        if row.get("task") == column and (chance := row.get("chance")) is not None
+    ]
+    return Entry(sum(known) / len(known) if known else None, None, None, seeds)
 
 
 def _scaled(row: ResultRow) -> float:
@@ -223,11 +242,18 @@ def _average(entries: Sequence[Entry], paper: Mapping[str, float], by_seed: Sequ
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:
-    """Say what share of the softmax model's average is recovered: of the averages, as the papers have it."""
-    original = table.get(SOFTMAX, {}).get(AVERAGE)
-    if original is None or not original.ours or any(job.task.lower_is_better for job in resolve(recipe).values()):
+    """Say what share of the softmax model's average is recovered: of the averages, as the papers have it.
+
+    Without a chance level, as in runs of before, the share is of the whole score; without a share of one of the tasks
+    there is none of their average.
+    """
+    tasks = [job.task for job in resolve(recipe).values()]
+    original, chance = (table.get(label, {}).get(AVERAGE) for label in (SOFTMAX, CHANCE))
+    if original is None or original.ours is None or any(task.lower_is_better for task in tasks):
         return
     for label, line in table.items():
-        entry = line[AVERAGE]
-        if label != SOFTMAX and entry.ours is not None:
-            line[AVERAGE] = replace(entry, recovered=100.0 * (entry.ours / original.ours))
+        entry, others = line[AVERAGE], [one for column, one in line.items() if column != AVERAGE]
+        if label in (SOFTMAX, CHANCE) or entry.ours is None or any(one.recovered is None for one in others):
+            continue
+        level = None if chance is None else chance.ours
+        line[AVERAGE] = replace(entry, recovered=recovery(tasks[0], entry.ours, original.ours, chance=level))

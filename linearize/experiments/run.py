@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -208,10 +209,14 @@ def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, te
     stage_one = None if distilled is None else read_json(distilled / STAGE, MOST_TEXT)
     original = None
     if teacher is not None:
-        original = read_json(teacher / STAGE, MOST_TEXT)["score"]
+        original = read_json(teacher / STAGE, MOST_TEXT)
     elif cell.kernel.name != SOFTMAX:
-        original = _softmax_score(runner, cell)
+        original = _softmax_record(runner, cell)
     task = cell.job.task
+    recovered = None
+    if original is not None:
+        levels = {"chance": tuned.get("chance"), "interval": original.get("interval")}
+        recovered = recovery(task, tuned["score"], original["score"], **levels)
     figures = runner.recipe.figures.get(cell.row, {})
     return {
         "cell": cell.key,
@@ -225,8 +230,10 @@ def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, te
         "facts": tuned["facts"],
         "percent": task.percent,
         "lower_is_better": task.lower_is_better,
-        "original": original,
-        "recovered": None if original is None else recovery(task, tuned["score"], original),
+        "interval": tuned.get("interval"),
+        "chance": tuned.get("chance"),
+        "original": None if original is None else original["score"],
+        "recovered": recovered,
         "paper": figures.get(cell.job.name),
         "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
         "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
@@ -235,10 +242,10 @@ def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, te
     }
 
 
-def _softmax_score(runner: StageRunner, cell: Cell) -> float | None:
-    """Return the score of the softmax row of the same task and seed, if the recipe has one and it was run before."""
+def _softmax_record(runner: StageRunner, cell: Cell) -> dict[str, Any] | None:
+    """Return the record of the softmax row of the same task and seed, if the recipe has one and it was run before."""
     path = runner.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
-    return read_json(path, MOST_TEXT)["score"] if path.is_file() else None
+    return read_json(path, MOST_TEXT) if path.is_file() else None
 
 
 def _sweep(recipe: Recipe, folder: Path) -> None:

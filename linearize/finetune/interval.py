@@ -97,7 +97,7 @@ def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size:
     metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
     predictions, labels = kept[-1]
     return Measured(
-        **vars(_score(data, metrics, predictions, labels)),
+        **vars(score_of(data, metrics, predictions, labels)),
         metrics=metrics,
         rows=len(data.validation),
         by_position=() if data.by_position is None else data.by_position(predictions),
@@ -105,7 +105,8 @@ def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size:
     )
 
 
-def _score(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Score:
+def score_of(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Score:
+    """Return a task's main metric with its interval and the chance level, from what was predicted."""
     scores = resampled_scores(data, predictions, labels)
     return Score(
         score=main_metric(data.task, metrics),
@@ -123,7 +124,7 @@ def _balanced(data: TaskData, metrics: dict[str, float], predictions: Prediction
     classes = len(data.task.labels or ())
     if np.bincount(np.asarray(labels)).max() <= UNEVEN * len(np.asarray(labels)) / classes:
         return None
-    found = _score(replace(data, task=replace(data.task, score=(BALANCED,))), metrics, predictions, labels)
+    found = score_of(replace(data, task=replace(data.task, score=(BALANCED,))), metrics, predictions, labels)
     # Guessing in proportion to the classes reaches 1 / C, which is more than any constant answer.
     return replace(found, chance=max(found.chance or 0.0, 1 / classes))
 

@@ -98,7 +98,7 @@ class TaskData:
         options: what the rows were asked to be.
         by_unit: (predictions, labels) -> metrics by name of every unit [N], where metrics are their means and a unit (a
             question) may have several rows; None: a unit is a row, and metrics are of all rows together.
-        of_means: means of `by_unit` -> metrics by name, where `by_unit` gives counts; None: those means.
+        of_means: means of `by_unit` -> metrics by name, if `by_unit` gives counts; None: those means are the metrics.
         by_position: predictions -> the loss by position in the row, of causal language models; None: has no meaning.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
         chance: metrics by name that guessing reaches, where these follow from the task; None: found from the labels.

@@ -14,6 +14,7 @@ from linearize.checkpoint.save import save, write_files
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import RECORD, read_record
 from linearize.finetune.prepared import TaskData
+from linearize.finetune.tasks import above_chance
 from linearize.finetune.trainer import TuneResult
 from linearize.loading import move, quiet
 from linearize.modeling.model import is_linearized
@@ -83,6 +84,9 @@ def tuning_record(
         "max_length": None if data.options is None else data.options.max_length,
         "metrics": result.metrics,
         "score": result.score,
+        "interval": result.interval,
+        "chance": result.chance,
+        "above_chance": above_chance(data.task, result.score, chance=result.chance, interval=result.interval),
         "steps": result.steps,
         "best_step": result.best_step,
         "selection": result.selection,

@@ -320,4 +320,4 @@ def above_chance(
     if chance is None:
         return True
     low, high = interval or (score, score)
-    return high < chance if chosen.lower_is_better else low > chance
+    return bool(high < chance if chosen.lower_is_better else low > chance)

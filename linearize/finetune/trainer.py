@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from linearize.finetune.checkpoints import check_names, finished, last_checkpoin
 from linearize.finetune.checks import check_adapter, check_fsdp, check_trains, checkpointing
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.dropout import dropping
-from linearize.finetune.prepared import TaskData
+from linearize.finetune.prepared import Predictions, TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import main_metric
@@ -47,6 +48,8 @@ class TuneResult:
         stopped: "steps" or "early stopping".
         history: the trainer's log.
         seconds: duration; after a resume, of the last part only.
+        interval: 95 % bootstrap interval of the score; None if rows cannot be drawn.
+        chance: the score of the best answer that looks at no input; None if undefined.
         adapter: files of the low-rank updates as peft has them, by name; None where they were not asked for.
     """
 
@@ -58,6 +61,8 @@ class TuneResult:
     history: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
     selection: dict[str, object] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+    chance: float | None = None
     adapter: dict[str, bytes] | None = None
 
 
@@ -106,6 +111,8 @@ def finetune(
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
         ConfigError: if the run to be resumed was started with another model, other data or other options.
     """
+    from linearize.finetune.interval import score_of
+
     config = config or TuneConfig()
     start = time.perf_counter()
     check_adapter(config, adapter_of)
@@ -116,6 +123,12 @@ def finetune(
         check_teacher(teacher, model)
         teacher = freeze(teacher, model)
     started = describe(model, data, config, teacher)
+    measure, predicted = data.compute_metrics, deque[tuple[Predictions, Predictions]](maxlen=1)
+
+    def keep(predictions: Predictions, labels: Predictions) -> dict[str, float]:
+        predicted.append((predictions, labels))
+        return measure(predictions, labels)
+
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     _seed(config.seed)
     set_trained(model, config)
@@ -125,7 +138,8 @@ def finetune(
         check_started(Path(folder), started)
     # Under FSDP a copy is spread over the processes, and what it learned comes back.
     trained = copy.deepcopy(model) if under_fsdp() else model
-    trainer = make_trainer(trained, data, config, folder, on_log, teacher, sharded=trained is not model)
+    kept = replace(data, compute_metrics=keep)
+    trainer = make_trainer(trained, kept, config, folder, on_log, teacher, sharded=trained is not model)
     if on_step is not None:
         trainer.add_callback(step_reporter(trainer, on_step))
     for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
@@ -139,6 +153,7 @@ def finetune(
         _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)
+    found = score_of(data, metrics, *predicted[-1])
     trainer.gather_into(model)
     adapter = _end_training(model, config, adapter_of)
     state = trainer.state
@@ -146,8 +161,10 @@ def finetune(
     stopped = "early stopping" if state.global_step < state.max_steps else "steps"
     seconds = time.perf_counter() - start
     chosen = selection_record(data, config, teacher is not None, state.best_metric)
-    score = main_metric(data.task, metrics)
-    return TuneResult(metrics, score, state.global_step, best, stopped, history, seconds, chosen, adapter)
+    steps = state.global_step
+    return TuneResult(
+        metrics, found.score, steps, best, stopped, history, seconds, chosen, found.interval, found.chance, adapter
+    )
 
 
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:

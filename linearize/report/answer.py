@@ -47,7 +47,8 @@ def _score(provenance: Mapping[str, object]) -> str | None:
     original = tuned.get("original")
     theirs = original.get("score") if isinstance(original, dict) else None
     beside = f", the original {theirs:.3f}" if _number(theirs) else ""
-    return f"by its own record this model reaches {tuned['score']:.3f} on {tuned.get('task')}{beside}"
+    level = f", chance {tuned['chance']:.3f}" if _number(tuned.get("chance")) else ""
+    return f"by its own record this model reaches {tuned['score']:.3f} on {tuned.get('task')}{beside}{level}"
 
 
 def _labels(found: Gathered) -> str | None:

@@ -70,6 +70,8 @@ def test_results_stand_beside_the_originals(place, card):
     assert ours["original"] == {name: theirs[name] for name in ("score", "metrics", "max_length")}
     accuracy = f"| accuracy | {ours['metrics']['accuracy']:.4g} | {theirs['metrics']['accuracy']:.4g} |"
     assert accuracy in card and "| metric | this model | the original, tuned for the same task |" in card
+    level = "" if ours["above_chance"] else " This model is not above it."
+    assert f"reaches a score of {ours['chance']:.4g}.{level}\n" in card
     (entry,) = front(card)["model-index"]
     found = {one["metrics"][0]["type"]: one["metrics"][0]["value"] for one in [entry["results"][0]]}
     assert entry["name"] == "done" and found["accuracy"] == ours["metrics"]["accuracy"]

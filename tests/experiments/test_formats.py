@@ -14,8 +14,10 @@ from support.command_lines import run
 
 from linearize.experiments.changes import changes_of, differences
 from linearize.experiments.formats import CSV, notes, to_csv, to_latex, to_markdown
-from linearize.experiments.recipe import load_recipe, plain
+from linearize.experiments.plot import results_figure
+from linearize.experiments.recipe import cells, load_recipe, plain
 from linearize.experiments.results import make_table
+from linearize.finetune.tasks import recovery
 
 KERNELS = "kernels=[softmax,{name: hedgehog, args: {activation: exp}},{name: elu, label: e&u_1}]"
 CHANGED = [KERNELS, "tasks=[cola,stsb]", "seeds=[0,1]",
@@ -24,8 +26,6 @@ CHANGED = [KERNELS, "tasks=[cola,stsb]", "seeds=[0,1]",
 
 def rows_of(recipe):
     """Made-up results: 0.50 and 0.52 with seeds 0 and 1, and one cell short."""
-    from linearize.experiments.recipe import cells
-
     made = []
     for cell in cells(recipe)[:-1]:
         score = 0.5 + 0.02 * cell.seed
@@ -101,6 +101,31 @@ def test_latex(table):
     text = to_latex([table])
     assert r"\begin{tabular}{lrrr}" in text and text.count(r"\\") == 4
     assert r"hedgehog & 51.00* $\pm$ 1.41 (90.0 \%) & " in text and r"e\&u\_1 & " in text
+
+
+@pytest.mark.parametrize(("softmax", "share"), [(0.80, "80.0 %"), (0.65, None)])
+def test_chance_has_a_row_and_no_ratio_stands_on_it(tmp_path, softmax, share):
+    """35.00 (100.0 %) stood in tables where the majority class gives 65: now chance has a row of its own."""
+    recipe = load_recipe("minilm-glue", ["tasks=[cola,sst2]", "kernels=[softmax,elu]", "seeds=[0]"])
+    made = []
+    for cell in cells(recipe):
+        score = softmax if cell.row == "softmax" else 0.77 if softmax > 0.65 else 0.35
+        shared = {"chance": 0.65, "percent": True, "seed": 0, "cell": cell.key, "row": cell.row, "task": cell.job.name}
+        levels = {"chance": 0.65, "interval": (softmax - 0.05, softmax + 0.05)}
+        recovered = None if cell.row == "softmax" else recovery(cell.job.task, score, softmax, **levels)
+        made.append(shared | {"score": score, "recovered": recovered})
+    table = make_table(recipe, made, "mine")
+    assert list(table.rows)[-1] == "chance" and table.rows["chance"]["average"].ours == pytest.approx(65.0)
+    cell = f"77.00 ({share})" if share else "35.00"
+    for text in (to_markdown([table]), to_latex([table]).replace("&", "|")):
+        lines = [line.replace("\\", "").replace("*", "") for line in text.splitlines()]
+        line = next(line for line in lines if line.lstrip("| ").startswith("elu"))
+        assert line.count(cell) == 3 and line.count("%") == (3 if share else 0), line
+        assert any(line.lstrip("| ").startswith("chance") and line.count("65.00") == 3 for line in lines)
+    csv_rows = list(csv.DictReader(io.StringIO(to_csv([table]))))
+    assert {row["recovered_percent"] == "" for row in csv_rows if row["row"] == "elu"} == {share is None}
+    axes = results_figure([table]).axes[0]
+    assert [line.get_linestyle() for line in axes.get_lines() if line.get_label() == "chance"] == [":"]
 
 
 def test_notes(table):

@@ -18,6 +18,7 @@ from linearize.experiments.job_data import _embeds_segments
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
 from linearize.experiments.run import run_recipe
+from linearize.finetune.tasks import recovery, task
 from linearize.jobs.events import Logged, StepDone
 
 
@@ -68,7 +69,10 @@ def test_a_run_leaves_everything_behind(finished, tiny):
     row = by_key["hedgehog-mrpc-s0"]
     assert row["score"] == row["metrics"]["f1"] and row["fidelity"]["after"]["kl"] is not None
     assert row["original"] == by_key["softmax-mrpc-s0"]["score"]
-    assert row["recovered"] == pytest.approx(100 * row["score"] / row["original"])
+    teacher = json.loads((folder / "teachers" / "mrpc-s0" / "stage.json").read_text())
+    expected = recovery(task("mrpc"), row["score"], row["original"], chance=row["chance"], interval=teacher["interval"])
+    assert row["recovered"] == expected and teacher["chance"] == row["chance"]
+    assert row["interval"][0] <= row["score"] <= row["interval"][1]
     assert by_key["t2r_as_it_is-cola-s0"]["distil"]["steps"] == 0
     assert by_key["softmax-cola-s0"]["paper"] == 58.8
 
@@ -83,7 +87,13 @@ def test_the_table_has_the_papers_figures_beside_ours(finished):
     assert table.rows["softmax"]["average"].paper == pytest.approx(74.5)
     average = table.rows["hedgehog"]["average"]
     assert average.ours == pytest.approx((ours["hedgehog-cola-s0"] + ours["hedgehog-mrpc-s0"]) / 2)
-    assert average.recovered == pytest.approx(100 * average.ours / table.rows["softmax"]["average"].ours)
+    chance = table.rows["chance"]
+    assert [chance[name].ours for name in ("cola", "mrpc")] == [
+        pytest.approx(100 * next(row["chance"] for row in rows if row["task"] == name)) for name in ("cola", "mrpc")
+    ]
+    assert chance["average"].ours == pytest.approx((chance["cola"].ours + chance["mrpc"].ours) / 2)
+    shares = [table.rows["hedgehog"][name].recovered for name in ("cola", "mrpc")]
+    assert (average.recovered is None) == (None in shares)
     assert table.rows["another"]["cola"].paper == 1.0 and table.rows["another"]["cola"].ours is None
     assert tables(folder.parent)[0].columns == table.columns
 
@@ -399,7 +409,6 @@ def test_a_language_model_trained_here_and_converted(tmp_path):
 def test_batches_of_stage_one_are_the_same_for_any_number_of_processes(sets, checkpoint):
     from linearize.finetune.load import load_processor
     from linearize.finetune.prepare import prepare
-    from linearize.finetune.tasks import task
 
     data = prepare(task("cola"), load_processor(checkpoint, "text"), data=str(sets))
     one, two = TaskBatches(data, 8, 10, 3), TaskBatches(data, 4, 10, 3)
@@ -441,7 +450,8 @@ def test_half_written_results_are_shown(finished, tmp_path):
     (tmp_path / "results.jsonl").write_text(text[: len(text) - 40])
     (table,) = tables(tmp_path)
     assert table.damaged == 1 and table.missing == 1
-    assert sum(entry.ours is not None for line in table.rows.values() for entry in line.values()) == 5 + 2
+    # Five cells, two averages, and three levels of chance.
+    assert sum(entry.ours is not None for line in table.rows.values() for entry in line.values()) == 5 + 2 + 3
     assert len(rows) == 6
 
 
