@@ -6,9 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+    from linearize.jobs.dry_run import AnyJob
     from linearize.jobs.events import Event
-    from linearize.jobs.task_config import TuneJob
 
 HELP = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
 
@@ -18,7 +17,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=HELP)
 
 
-def show_bill(job: ConvertJob | DistillJob | AlignJob | TuneJob, *, as_json: bool) -> int:
+def show_bill(job: AnyJob, *, as_json: bool) -> int:
     """Check a job and print its plan and its bill.
 
     Returns:

@@ -69,12 +69,12 @@ def console(*, to_stderr: bool = False) -> Screen:
     return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False, quiet=not is_main())
 
 
-EVERY = 8.0
-"""Seconds of silence in a log after which a heartbeat speaks."""
+EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
+"""Seconds of silence in a log after which a heartbeat speaks: 8, later a tenth of the time so far, 300 at most."""
 
 
 class Heartbeat:
-    """Says in a log, every few seconds in which nothing else was said, what is still being done; use as a context.
+    """Says in a log, after some silence, what is still being done, less and less often; use as a context.
 
     A terminal has bars and signs instead.
     """
@@ -97,9 +97,12 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
 
+    def _silence(self) -> float:
+        return max(self.every, min(SELDOM, SHARE * (time.monotonic() - self.start)))
+
     def _run(self) -> None:
-        while not self._over.wait(max(0.0, self.out.spoke + self.every - time.monotonic())):
-            if time.monotonic() - self.out.spoke >= self.every:
+        while not self._over.wait(max(0.0, self.out.spoke + self._silence() - time.monotonic())):
+            if time.monotonic() - self.out.spoke >= self._silence():
                 seconds = time.monotonic() - self.start
                 self.out.print(f"... {self.what} ({seconds:.0f} s so far)", markup=False, soft_wrap=True)
 

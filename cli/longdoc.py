@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.longdoc_config import LongdocJob
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192
+  linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --quick      # a taste
+  linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --dry-run
   linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --resume
   linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --max-length 4096 --align-length 2048
   linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --preset encoder --positions interpolate
@@ -26,13 +29,14 @@ EPILOG = """examples:
 The original is tuned at its own length (512, say), cut there. It is then converted for --max-length tokens, aligned on
 long rows, where positions behind its old end are learned, and tuned with the same options on whole documents. Both are
 measured on the same rows: the original cut, the original in chunks whose logits are averaged, the linear model cut
-alike, the linear model on whole documents. The output holds original/, linear/ and results.json. Ctrl-C loses nothing:
-the same line and --resume go on."""
+alike, the linear model on whole documents. The output holds original/, linear/, results.json, and times.json with all
+that depends on the machine. Ctrl-C loses nothing: the same line and --resume continue at the step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_options(parser, LongdocJob)
+    add_dry_run(parser)
     add_json(parser)
 
 
@@ -42,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from linearize.jobs.longdoc import run_longdoc
 
     job = take_options(args, LongdocJob)
+    if args.dry_run:
+        return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
     progress = StepProgress(out)
     beat = Heartbeat(out, "looking at model and data")

@@ -23,6 +23,11 @@ class Interrupts:
         self.held, self._waiting = False, False
         self._before: Any = None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a Ctrl-C is held back."""
+        return self._waiting
+
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.getsignal(signal.SIGINT)

@@ -38,6 +38,9 @@ class TuneConfig:
     )
     eval_every: int | None = option(None, "steps between evaluations; by default once per epoch", low=1)
     eval_batch_size: int | None = option(None, "rows per batch of an evaluation; by default twice batch_size", low=1)
+    save_every: int | None = option(
+        None, "steps between states for --resume, in addition to those of evaluations and of Ctrl-C", low=1
+    )
     patience: int = option(0, "evaluations without improvement after which to stop; 0: never", low=0)
     group_by_length: bool = option(False, "put texts of similar length in one batch, to pad less")
     dropout: float | None = option(

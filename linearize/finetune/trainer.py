@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from linearize.adapters import adapter_files, add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
+from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.processes import own_device, under_fsdp
 from linearize.errors import CheckpointError
 from linearize.finetune.checkpoints import check_names, finished, last_checkpoint
@@ -24,7 +25,7 @@ from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import main_metric
 from linearize.finetune.teacher import check_teacher, freeze
-from linearize.finetune.watch import TuneStep, start_keeper, step_reporter, watch
+from linearize.finetune.watch import TuneStep, start_keeper, state_keeper, step_reporter, watch
 from linearize.finetune.work import begin, check_started, describe
 from linearize.loading import quiet
 
@@ -142,14 +143,15 @@ def finetune(
     trainer = make_trainer(trained, kept, config, folder, on_log, teacher, sharded=trained is not model)
     if on_step is not None:
         trainer.add_callback(step_reporter(trainer, on_step))
-    for callback in callbacks(config.report_to, tensorboard or f"{folder}.tensorboard"):
+    interrupts = Interrupts()
+    reporting = callbacks(config.report_to, tensorboard or f"{folder}.tensorboard")
+    for callback in (*reporting, start_keeper(trainer), state_keeper(interrupts, config.save_every)):
         trainer.add_callback(callback)
-    trainer.add_callback(start_keeper(trainer))
     share = config.dropout
     if share is None and teacher is not None and not config.final_labels_weight:
         # Imitation has nothing to learn by heart, and its noise takes a model away from its teacher.
         share = 0.0
-    with checkpointing(trained, config.gradient_checkpointing), dropping(trained, share):
+    with interrupts, checkpointing(trained, config.gradient_checkpointing), dropping(trained, share):
         _train(trainer, Path(folder), last, started)
     history = list(trainer.state.log_history)
     metrics = _measured(trainer)

@@ -13,6 +13,7 @@ from linearize.errors import TrainingError
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+    from linearize.distillation.interrupts import Interrupts
     from linearize.finetune.tuner import Tuner
 
 
@@ -92,6 +93,44 @@ def start_keeper(trainer: Tuner) -> TrainerCallback:
                 trainer.keep_start()
 
     return StartKeeper()
+
+
+def state_keeper(interrupts: Interrupts, save_every: int | None) -> TrainerCallback:
+    """Make the callback that saves a state every `save_every` steps, and at the end of the step in which Ctrl-C comes.
+
+    Args:
+        interrupts: entered while the trainer runs; it raises once the state is whole.
+        save_every: steps between states, in addition to those of evaluations; None: none.
+    """
+    from transformers import TrainerCallback
+
+    class StateKeeper(TrainerCallback):
+        """Saves states."""
+
+        def on_step_begin(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        ) -> None:
+            """See `TrainerCallback.on_step_begin`."""
+            # Several processes would have to agree on the step.
+            if args.world_size == 1:
+                interrupts.hold()
+
+        def on_step_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        ) -> None:
+            """See `TrainerCallback.on_step_end`."""
+            if interrupts.waiting or (save_every and state.global_step % save_every == 0):
+                control.should_save = True
+            else:
+                interrupts.release()
+
+        def on_save(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        ) -> None:
+            """See `TrainerCallback.on_save`."""
+            interrupts.release()
+
+    return StateKeeper()
 
 
 def step_reporter(trainer: Trainer, on_step: Callable[[TuneStep], None]) -> TrainerCallback:

@@ -27,7 +27,7 @@ TRAINERS = re.compile(
 )
 """Files of the trainer's checkpoints; after a kill any one of them may be the first, or the last that is left."""
 CALLED = "a tuning run of linearize"
-FREE = ("report_to", "gradient_checkpointing")
+FREE = ("report_to", "gradient_checkpointing", "save_every")
 """Options that may differ between a run and its continuation."""
 
 

@@ -26,6 +26,7 @@ class StageBill:
         timed: how many were.
         evaluations: how often held-out rows are measured.
         seconds: of the whole stage, evaluations included; if it is not stopped early.
+        evaluation: seconds of one evaluation.
     """
 
     stage: str
@@ -35,13 +36,15 @@ class StageBill:
     timed: int
     evaluations: int
     seconds: float
+    evaluation: float = 0.0
 
     @property
     def text(self) -> str:
         """One line."""
+        measured = f", measured {self.evaluations:,} times" if self.evaluations else ""
         return (
-            f"{self.stage}: {self.steps:,} steps of {self.rows:,} rows at {self.seconds_per_step:.3g} s, measured "
-            f"{self.evaluations:,} times: {duration(self.seconds)}"
+            f"{self.stage}: {self.steps:,} steps of {self.rows:,} rows at {self.seconds_per_step:.3g} s{measured}: "
+            f"{duration(self.seconds)}"
         )
 
 

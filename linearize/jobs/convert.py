@@ -41,6 +41,7 @@ from linearize.surgery.positions import extend_processor, tokens_of_image_size
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from linearize.alignment.loop import AlignResult
     from linearize.distillation.loop import DistillResult
@@ -165,8 +166,17 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     """
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
-    decided = plan(
-        loaded.model,
+    decided = plan_of(job, loaded.model, longest_input(job, loaded), inputs)
+    check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
+    return loaded, decided, inputs
+
+
+def plan_of(
+    job: ConvertJob, model: PreTrainedModel, longest: int | None, inputs: Mapping[str, Tensor] | None = None
+) -> Plan:
+    """Plan the conversion of a loaded model for inputs of up to `longest` tokens; None: as many as it takes now."""
+    return plan(
+        model,
         # Something for every layer, until its kernel is chosen.
         CARRIER if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
@@ -177,13 +187,11 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         exact_keys=job.exact_keys,
         scale=job.scale,
         softmax_heads=job.keep_softmax_heads if job.softmax_heads_count is None else None,
-        max_length=longest_input(job, loaded),
+        max_length=longest,
         seed=job.seed,
         local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
-    check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
-    return loaded, decided, inputs
 
 
 def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:

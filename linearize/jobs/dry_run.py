@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.config import BLOCKWISE, AlignConfig
@@ -30,15 +31,19 @@ from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.context import Context, check_states
-from linearize.jobs.convert import longest_input, open_conversion, put_in_kernels
+from linearize.jobs.convert import longest_input, open_conversion, plan_of, put_in_kernels
 from linearize.jobs.distill import open_distillation
-from linearize.jobs.events import Callback, Started, ignore
+from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.jobs.finetune import open_tuning, sources_of
+from linearize.jobs.longdoc import conversion_job, tuning_job
+from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.longdoc_data import check_options, examine, quick
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.estimate import SearchEstimate, estimate
-from linearize.loading import wait
+from linearize.loading import check_device, wait
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building
+from linearize.surgery.apply import convert_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,12 +54,13 @@ if TYPE_CHECKING:
     from linearize.modeling.plan import Plan
 
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
+AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob | LongdocJob
 TIMED = 3
 """Steps that are done of each part: the first one warms up, the last one is followed by an evaluation."""
 NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False, "eval_every": 1_000_000}
 
 
-def dry_run(job: ConvertJob | DistillJob | AlignJob | TuneJob, on_event: Callback = ignore) -> Bill:
+def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     """Check all that a job could be refused for, and estimate what it takes.
 
     Args:
@@ -67,6 +73,8 @@ def dry_run(job: ConvertJob | DistillJob | AlignJob | TuneJob, on_event: Callbac
     check_alone("dry run")
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
+    if isinstance(job, LongdocJob):
+        return _of_longdoc(job, on_event)
     teacher = None
     base = None
     if isinstance(job, ConvertJob):
@@ -267,7 +275,67 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     evaluations = math.ceil(total / (config.eval_every or per_epoch)) + 1
     seconds = times[0] + (total - 1) * step + evaluations * evaluation
     rows = config.batch_size * config.gradient_accumulation
-    return StageBill("stage two", total, rows, step, len(times), evaluations, seconds)
+    return StageBill("stage two", total, rows, step, len(times), evaluations, seconds, evaluation)
+
+
+def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
+    """Time the steps of `longdoc` one after the other, each on a model as it will be then but for its training."""
+    target = str(job.target())
+    check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
+    check_options(job)
+    job = quick(job)
+    data, lengths = examine(job)
+    for note in lengths.notes:
+        on_event(Noted(note))
+    device = check_device(job.device)
+    sizes: list[int] = []
+
+    def tuned(called: str, model: str, length: int, put: Callable[[PreTrainedModel], object] | None) -> StageBill:
+        asked = tuning_job(job, model, folder / called, length)
+        opened = open_tuning(asked, ignore, put)
+        sizes.append(size_of(opened.model))
+        return replace(_stage_two(asked, opened), stage=f"tuning {called} at {length:,} tokens")
+
+    def stage_one() -> StageBill:
+        asked = conversion_job(job, folder, lengths, job.distill_length or lengths.original)
+        return _stage_one(open_conversion(asked, on_event)[0], asked.distill)
+
+    def alignment() -> list[StageBill]:
+        asked = conversion_job(replace(job, distill_steps=1), folder, lengths, job.align_length or lengths.linear)
+        return _alignment(open_conversion(asked, ignore)[0], replace(asked.align, steps=job.align_steps), None)
+
+    def put(model: PreTrainedModel) -> None:
+        asked = conversion_job(job, folder, lengths, lengths.linear)
+        decided = plan_of(asked, model, asked.max_length)
+        convert_model(model, decided, max_length=asked.max_length, positions=asked.positions)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work: list[tuple[str, Callable[[], list[StageBill]]]] = [
+            ("the original's tuning", lambda: [tuned("the original", job.model, lengths.original, None)]),
+        ]
+        work += [("stage one", lambda: [stage_one()])] if job.distill_steps else []
+        work += [("the alignment", alignment)] if job.align_steps else []
+        work += [("the linear model's tuning", lambda: [tuned("the linear model", job.model, lengths.linear, put)])]
+        stages, memory, problem = _tried(on_event, device, work)
+    if not problem:
+        rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2
+        seconds = (sides - 1) * stages[0].evaluation + stages[-1].evaluation
+        stages += (StageBill("the comparison, a step per side", sides, rows, seconds / sides, 1, 0, seconds),)
+    whole = max(sizes, default=0)
+    return Bill(
+        output=target,
+        data=data.description,
+        length=lengths.linear,
+        stages=stages,
+        device=device,
+        memory=memory[0],
+        memory_there=memory[1],
+        # Four models, and one tuning's states: weights and two moments each, three of them while one is written.
+        disk=(4 + 9) * whole,
+        disk_there=free_disk(target),
+        problem=problem,
+    )
 
 
 def _evaluation(trainer: Tuner, data: TaskData) -> float:

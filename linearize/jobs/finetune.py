@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,8 +95,14 @@ class Opened:
     teacher: PreTrainedModel | None
 
 
-def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
-    """Do what comes before the first step: all that can be refused is, and nothing is written."""
+def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedModel], object] | None = None) -> Opened:
+    """Do what comes before the first step: validate everything, write nothing.
+
+    Args:
+        job: what to tune.
+        on_event: called with what happens.
+        change: called with the model before its length is checked (dry runs); None: it stays as it was loaded.
+    """
     target = job.target()
     check_fsdp()
     device = own_device(job.device)
@@ -114,6 +121,8 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     data = prepare(job.task, processor, job.data, data=job.dataset)
     on_event(DataOpened(data.description))
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
+    if change is not None:
+        change(model)
     # What is spread over the devices is handed out from the memory of the host.
     model = move(model, "cpu" if under_fsdp() else device)
     fit_tokenizer(model, processor)

@@ -25,7 +25,7 @@ from linearize.jobs.convert import convert_checkpoint
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.longdoc_data import Lengths, check_options, examine, write_texts
+from linearize.jobs.longdoc_data import Lengths, check_options, examine, quick, write_texts
 from linearize.jobs.longdoc_work import ALIGNED, CONVERTED, LINEAR, ORIGINAL, begin, remove
 from linearize.jobs.sides import (
     Setup,
@@ -100,6 +100,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
         device = check_device(job.device)
         check_options(job)
+        job = quick(job)
         data, lengths = examine(job)
         for note in lengths.notes:
             on_event(Noted(note))
@@ -125,21 +126,25 @@ def convert_model(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callb
     target = work / CONVERTED
     if target.exists():
         return
-    length = min(job.distill_length or lengths.original, lengths.linear)
-    on_event(Started(f"step 2 of {STEPS}: conversion for {lengths.linear:,} tokens, stage one on rows of {length:,}"))
-    convert_checkpoint(
-        ConvertJob.of(
-            model=job.model,
-            **job.attention(),
-            max_length=lengths.linear if lengths.linear > lengths.original else None,
-            positions=job.positions,
-            distill_steps=job.distill_steps,
-            distill_length=length,
-            align_steps=0,
-            **_training(job, work, lengths, length),
-            output=str(target),
-        ),
-        on_event,
+    conversion = conversion_job(job, work, lengths, job.distill_length or lengths.original)
+    rows = f"stage one on rows of {conversion.distill_length:,}"
+    on_event(Started(f"step 2 of {STEPS}: conversion for {lengths.linear:,} tokens, {rows}"))
+    convert_checkpoint(conversion, on_event)
+
+
+def conversion_job(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> ConvertJob:
+    """Return the conversion with stage one on rows of so many tokens."""
+    length = min(length, lengths.linear)
+    return ConvertJob.of(
+        model=job.model,
+        **job.attention(),
+        max_length=lengths.linear if lengths.linear > lengths.original else None,
+        positions=job.positions,
+        distill_steps=job.distill_steps,
+        distill_length=length,
+        align_steps=0,
+        **_training(job, work, lengths, length),
+        output=str(work / CONVERTED),
     )
 
 
@@ -172,20 +177,21 @@ def _tune(job: LongdocJob, model: str, target: Path, length: int, step: int, cal
     if target.exists():
         return
     on_event(Started(f"step {step} of {STEPS}: tuning {called} at {length:,} tokens"))
-    options = replace(job.rows, max_length=length, seed=job.seed)
-    finetune_checkpoint(
-        TuneJob(
-            model,
-            job.task,
-            job.dataset,
-            str(target),
-            resume=True,
-            new_head=True,
-            device=job.device,
-            data=options,
-            tune=in_batches(job.tune, length, job.batch_tokens, job.seed),
-        ),
-        on_event,
+    finetune_checkpoint(tuning_job(job, model, target, length), on_event)
+
+
+def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJob:
+    """Return the tuning of a model on rows of so many tokens."""
+    return TuneJob(
+        model,
+        job.task,
+        job.dataset,
+        str(target),
+        resume=True,
+        new_head=True,
+        device=job.device,
+        data=replace(job.rows, max_length=length, seed=job.seed),
+        tune=replace(in_batches(job.tune, length, job.batch_tokens, job.seed), save_every=job.save_every),
     )
 
 
@@ -247,7 +253,7 @@ def compare(
         differences,
         chance,
         tuple(notes),
-        verdict(job, results, differences, lengths, rows, chance),
+        ("A taste only: " if job.quick else "") + verdict(job, results, differences, lengths, rows, chance),
         sides.times(),
     )
 

@@ -34,6 +34,11 @@ class LongdocJob(Job):
     max_length: int | None = option(None, "longest document that the linear model shall read, in tokens", low=2)
     rows: DataOptions = section(DataOptions, only=("limit", "validation_limit"))
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
+    quick: bool = option(
+        False,
+        "a taste in some 15 minutes on two cores: lengths, rows and steps as the size of the model allows; those that "
+        "are given stay",
+    )
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args(CONVERSION)
@@ -57,7 +62,7 @@ class LongdocJob(Job):
     batch_tokens: int = option(
         16_384, "tokens of a batch in all stages; as many rows as fit, one at least", group=CONVERSION, low=1
     )
-    save_every: int = option(100, "steps between states of stage one and the alignment", group=CONVERSION, low=1)
+    save_every: int = option(100, "steps between states of every stage; Ctrl-C saves one too", group=CONVERSION, low=1)
     tune: TuneConfig = section(
         TuneConfig, TUNING, only=TUNED, shown={"batch_size": "32, in batches of batch_tokens", "precision": "no"}
     )

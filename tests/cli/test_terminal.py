@@ -194,6 +194,19 @@ def test_a_log_hears_of_long_work(monkeypatch):
     assert "reading" in lines[0] and "writing" in lines[-1]
 
 
+def test_a_log_hears_of_longer_work_less_often():
+    """A run of 70 minutes wrote 518 such lines."""
+    beat = Heartbeat(console(), "reading")
+    lines, now = 0, 0.0
+    while now < 4200:
+        now += max(_output.EVERY, min(_output.SELDOM, _output.SHARE * now))
+        lines += 1
+    beat.start = time.monotonic() - 1000
+    assert lines < 60 and beat._silence() == pytest.approx(100, abs=1)
+    beat.start = time.monotonic()
+    assert beat._silence() == _output.EVERY
+
+
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
     now, spoken = [0.0], [5.0, 12.0, 15.0, 30.0]
     monkeypatch.setattr(_output, "time", SimpleNamespace(monotonic=lambda: now[0]))

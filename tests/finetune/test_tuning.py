@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 import types
 from dataclasses import replace
@@ -225,6 +227,46 @@ def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group
     assert result.steps == expected.steps and result.best_step == expected.best_step
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+def test_ctrl_c_keeps_the_step_that_it_comes_in(bert, glue, tmp_path):
+    """Step 9 of 30 was lost to the first, as states came with evaluations alone: once per epoch."""
+    config = TuneConfig(learning_rate=2e-3, batch_size=8, epochs=3)
+    data = data_for("cola", bert, glue / "cola")
+
+    def run(folder, on_step=None, resume=False, config=config):
+        model = load_for_task(bert, data)
+        return model, finetune(model, data, config, folder=folder, resume=resume, on_step=on_step)
+
+    def stop(report):
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    whole, expected = run(tmp_path / "whole")
+    assert expected.steps > 6
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", stop)
+    assert last_checkpoint(tmp_path / "cut").name == "checkpoint-2"
+    seen = []
+    # How often states are kept is not a part of what a run does.
+    resumed, result = run(tmp_path / "cut", seen.append, resume=True, config=replace(config, save_every=1))
+    assert next(report.step for report in seen) == 3 and result.best_step == expected.best_step
+    assert result.metrics == pytest.approx(expected.metrics, abs=1e-6)
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+def test_states_come_as_often_as_is_asked(bert, glue, tmp_path):
+    data = data_for("cola", bert, glue / "cola")
+
+    def stop(report):
+        if report.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        config = TuneConfig(batch_size=8, epochs=3, save_every=2)
+        finetune(load_for_task(bert, data), data, config, folder=tmp_path / "run", on_step=stop)
+    assert last_checkpoint(tmp_path / "run").name == "checkpoint-2"
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(None, marks=pytest.mark.slow), "hedgehog"])
