@@ -201,7 +201,7 @@ def plan_table(plan: Plan) -> Group:
         [
             "" if layer.index is None else layer.index,
             layer.module,
-            layer.kernel + (_arguments(layer.arguments) if layer.arguments else ""),
+            layer.kernel + _arguments(layer.arguments | layer.hybrid.changed),
             *(("unknown", "unknown") if layer.shape == UNKNOWN else _sizes(layer.shape)),
             layer.reason,
         ]
@@ -217,7 +217,7 @@ def _sizes(shape: HeadShape) -> tuple[str, str]:
 
 
 def _arguments(arguments: dict[str, object]) -> str:
-    return f" ({', '.join(f'{name}={value}' for name, value in arguments.items())})"
+    return f" ({', '.join(f'{name}={value}' for name, value in arguments.items())})" if arguments else ""
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -9,6 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from linearize.attention.factory import check_hybrid
+from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments.check import build, kind_of
 from linearize.experiments.schema import FLOWS, SOFTMAX, TILE, Align, Distil, Kernel, LayerKernel, Recipe, Step, Tune
@@ -17,8 +19,8 @@ from linearize.finetune.prepare import check_unlabelled
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
 from linearize.parsing import parse_yaml, read_text
-from linearize.registry import kernel_info, make_config
-from linearize.surgery.layers import kept_layers
+from linearize.registry import Hybrid, kernel_info, make_config
+from linearize.surgery.layers import kept_layers, parse_heads
 
 SUFFIXES = (".yaml", ".yml")
 AVERAGE = "average"
@@ -272,11 +274,12 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
     if kernel.positions != TILE:
         _check_positions(kernel, where)
     if kernel.name == SOFTMAX:
-        if kernel.arguments() or kernel.keep_softmax or kernel.layers:
+        if kernel.arguments() or kernel.keep_softmax or kernel.layers or kernel.softmax_heads:
             raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
         return
     _check_arguments(kernel.everywhere, where)
     try:
+        parse_heads(kernel.softmax_heads) if kernel.softmax_heads is not None else None
         kept_layers(kernel.keep_softmax, 0)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -301,11 +304,13 @@ def _check_positions(kernel: Kernel, where: str) -> None:
 def _check_arguments(kernel: LayerKernel, where: str) -> None:
     try:
         info = kernel_info(kernel.name)
-        make_config(info, kernel.args)
+        config = make_config(info, kernel.args)
+        if kernel.window is not None and not info.windowed:
+            raise ConfigError(f"kernel {kernel.name} cannot be joined to a softmax window; leave the window out")
+        if info.preset is None:
+            check_hybrid(info, config, Hybrid.of(kernel.arguments()), HeadShape(1, 1, 1, 1, info.causal))
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if kernel.window is not None and not info.windowed:
-        raise ConfigError(f"{where}.window: kernel {kernel.name} cannot be joined to a softmax window; leave it out")
     if kernel.sinks is not None and (kernel.sinks < 1 or kernel.window is None):
         raise ConfigError(
             f"{where}.sinks: got {kernel.sinks}, expected tokens beside a window; add one, or leave it out"

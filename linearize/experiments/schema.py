@@ -42,11 +42,15 @@ class LayerKernel:
     args: dict[str, object] = field(default_factory=dict)
     window: int | None = None
     sinks: int | None = None
+    exact_keys: int | None = None
+    scale: str = "none"
 
     def arguments(self) -> dict[str, object]:
-        """The kernel's arguments, window and sinks among them."""
-        near = {"window": self.window, "sinks": self.sinks}
-        return dict(self.args) | {name: value for name, value in near.items() if value is not None}
+        """The kernel's arguments, window and other additions among them."""
+        more = {"window": self.window, "sinks": self.sinks, "exact_keys": self.exact_keys}
+        found = dict(self.args) | {name: value for name, value in more.items() if value is not None}
+        # A table says what it has: recipes were written before scales were a default of `convert`.
+        return found | ({"scale": self.scale} if self.window is not None or self.scale != "none" else {})
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,10 @@ class Kernel:
         distil: whether stage one is run.
         align: whether the alignment is run, where the recipe has one.
         window: softmax inside a window of so many tokens, beside the kernel.
-        sinks: softmax for so many first tokens, beside the window.
+        sinks: softmax for so many first tokens too.
+        exact_keys: softmax for so many chosen keys per head too, see `linearize.ops.exact_keys`.
+        scale: learned log-scales, see `linearize.attention.scale`.
+        softmax_heads: query heads that stay softmax, such as "4:0,11:7".
         keep_softmax: numbers of layers that stay, or "1/4" for the last of every four.
         layers: kernels of single layers by their number, as a search finds them (`linearize search`); the others have
             the row's.
@@ -77,6 +84,9 @@ class Kernel:
     align: bool = True
     window: int | None = None
     sinks: int | None = None
+    exact_keys: int | None = None
+    scale: str = "none"
+    softmax_heads: str | None = None
     keep_softmax: tuple[int, ...] | str = ()
     layers: dict[int, str | LayerKernel] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
@@ -89,13 +99,13 @@ class Kernel:
         return self.label or self.name
 
     def arguments(self) -> dict[str, object]:
-        """The kernel's arguments, window and sinks among them."""
+        """The kernel's arguments, window and other additions among them."""
         return self.everywhere.arguments()
 
     @property
     def everywhere(self) -> LayerKernel:
         """The kernel of the layers that have none of their own."""
-        return LayerKernel(self.name, self.args, self.window, self.sinks)
+        return LayerKernel(self.name, self.args, self.window, self.sinks, self.exact_keys, self.scale)
 
     @property
     def single_layers(self) -> dict[int, LayerKernel]:

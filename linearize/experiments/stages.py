@@ -275,6 +275,7 @@ def convert(model: PreTrainedModel, kernel: Kernel, seed: int) -> PreTrainedMode
         kernel.arguments(),
         layers=layers or None,
         keep_softmax=kernel.keep_softmax,
+        softmax_heads=kernel.softmax_heads,
         seed=seed,
     )
 

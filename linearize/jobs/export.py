@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import atomic_folder, claim
-from linearize.errors import ConfigError
+from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.loading import load_converted
@@ -66,6 +67,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
         _check_lengths(job.time, model)
+        _check_additions(model)
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:
@@ -97,6 +99,16 @@ def _longest(model: PreTrainedModel) -> int | None:
 def _tokens(model: PreTrainedModel) -> int:
     """Return how many tokens the check takes."""
     return min(CHECKED_TOKENS, _longest(model) or CHECKED_TOKENS)
+
+
+def _check_additions(model: PreTrainedModel) -> None:
+    """Refuse what a graph cannot do: choose keys by their size, or keep a cache that grows inside a kernel's state."""
+    for name in ("exact_keys", "softmax_heads"):
+        if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
+            raise UnsupportedModelError(
+                f"export: got a model with {name.replace('_', ' ')}, expected a window, sinks and scales at most; "
+                "convert again without them"
+            )
 
 
 def _check_lengths(lengths: tuple[int, ...], model: PreTrainedModel) -> None:

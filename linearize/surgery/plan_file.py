@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.errors import ConfigError
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.parsing import check_file, parse_yaml, read_text, write_file
-from linearize.registry import HYBRID
+from linearize.registry import HYBRID, SCALES
 from linearize.surgery.plan import replan
 
 FORMAT = 1
@@ -154,6 +154,9 @@ def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
     if not isinstance(heads, list) or not all(type(head) is int for head in heads):
         raise refuse(f"softmax_heads of layer {number} is a list of numbers")
     arguments = {**arguments, **{name: one[name] for name in HYBRID if one.get(name) not in (None, [])}}
+    if arguments.get("window") is not None:
+        # A file says what it has; `convert` would add scales.
+        arguments.setdefault("scale", SCALES[0])
     if one["kernel"] == SOFTMAX and arguments:
         raise refuse(f"layer {number} stays softmax, which takes no arguments")
     return PlannedLayer(number, one["module"], one["kernel"], arguments, str(one.get("why") or ""))
