@@ -166,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         if argv is None:
-            signal.signal(signal.SIGINT, _end_at_once)
+            # Another thread than the main one may not.
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGINT, _end_at_once)
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:

@@ -9,6 +9,7 @@ Without a data set the kernels learn from crops of scikit-learn's two sample pho
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     # A bare timm model comes back as the transformers model that wraps it.
     bare: Any = timm.create_model(args.model, pretrained=not args.untrained)
     model = linearize.convert(bare, "hedgehog")
-    model.config.save_pretrained(args.output)
-    processor = AutoImageProcessor.from_pretrained(args.output)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        processor = AutoImageProcessor.from_pretrained(folder)
     source = load_source(DataConfig(dataset=args.dataset, batch_size=8, holdout=16), processor, "image")
     result = distill(model, source, DistillConfig(steps=args.distill_steps))
     print(f"output error {result.before.mean('output_error'):.3f} > {result.after.mean('output_error'):.3f}")
