@@ -64,7 +64,9 @@ class LinearizedModel(_Original):
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         saved: set[str] = set()
         if name is not None and not kwargs.keys() & {"state_dict", "gguf_file"}:
-            saved = check_checkpoint(name, **kwargs)
+            saved, again = check_checkpoint(name, **kwargs)
+            if again is not None:
+                kwargs["key_mapping"] = again | (kwargs.get("key_mapping") or {})
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
         check_loaded(model, info, saved)
@@ -180,11 +182,12 @@ def _check_generation(generation_config: GenerationConfig) -> None:
         )
 
 
-def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> set[str]:
+def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[str], dict[str, str] | None]:
     """Check that a folder's (or Hub repository's) config.json and weights belong together, without reading weights.
 
     Returns:
-        The names that its weights have in the saved model; empty if that is not known.
+        The names that its weights have in the saved model, empty if that is not known, and what `check_weights` says of
+        renamings.
 
     Raises:
         CheckpointError: if not.
@@ -192,9 +195,10 @@ def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> set[str]:
     hub = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
     if values.get("model_type") != MODEL_TYPE:
-        return set()
+        return set(), None
     config = LinearizeConfig.from_dict(values)
-    saved, names = saved_class(config), set()
+    saved = saved_class(config)
+    names: tuple[set[str], dict[str, str] | None] = (set(), None)
     if saved is not None and "quantization_config" not in values:
         names = check_weights(name, saved, config, **hub)
     # Last, so that whatever shows what was changed says so.

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.utils import cached_file
 
 from linearize.errors import CheckpointError, first_line
@@ -36,9 +37,6 @@ HUB_OPTIONS = (
 Header = dict[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint by its name."""
 
-_DERIVED = re.compile(r"rotary_embeddings\.inv_freq$")
-"""What follows from config.json: ESM's, which had a name of its own in checkpoints from before 2026-12."""
-
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that floating point weights may be stored in, in safetensors' words, and as config.json names them."""
 
@@ -52,7 +50,7 @@ class Stored(NamedTuple):
 
 def check_weights(
     name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **options: Any
-) -> set[str]:
+) -> tuple[set[str], dict[str, str] | None]:
     """Hold the weights of a checkpoint against the model that its config.json describes.
 
     Args:
@@ -62,7 +60,8 @@ def check_weights(
         **options: of `from_pretrained`; those about the Hub are used.
 
     Returns:
-        The names of the model's weights; empty if its weights are not in safetensors files of the usual names.
+        The names of the model's weights, empty if they are not in safetensors files of the usual names. And the renamings
+        that a load has to do once more, for checkpoints from before 2026-12 that have every one done twice; else None.
 
     Raises:
         CheckpointError: if a file is missing or cut off, or a tensor is missing, too many, of another size, or of
@@ -70,7 +69,7 @@ def check_weights(
     """
     stored = read_header(name, **options)
     if stored is None:
-        return set()
+        return set(), None
     _check_depth(config, stored)
     absent = set(config.linearize.get(ABSENT, ()))
     try:
@@ -84,7 +83,11 @@ def check_weights(
             "the file is damaged or was edited: convert the model again"
         ) from error
     state = {key: tensor for key, tensor in empty.state_dict().items() if key not in absent}
-    named = revert_weight_conversion(empty, state)
+    named, again = revert_weight_conversion(empty, state), None
+    twice = revert_weight_conversion(empty, named)
+    if len(stored.keys() & twice.keys()) > len(stored.keys() & named.keys()):
+        renamings = (x for x in get_model_conversion_mapping(empty, add_legacy=False) if isinstance(x, WeightRenaming))
+        named, again = twice, {x.source_patterns[0]: x.target_patterns[0] for x in renamings}
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
     renamed = _renamed(state, named)
     # Names may be the model's own, too (`save_original_format=False`).
@@ -92,7 +95,7 @@ def check_weights(
     header = {key: tensor.shape for key, tensor in stored.items() if key not in absent}
     _compare(header, expected, _optional(empty, header, expected, renamed))
     _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
-    return set(state)
+    return set(state), again
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
@@ -109,7 +112,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
     prefix = f"{model.base_model_prefix}."
     shared = {name.removeprefix(prefix) for name in saved}
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        keys = sorted(str(key) for key in info.get(what, ()) if not _DERIVED.search(str(key)))
+        keys = sorted(str(key) for key in info.get(what, ()))
         if what == "unexpected_keys":
             # Another head, or a part that the caller left out, has none of them.
             absent: Any = model.config.linearize.get(ABSENT, ())
@@ -198,7 +201,6 @@ def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed:
     attributes = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save")
     patterns = [re.compile(pattern) for key in attributes for pattern in getattr(model, key, None) or ()]
     ignored = {name for name in {*header, *expected} if any(pattern.search(name) for pattern in patterns)}
-    ignored |= {name for name in {*header, *expected} if _DERIVED.search(name)}
     return optional | {name for name in ignored if not any(name in group for group in groups.values())}
 
 

@@ -156,6 +156,8 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         if cache_index is not None and (cache_index < 0 or times[id(call.module)] > 1):
             # One running state serves one call a token: of an attention that runs more often the keys are kept.
             cache_index = None
+        if any(getattr(call.module, name, False) for name in _SHARED_KEYS):
+            cache_index = None
         layers.append(
             LayerPlan(
                 module=names[call.module],
@@ -169,6 +171,10 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         )
         count += not reason
     return layers
+
+
+_SHARED_KEYS = ("is_kv_shared_layer", "store_full_length_kv")
+"""Flags of attentions that read the keys of an earlier layer (Gemma 4), or whose keys later ones read: all are kept."""
 
 
 def _unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
 
+import linearize
 from linearize.attention.interface import linear_attentions
 
 FOLDER = Path(__file__).parent / "checkpoints"
@@ -43,3 +45,22 @@ def test_a_checkpoint_written_before_gives_the_same_outputs(name):
         ids, mask = inputs["input_ids"][1:], inputs["attention_mask"][1:]
         made = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
         assert torch.equal(made, expected["generated"])
+
+
+def test_a_checkpoint_with_names_changed_twice(tmp_path):
+    """Before 2026-12 a model's head and its body each had the renamings of their model type."""
+    config = transformers.NomicBertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37, vocab_size=99
+    )
+    torch.manual_seed(0)
+    model = linearize.convert(transformers.NomicBertForMaskedLM(config).eval())
+    names = set(revert_weight_conversion(model, model.state_dict()))
+    twice = revert_weight_conversion(model, revert_weight_conversion(model, model.state_dict()))
+    assert names != set(twice)
+    linearize.save(model, tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) < names
+    file = tmp_path / "out" / "model.safetensors"
+    tied = names - set(load_file(file))
+    save_file({k: x.contiguous() for k, x in twice.items() if k not in tied}, file, metadata={"format": "pt"})
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(x, loaded[key]) for key, x in model.state_dict().items())
