@@ -92,8 +92,10 @@ class LinearStateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Some hosts count a layer's keys (Mllama): there are none.
-        self.keys = self.values = key_states.new_empty(0)
+        # Some hosts count a layer's keys (Mllama), or take those of a row (Whisper): there are none.
+        rows, heads = key_states.shape[:2]
+        self.keys = key_states.new_empty(rows, heads, 0, key_states.shape[3])
+        self.values = value_states.new_empty(rows, heads, 0, value_states.shape[3])
         self.is_initialized = True
 
     def update(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
@@ -312,9 +312,22 @@ def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(take_stored_names)
     name = implementation(model.config)
     for module in root.modules():
+        if hasattr(type(module), _SLICING):
+            setattr(module, _SLICING, _unsliced)
         # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without a word.
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             config._attn_implementation_internal = name
+
+
+_SLICING = "_maybe_slice_kv_shared_inputs"
+"""Method by which Gemma 4 leaves out tokens, and the rows of a 4-D mask, before layers that share keys."""
+
+
+def _unsliced(
+    hidden: Tensor, per_layer: object, positions: object, masks: object, *args: object, **kwargs: object
+) -> Any:
+    """Leave out nothing: linear attention's mask has no rows."""
+    return hidden, per_layer, positions, masks
 
 
 def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: bool = False) -> None:

@@ -60,8 +60,8 @@ def check_weights(
         **options: of `from_pretrained`; those about the Hub are used.
 
     Returns:
-        The names of the model's weights, empty if they are not in safetensors files of the usual names. And the renamings
-        that a load has to do once more, for checkpoints from before 2026-12 that have every one done twice; else None.
+        The names of the model's weights, empty if they are not in safetensors files of the usual names; and the
+        renamings that a load has to do once more, for checkpoints from before 2026-12 with each done twice, or None.
 
     Raises:
         CheckpointError: if a file is missing or cut off, or a tensor is missing, too many, of another size, or of

@@ -156,7 +156,7 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         if cache_index is not None and (cache_index < 0 or times[id(call.module)] > 1):
             # One running state serves one call a token: of an attention that runs more often the keys are kept.
             cache_index = None
-        if any(getattr(call.module, name, False) for name in _SHARED_KEYS):
+        if _shares_keys(call.module):
             cache_index = None
         layers.append(
             LayerPlan(
@@ -173,8 +173,9 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
     return layers
 
 
-_SHARED_KEYS = ("is_kv_shared_layer", "store_full_length_kv")
-"""Flags of attentions that read the keys of an earlier layer (Gemma 4), or whose keys later ones read: all are kept."""
+def _shares_keys(module: nn.Module) -> bool:
+    """Tell attentions that read the keys of an earlier layer (Gemma 4), or whose keys later ones read."""
+    return any(getattr(module, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
 
 
 def _unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
@@ -228,7 +229,8 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
         return "cross-attention"
     if call.query[2] != call.key[2]:
         return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
-    if call.mask == "local" and not local_as_full:
+    if call.mask == "local" and (not local_as_full or _shares_keys(call.module)):
+        # A cache keeps no keys beyond the window for the layers that share them.
         return _LOCAL_KEPT
     if hasattr(call.module, "indexer"):
         return "an indexer chooses the keys of every query, which a kernel cannot honour"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from support.generation import GREEDY, assert_same_text, causal, prompts
 from support.tiny import converted, inputs_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,3 +243,46 @@ def test_text_generation_pipeline(tmp_path):
     alone = write("w9", max_new_tokens=4, do_sample=False)
     assert texts[1][0]["generated_text"] == alone[0]["generated_text"]
     assert texts[0][0]["generated_text"].startswith("w5 w6 w7 w8")
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}, {"local_as_full": True}], ids=str)
+def test_layers_that_share_keys(options):
+    """Gemma 4 (E2B, E4B): the last layers read the keys of earlier ones, and skip tokens of the prompt."""
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        **{"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 6, "head_dim": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 8, "num_kv_shared_layers": 3},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 4, "pad_token_id": 0},
+        **{"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8, "max_position_embeddings": 128},
+    )
+    model = linearize.convert(transformers.Gemma4ForCausalLM(config).eval(), **options)
+    ids = torch.randint(3, 90, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    made = [
+        model.generate(
+            ids, attention_mask=mask, **GREEDY, use_cache=cache, return_dict_in_generate=True, output_logits=True
+        )
+        for cache in (True, False)
+    ]
+    for mine, theirs in zip(made[0].logits, made[1].logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_whisper_returns_more_than_tokens(beams):
+    """As its word timestamps need."""
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        **{"vocab_size": 99, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37},
+        **{"max_source_positions": 30, "max_target_positions": 40, "decoder_start_token_id": 2, "pad_token_id": 0},
+        **{"bos_token_id": 2, "eos_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
+    )
+    model = linearize.convert(transformers.WhisperForConditionalGeneration(config).eval())
+    sound = torch.randn(2, 8, 60)
+    made = model.generate(
+        sound, max_new_tokens=6, num_beams=beams, return_dict_in_generate=True, output_attentions=beams == 1
+    )
+    plain = model.generate(sound, max_new_tokens=6, num_beams=beams)
+    assert torch.equal(made["sequences"][:, 1:], plain)
