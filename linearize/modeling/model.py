@@ -31,6 +31,7 @@ from linearize.modeling.weights import (
     check_weights,
     take_stored_names,
 )
+from linearize.ops.tracing import is_tracing
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -390,11 +391,11 @@ def _default_cache(
 def _mask_while_tracing(
     root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, object]] | None:
-    """Say that no token is padding where torch.compile or torch.export would otherwise prepare for packed sequences.
+    """Say that no token is padding where a tracer would otherwise prepare for packed sequences.
 
     transformers looks for packed sequences in position_ids; while tracing it cannot look and assumes them.
     """
-    if not torch.compiler.is_compiling() or len(args) > 1:
+    if not is_tracing() or len(args) > 1:
         return None
     given = ("attention_mask", "past_key_values", "position_ids", "inputs_embeds", "decoder_input_ids")
     tokens = args[0] if args else kwargs.get("input_ids")

@@ -185,6 +185,9 @@ def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = model(**batch)
+    if isinstance(found, Mapping):
+        # Eager softmax writes weights for padding too, which mean nothing.
+        found = {key: value for key, value in found.items() if not key.endswith("attentions")}
     return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
 
 

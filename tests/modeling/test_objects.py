@@ -73,6 +73,18 @@ def test_traced_without_a_gradient(name):
     torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_traced_without_a_mask(name):
+    model = converted(name)
+    model.config.return_dict, model.config.use_cache = False, False
+    ids = inputs_of(model)["input_ids"]
+    with torch.no_grad():
+        traced = torch.jit.trace(model, example_kwarg_inputs={"input_ids": ids}, check_trace=False)
+        got, expected = traced(input_ids=ids.flip(1))[0], model(input_ids=ids.flip(1))[0]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["vit", "bert"])
 def test_laid_out_over_devices_before_there_are_weights(name):
     config = converted(name).config

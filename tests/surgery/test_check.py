@@ -150,3 +150,14 @@ def test_a_head_that_looks_for_the_padding_is_compared_with_padding():
     model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes)).eval()
     (padded,) = record(model)
     assert "attention_mask" in padded.batch and None not in padded.outputs
+
+
+def test_eager_weights_of_padding_are_not_compared():
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "pad_token_id": 0},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+        output_attentions=True,
+        attn_implementation="eager",
+    )
+    model = linearize.convert(transformers.LlamaForCausalLM(config).eval())
+    assert len(model(torch.arange(1, 6)[None]).attentions) == 2
