@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.masks import key_padding
 from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
-from linearize.attention.packing import SEGMENTS, attend_apart, whole_documents
+from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError
 from linearize.ops.tracing import is_tracing
 
@@ -65,6 +65,7 @@ def attention_forward(
         CheckpointError: if the sizes or the direction are not those of the plan.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attention_mask = _blocks(module, attention_mask)
     if attention_mask is not None and attention_mask.ndim == 3:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -73,6 +74,17 @@ def attention_forward(
         return attend_apart(attend, query, key, value, attention_mask)
     _check_documents(module, query, attention_mask)
     return _attend(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+
+
+def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
+    """Return a host's own mask of several images in a row as the documents [B, 1, T]; any other mask as it is."""
+    layer = getattr(module, "linear_attention", None)
+    if mask is None or mask.ndim != 4 or layer is None or layer.shape.causal or is_tracing():
+        return mask
+    if key_padding(mask, causal=False) is not None:
+        return mask
+    found = blocks(mask)
+    return mask if found is None else found
 
 
 def _attend(

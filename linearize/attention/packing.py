@@ -212,6 +212,25 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor 
 """q [N, H, L, D], k [N, K, L, D], v [N, K, L, V], mask [N, L] or None -> [N, L, H, V], weights [N, H, L, L] or None."""
 
 
+def blocks(mask: Tensor) -> Tensor | None:
+    """Read a mask that hides all but a token's own document, as Pixtral makes one for the images of a row.
+
+    Args:
+        mask: [B, 1, T, T], bool (true: seen) or what is added to the scores (0: seen).
+
+    Returns:
+        The document of every token [B, 1, T], from 1; None if the mask is another one.
+    """
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return None
+    seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+    first = seen.int().argmax(dim=-1)
+    documents = (first != first.roll(1, -1)).int()
+    documents[:, 0] = 1
+    documents = documents.cumsum(dim=-1)
+    return documents[:, None] if torch.equal(seen, documents[:, :, None] == documents[:, None, :]) else None
+
+
 def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> tuple[Tensor, Tensor | None]:
     """Attend in every document of packed rows as if it were a row of its own.
 

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from linearize.attention.interface import UNSUPPORTED_SCORE_MODS
 from linearize.attention.masks import key_padding
+from linearize.attention.packing import blocks
 from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError, first_line
 from linearize.modeling.modes import evaluating
@@ -86,7 +87,7 @@ class _Recorder:
 
 def _kind(mask: Tensor) -> str:
     """Say of which kind a mask is that the host made itself."""
-    if mask.ndim == 4 and key_padding(mask, causal=False) is not None:
+    if mask.ndim == 4 and (key_padding(mask, causal=False) is not None or blocks(mask) is not None):
         return "bidirectional"
     return "causal" if mask.ndim == 4 and key_padding(mask, causal=True) is not None else "bias"
 

@@ -306,3 +306,20 @@ def test_attentions_chosen_by_the_implementations_name(tmp_path):
     linearize.save(model, tmp_path / "out")
     loaded = AutoModel.from_pretrained(tmp_path / "out").eval()
     torch.testing.assert_close(loaded(**pixels).pred_masks, before, rtol=1e-6, atol=1e-6)
+
+
+def test_several_images_in_a_row():
+    """Pixtral puts all images into one row, and makes a mask that keeps them apart."""
+    torch.manual_seed(0)
+    config = transformers.PixtralVisionConfig(
+        hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    pixels, sizes = torch.randn(2, 3, 32, 32), torch.tensor([[32, 32], [32, 24]])
+    model = linearize.convert(transformers.PixtralVisionModel(config).eval())
+    with torch.no_grad():
+        both = model(pixels, image_sizes=sizes)[0]
+        one = [model(pixels[i : i + 1], image_sizes=sizes[i : i + 1])[0] for i in range(2)]
+    torch.testing.assert_close(both, torch.cat(one, dim=1), rtol=1e-5, atol=1e-5)
+    given = {"pixel_values": pixels, "image_sizes": sizes}
+    plan = linearize.plan(transformers.PixtralVisionModel(config).eval(), example_inputs=given)
+    assert len(plan.converted) == 2
