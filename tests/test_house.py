@@ -19,6 +19,7 @@ CHECKOUT = PACKAGE.parent
 # From the ground up: a package or module may import those before it, and itself.
 ORDER = [
     "errors",
+    "gguf",
     "events",
     "types",
     "parsing",

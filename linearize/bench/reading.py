@@ -58,9 +58,10 @@ def measure_reading(request: Reading) -> int:
     import transformers
 
     import linearize  # noqa: F401 - makes the Auto classes know converted checkpoints
+    from linearize.gguf import load_weights
 
     torch.set_num_threads(request["threads"])
-    model = getattr(transformers, request["auto_class"]).from_pretrained(request["model"])
+    model = load_weights(getattr(transformers, request["auto_class"]), request["model"])
     model.eval().to(request["device"])
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = 0

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, AutoModel
 
 from linearize.checkpoint.chosen import chosen_rows, search_row
 from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError, LinearizeError, first_line
+from linearize.gguf import count_parameters, find_gguf, located, read_config_values
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
@@ -137,15 +138,16 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
     """Read what a checkpoint is, and check that its files belong together; no weight is read into memory.
 
     Args:
-        name: folder, or name on the Hub.
+        name: folder, GGUF file, or name on the Hub.
 
     Raises:
         CheckpointError: if there is no checkpoint of that name, or it is damaged.
         ConfigError: if it uses a kernel that is not known.
     """
     values = _config_values(name)
-    header = read_header(name)
-    total = None if header is None else sum(prod(tensor.shape) for tensor in header.values())
+    total = count_parameters(name)
+    if total is None and (header := read_header(name)) is not None:
+        total = sum(prod(tensor.shape) for tensor in header.values())
     architecture = (values.get("architectures") or [None])[0]
     if values.get("model_type") == MODEL_TYPE:
         check_checkpoint(name)
@@ -183,10 +185,10 @@ def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(name) / "config.json"
     check_links(name)
     try:
-        if Path(name).is_dir():
+        if Path(name).is_dir() and find_gguf(name) is None:
             values = read_json(file)
         else:
-            values, _ = PreTrainedConfig.get_config_dict(name)
+            values = read_config_values(str(name))
     except FileNotFoundError:
         raise CheckpointError(
             f"{str(name)!r} has no config.json, so it is no checkpoint; name another folder"
@@ -202,7 +204,8 @@ def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _plain_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        place, where = located(str(name))
+        return AutoConfig.from_pretrained(place, trust_remote_code=False, **where)
     except Exception as error:
         raise CheckpointError(f"{str(name)!r}: config.json describes no known model ({first_line(error)})") from None
 

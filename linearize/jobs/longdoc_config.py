@@ -28,7 +28,7 @@ TUNED = (
 class LongdocJob(Job):
     """Options of `longdoc`; `task` is a `linearize.finetune.tasks.Task`."""
 
-    model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
+    model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     task: Task = section(TaskChoice)
     dataset: str = option(help="Hub data set, file, or folder with one file per split", metavar="NAME_OR_PATH")
     max_length: int | None = option(None, "longest document that the linear model shall read, in tokens", low=2)

@@ -35,7 +35,7 @@ OUTPUT = "output"
 class SearchJob(TrainingJob):
     """Options of `search`."""
 
-    model: str = option(help="Hub name or folder of a transformers checkpoint", positional=True, metavar="MODEL")
+    model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     seed: int = option(0, "seed of kernels, data order and sampling", metavar="S")
     search: SearchConfig = section(SearchConfig, "search", leave_out=("folder",))
     keep_softmax: tuple[int, ...] | str = option((), f"beside the budget, {KEPT}", metavar="LAYERS", parse=parse_layers)

@@ -26,8 +26,8 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
     named = provenance.get("base_model")
     if asked is None and not named:
         return None, "the checkpoint does not say what it was made from, and no --original was given"
-    if asked is None and provenance.get("base_is_local") and not Path(str(named)).is_dir():
-        return None, f"the original was the local folder {named!r}, which is not here"
+    if asked is None and provenance.get("base_is_local") and not Path(str(named)).exists():
+        return None, f"the original was the local checkpoint {named!r}, which is not here"
     try:
         original = load_model(str(asked or named), device=device)
         check_original(original.model, loaded.model, original.name)

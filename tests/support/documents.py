@@ -73,6 +73,7 @@ OF_MODEL = "--device cpu --repeats 1 --no-memory"
 ONLY_PARSED = {
     "--goals": "measures every figure that the project promises, which takes minutes",
     "bert-base": "a model of real size",
+    "SmolLM2-135M-Instruct.Q4_1.gguf": "a model of real size; tests/checkpoint/test_gguf.py has a tiny one",
     "export": "writing a graph down takes half a minute; tests/export does",
     "--alignment": "trains a model of BERT-base's sizes",
 }
@@ -218,6 +219,7 @@ def make_cheap(patch, root: Path) -> None:
     patch.setattr("linearize.registry._KERNELS", {info.name: info for info in linearize.kernel_infos()})
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     patch.setattr("linearize.demo.minilm_folder", lambda: root / "MINILM")
+    patch.setattr("linearize.demo.smollm2", lambda: root / "SMOLLM2")
     patch.setattr("linearize.native.build.FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS))
     patch.setattr("linearize.bench.machine.peak_rate", lambda *_: 1e11)
     patch.setattr("linearize.bench.job.peak_rate", lambda *_: 1e11)
