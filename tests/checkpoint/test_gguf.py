@@ -41,7 +41,7 @@ def as_llama_cpp(weight, heads):
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def write(path, model, architecture="llama", quantized=False, leave_out=(), **options):
+def write(path, model, architecture="llama", packed=None, leave_out=(), **options):
     """Write a tiny Llama as a GGUF file, or as shards of `split_max_tensors` tensors."""
     config, tokens = model.config, vocabulary()
     writer = gguf.GGUFWriter(path, architecture, **options)
@@ -69,7 +69,8 @@ def write(path, model, architecture="llama", quantized=False, leave_out=(), **op
         values = tensor.numpy()
         if ".q_proj." in key or ".k_proj." in key:
             values = as_llama_cpp(values, config.num_attention_heads if ".q_" in key else config.num_key_value_heads)
-        kind = gguf.GGMLQuantizationType.Q8_0 if quantized and values.shape[-1] % 32 == 0 and values.ndim == 2 else None
+        # Blocks of Q8_0 have 32 numbers; norms stay in fp32.
+        kind = gguf.GGMLQuantizationType[packed] if packed and values.ndim == 2 and values.shape[1] % 32 == 0 else None
         values = values if kind is None else gguf.quantize(values, kind)
         if key not in leave_out:
             writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), values, raw_dtype=kind)
@@ -110,7 +111,7 @@ def test_a_file_is_read_as_what_it_was_written_from(file, model):
 
 
 def test_packed_weights_are_read_in_fp32(model, tmp_path):
-    loaded = load_model(str(write(tmp_path / "q8.gguf", model, quantized=True)))
+    loaded = load_model(str(write(tmp_path / "q8.gguf", model, packed="Q8_0")))
     for key, tensor in model.state_dict().items():
         found = loaded.model.state_dict()[key]
         assert found.dtype == torch.float32
@@ -204,6 +205,15 @@ def test_shards_are_joined(shards, model):
         loaded = load_model(str(name)).model
         assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
     assert len(shards) == len(list(shards[0].parent.iterdir())) == 3
+
+
+@pytest.mark.parametrize("packed", ["Q8_0", "F16", "BF16"])
+def test_packed_shards_are_joined(packed, model, tmp_path):
+    whole = load_model(str(write(tmp_path / "whole.gguf", model, packed=packed))).model.state_dict()
+    write(tmp_path / "tiny.gguf", model, packed=packed, split_max_tensors=8)
+    joined = load_model(str(tmp_path / "tiny-00002-of-00003.gguf")).model.state_dict()
+    assert all(torch.equal(joined[key], whole[key]) for key in whole)
+    assert not torch.equal(joined["lm_head.weight"], model.lm_head.weight)
 
 
 def test_tokenizer_files_of_the_folder_are_preferred(file, tmp_path):

@@ -79,7 +79,7 @@ def test_a_local_original_is_not_looked_for_on_the_hub(made, tmp_path, monkeypat
     (folder / "config.json").write_text(json.dumps(config))
     loaded = load_converted(str(folder))
     original, missing = find_original(None, loaded, "cpu")
-    assert original is None and "the local folder 'bert-original', which is not here" in missing
+    assert original is None and "the local checkpoint 'bert-original', which is not here" in missing
     monkeypatch.chdir(made)
     assert find_original(None, loaded, "cpu")[0] is not None
 
