@@ -185,10 +185,8 @@ def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(name) / "config.json"
     check_links(name)
     try:
-        if Path(name).is_dir() and find_gguf(name) is None:
-            values = read_json(file)
-        else:
-            values = read_config_values(str(name))
+        plain = Path(name).is_dir() and find_gguf(name) is None
+        values = read_json(file) if plain else read_config_values(str(name))
     except FileNotFoundError:
         raise CheckpointError(
             f"{str(name)!r} has no config.json, so it is no checkpoint; name another folder"
