@@ -11,7 +11,7 @@ from torch import Tensor
 from linearize.attention.backends.choose import choose, map_keys, map_queries
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.mixer import Mixer
-from linearize.attention.scale import LogScale
+from linearize.attention.scale import LogScale, Scales
 from linearize.attention.shape import HeadShape
 from linearize.attention.softmax_heads import CACHED, SoftmaxHeads
 from linearize.kernels.base import FeatureMap, Features, Inputs
@@ -115,33 +115,49 @@ class FeatureMapMixer(Mixer):
         out, after = choose(self, call).run(self, call)
         return out, None if after is None else after | {"seen": counted[:, -1]}
 
-    def features(self, call: AttentionCall) -> tuple[Features, Features]:
+    def features(self, call: AttentionCall, scales: Scales | None = None) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
 
-        Padding is mapped as zeros are. The queries are the last tokens of the keys' where there are fewer.
+        Padding is mapped as zeros are. The queries are the last tokens of the keys' where there are fewer. `scales` is
+        what `log_scales` gives, if it is known.
         """
-        q, k, mask, positions = call.q, call.k, call.key_padding_mask, call.positions
-        if mask is not None:
-            q = without_padding(q, mask[:, -q.shape[2] :])
-            k = without_padding(k, mask)
+        q, k = _without_padding(call)
+        positions = call.positions
         if self.inputs is not None:
-            q, k = self.inputs(q.float(), k.float(), mask)
-        queries = self.query_features(q, call.scaling, None if positions is None else positions[:, -q.shape[2] :])
-        return queries, self.key_features(k, call.scaling, positions)
+            q, k = self.inputs(q.float(), k.float(), call.key_padding_mask)
+        query_positions = None if positions is None else positions[:, -q.shape[2] :]
+        if scales is None:
+            queries = self.query_features(q, call.scaling, query_positions)
+            return queries, self.key_features(k, call.scaling, positions)
+        found = self._map_queries(q, call.scaling, query_positions), self._map_keys(k, call.scaling, positions)
+        return _scaled(found[0], scales[0]), _scaled(found[1], scales[1])
+
+    def log_scales(self, call: AttentionCall) -> Scales:
+        """Return the learned log-scales of a kernel without `inputs`: of queries [B, H, T] and of keys [B, K, S]."""
+        if self.key_scale is None:
+            return None, None
+        q, k = _without_padding(call)
+        return None if self.query_scale is None else self.query_scale(q), self.key_scale(k)
 
     def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map keys [B, K, T, D], behind what precedes the map."""
-        return _scaled(map_keys(self.keys, k, self.input_scale(scaling), positions), self.key_scale, k)
+        found = self._map_keys(k, scaling, positions)
+        return found if self.key_scale is None else _scaled(found, self.key_scale(k))
 
     def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        """Map queries [B, H, T, D], behind what precedes the map.
+        """Map queries [B, H, T, D], behind what precedes the map."""
+        found = self._map_queries(q, scaling, positions)
+        return found if self.query_scale is None else _scaled(found, self.query_scale(q))
 
-        With the keys' map, the query heads of a group go along as further batch entries.
-        """
+    def _map_keys(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
+        return map_keys(self.keys, k, self.input_scale(scaling), positions)
+
+    def _map_queries(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
+        """Map queries; with the keys' map, the query heads of a group go along as further batch entries."""
         scale, groups = self.input_scale(scaling), self.shape.heads // self.shape.key_heads
         if self.queries is not None or groups == 1:
             map = self.keys if self.queries is None else self.queries
-            return _scaled(map_queries(map, q, scale, positions), self.query_scale, q)
+            return map_queries(map, q, scale, positions)
         batch, _, tokens, size = q.shape
         folded = q.reshape(batch, -1, groups, tokens, size).transpose(1, 2).reshape(batch * groups, -1, tokens, size)
         repeated = None if positions is None else positions.repeat_interleave(groups, dim=0)
@@ -150,8 +166,7 @@ class FeatureMapMixer(Mixer):
         def unfold(x: Tensor) -> Tensor:
             return x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
 
-        unfolded = Features(unfold(found.phi), None if found.log_scale is None else unfold(found.log_scale))
-        return _scaled(unfolded, self.query_scale, q)
+        return Features(unfold(found.phi), None if found.log_scale is None else unfold(found.log_scale))
 
     def input_scale(self, scaling: float) -> float:
         """Return what the map wants queries and keys multiplied with."""
@@ -207,12 +222,19 @@ class FeatureMapMixer(Mixer):
         )
 
 
-def _scaled(features: Features, scale: LogScale | None, x: Tensor) -> Features:
-    """Add the learned log-scales of queries or keys x [B, H, T, D] to those of their features."""
-    if scale is None:
+def _scaled(features: Features, learned: Tensor | None) -> Features:
+    """Add learned log-scales [B, H, T] to those of the features."""
+    if learned is None:
         return features
-    learned = scale(x)
     return Features(features.phi, learned if features.log_scale is None else features.log_scale + learned)
+
+
+def _without_padding(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, padding as zeros."""
+    mask = call.key_padding_mask
+    if mask is None:
+        return call.q, call.k
+    return without_padding(call.q, mask[:, -call.q.shape[2] :]), without_padding(call.k, mask)
 
 
 def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 UNITS = 16
 """Hidden units of a network."""
 
+Scales = tuple[Tensor | None, Tensor | None]
+"""Learned log-scales of queries [B, H, T] and of keys [B, K, T]; None where there are none."""
+
 
 class LogScale(nn.Module):
     """Map queries or keys [B, H, T, D] to log-scales [B, H, T], with separate parameters for each head.
@@ -45,6 +48,11 @@ class LogScale(nn.Module):
             if self.hidden is not None:
                 drawn = torch.randn(self.hidden.shape, generator=generator)
                 self.hidden.copy_(drawn * self.hidden.shape[-1] ** -0.5)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the parameters in the order in which the native op reads them."""
+        return self.weight, self.bias, self.hidden, self.hidden_bias, self.out
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the log-scales in fp32."""

@@ -7,12 +7,12 @@
 
 /* Gather a head's keys from token `first` to `last`; returns their largest log-scale. */
 static float gather(const call_t *c, long b, long h, long first, long last, scratch_t *s) {
-    float top = c->keys.scaled ? FLOOR : 0.0f;
+    float top = keys_scaled(c) ? FLOOR : 0.0f;
     load_state(c, 0, 0, 1.0f, s);
     for (long t = first; t < last; t += TILE) {
         long count = least(TILE, last - t);
         key_features(c, b, h, t, count, s);
-        if (c->keys.scaled) {
+        if (keys_scaled(c)) {
             float before = top;
             for (long j = 0; j < count; j++) top = highest(s->scale[j], top);
             if (top > before) decay_state(c, s->width, s->kv, s->z, expf(before - top));

@@ -29,12 +29,11 @@ static void key_gradients(const call_t *c, const back_t *g, long b, long h, floa
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
         key_features(c, b, h, t, count, s);
-        memcpy(w->raw, s->scale, padded(count) * sizeof(float));
-        if (c->keys.scaled) scale_weights(s, count, top);
+            if (keys_scaled(c)) scale_weights(s, count, top);
         weighted_values(c, b, h, t, count, s);
         keys_through_state(c, w, w->dphi, count);
         value_gradients(c, g, b, h, t, count, w);
-        key_back(c, g, b, h, t, count, w->dphi, c->keys.scaled ? w->dscale : 0, w);
+        key_back(c, g, b, h, t, count, w->dphi, w->dscale, w);
     }
 }
 

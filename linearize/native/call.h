@@ -25,7 +25,7 @@ typedef struct {
     void *out;
     int32_t type, value_type; /* of q and k; of v and out */
     const uint8_t *mask;      /* [B, T] or null */
-    const float *given_scale;       /* log-scale [B, K, T] of given features, or null */
+    const float *key_scale, *query_scale; /* added to the log-scales: [B, K, T] and, beside a window, [B, H, T]; or null */
     map_t keys, queries;
     const float *start, *start_scale; /* the state before, or null */
     float *kv, *log_scale;            /* the state after; when decoding, before and after */
@@ -128,6 +128,9 @@ static void advise_huge_pages(const call_t *c) {
 #endif
 }
 
+/* Whether keys have log-scales. */
+INLINE int keys_scaled(const call_t *c) { return c->keys.scaled || c->key_scale || c->keys.learned; }
+
 INLINE const void *at(const void *p, int type, long i) {
     return (const char *)p + i * (type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
 }
@@ -190,8 +193,9 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
     for (long j = 0; j < padded(count); j++) {
         int real = j < count && !is_padding(c, b, first + j);
         s->weight[j] = real;
-        if (c->given_scale && j < count) s->scale[j] = c->given_scale[(b * c->key_heads + h) * c->tokens + first + j];
-        if (!real || !c->keys.scaled) s->scale[j] = c->keys.scaled ? FLOOR : 0.0f;
+        float scale = c->keys.scaled ? s->scale[j] : 0.0f;
+        if (c->key_scale && real) scale += c->key_scale[(b * c->key_heads + h) * c->tokens + first + j];
+        s->scale[j] = !real && keys_scaled(c) ? FLOOR : scale;
     }
 }
 

@@ -24,6 +24,7 @@ from linearize.native.structures import (
     STEEP,
     TYPES,
     Back,
+    Learned,
     Maps,
     WindowBack,
     WindowBuffers,
@@ -104,9 +105,9 @@ class Engine(WindowCalls):
             and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         )
 
-    def pack(self, maps: Sequence[MapSpec], scale: float) -> Maps:
-        """Describe maps for `step`, inputs to be multiplied by `scale`: see `linearize.native.structures.packed`."""
-        return packed(maps, scale)
+    def pack(self, maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
+        """Describe maps and log-scales for `step` and `window_step`: see `linearize.native.structures.packed`."""
+        return packed(maps, scale, learned)
 
     def supports_step(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
         """Tell whether it reads such tensors and can write into such a state."""
@@ -148,7 +149,7 @@ class Engine(WindowCalls):
         kv = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1)
         log_scale = torch.empty(batch, k.shape[1])
         before = [None, None] if start is None else [x.contiguous() for x in start]
-        extra = (*masks(k, options.mask, options.log_scale), *before, kv, log_scale)
+        extra = (*masks(q, k, options), *before, kv, log_scale)
         function = self.library.linearize_causal if options.causal else self.library.linearize_bidirectional
         if function(call(ready, q, k, v, out, extra, (options.eps, self.threads, options.exact))):
             raise MemoryError("native op: no memory for a tile")
@@ -196,7 +197,7 @@ class Engine(WindowCalls):
         library, ready, extra = (
             self.library,
             _ready(maps, q, options),
-            (*masks(k, options.mask, options.log_scale), *NO_STATES),
+            (*masks(q, k, options), *NO_STATES),
         )
         function = library.linearize_causal_gradient if options.causal else library.linearize_bidirectional_gradient
         result = function(call(ready, q, k, v, attended.out, extra, (options.eps, self.threads, True)), back)
@@ -227,7 +228,7 @@ class Engine(WindowCalls):
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         mask = None if mask is None else mask.to(torch.bool).contiguous()
         if self.library.linearize_step(
-            call(maps, q, k, v, out, (mask, None, None, None, *state), (eps, self.threads, False))
+            call(maps, q, k, v, out, (mask, None, None, None, None, *state), (eps, self.threads, False))
         ):
             raise MemoryError("native op: no memory for a step")
         return out
@@ -241,7 +242,7 @@ class Engine(WindowCalls):
         ready = packed([map], scale)
         phi = torch.empty(*x.shape[:3], ready.features)
         top = torch.empty(x.shape[:3]) if map.scaled else None
-        extra = (None, None, None, None, None, top)
+        extra = (*[None] * 6, top)
         if self.library.linearize_features(call(ready, x, x, x, phi, extra, (0.0, self.threads, True))):
             raise MemoryError("native op: no memory for a tile")
         return phi, top
@@ -262,7 +263,7 @@ class Engine(WindowCalls):
             grad_scale = grad_scale.float().contiguous()
             back.dlog_scale = grad_scale.data_ptr()
         buffers = _gradient_buffers(map, x, back)
-        data = call(ready, x, x, x, x, (None, None, *NO_STATES), (0.0, self.threads, True))
+        data = call(ready, x, x, x, x, (None, None, None, *NO_STATES), (0.0, self.threads, True))
         if self.library.linearize_features_gradient(data, back):
             raise MemoryError("native op: no memory for a tile's gradients")
         return found, _summed(map, buffers)
@@ -270,7 +271,7 @@ class Engine(WindowCalls):
 
 def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
     """Describe the maps, or given features."""
-    return packed(maps, options.scale) if maps else given(q.shape[3], scaled=options.log_scale is not None)
+    return packed(maps, options.scale) if maps else given(q.shape[3])
 
 
 def _gradient_buffers(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:

@@ -38,7 +38,7 @@ static void tile_powers(scratch_t *s, long count, float before, powers_t *p) {
 
 /* The smallest magnitude of a row's sum, in the row's unit. */
 INLINE float row_least(const call_t *c, const powers_t *p, long j) {
-    float smallest = c->keys.scaled && !p->steep ? c->eps * power(p->top[j] - p->end) : c->eps;
+    float smallest = keys_scaled(c) && !p->steep ? c->eps * power(p->top[j] - p->end) : c->eps;
     return smallest > EPS ? smallest : EPS;
 }
 
@@ -196,15 +196,15 @@ static void causal_rows(const call_t *c, long b, long h, long first, long count,
 /* One key head and its group of query heads, tile after tile. */
 static void causal_head(const call_t *c, long n, scratch_t *s) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads;
-    float top = c->keys.scaled ? FLOOR : 0.0f, rest = 0.0f;
+    float top = keys_scaled(c) ? FLOOR : 0.0f, rest = 0.0f;
     powers_t p = {.end = 0.0f};
     if (c->start) top = c->start_scale[n];
-    if (c->keys.scaled) rest = take_apart(top, &p.end);
+    if (keys_scaled(c)) rest = take_apart(top, &p.end);
     load_state(c, c->start, n, expf(rest), s);
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
         key_features(c, b, h, t, count, s);
-        if (c->keys.scaled) {
+        if (keys_scaled(c)) {
             for (long j = 0; j < count; j++) top = highest(s->scale[j], top);
             tile_powers(s, count, p.end, &p);
             if (!p.steep) {
@@ -223,7 +223,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
         }
         accumulate_keys(c, s, count);
     }
-    if (c->keys.scaled) rest = take_apart(top, &p.end);
+    if (keys_scaled(c)) rest = take_apart(top, &p.end);
     store_state(c, s, n, expf(-rest), c->kv);
     c->log_scale[n] = top;
 }

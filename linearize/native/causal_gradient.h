@@ -17,8 +17,7 @@ typedef struct {
 static int tile_keys(const call_t *c, long b, long h, long first, long count, work_t *w, powers_t *p) {
     scratch_t *s = &w->s;
     key_features(c, b, h, first, count, s);
-    memcpy(w->raw, s->scale, padded(count) * sizeof(float));
-    if (c->keys.scaled) {
+    if (keys_scaled(c)) {
         tile_powers(s, count, p->end, p);
         if (p->steep) return 1;
         rescale_keys(s, count, p);
@@ -87,13 +86,13 @@ static int walk_forward(const call_t *c, const back_t *g, long b, long h, work_t
     scratch_t *s = &w->s;
     long group = c->heads / c->key_heads;
     powers_t p = {.end = 0.0f};
-    if (c->keys.scaled) take_apart(FLOOR, &p.end);
+    if (keys_scaled(c)) take_apart(FLOOR, &p.end);
     load_state(c, 0, 0, 1.0f, s);
     for (long t = 0; t < c->tokens; t += TILE) {
         long count = least(TILE, c->tokens - t);
         k->end[t / TILE] = p.end;
         if (tile_keys(c, b, h, t, count, w, &p)) return STEEP;
-        if (c->keys.scaled && p.end > p.before) decay_state(c, s->width, s->kv, s->z, power(p.before - p.end));
+        if (keys_scaled(c) && p.end > p.before) decay_state(c, s->width, s->kv, s->z, power(p.before - p.end));
         for (long q = 0; q < group; q++)
             first_rows(c, g, b, h * group + q, t, count, w, &p, k->factor + q * c->tokens + t,
                        k->slope + q * c->tokens + t);
@@ -115,7 +114,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
                         k->slope + q * c->tokens + t);
             into_state(c, w, s->phi_q, count);
         }
-        if (c->keys.scaled && p.end > p.before) decay_state(c, s->width, w->dkv, w->dz, power(p.before - p.end));
+        if (keys_scaled(c) && p.end > p.before) decay_state(c, s->width, w->dkv, w->dz, power(p.before - p.end));
         value_gradients(c, g, b, h, t, count, w);
         if (c->keys.kind != GIVEN) {
             /* The queries were mapped in between: once more, for what the map's gradient needs. */
@@ -123,7 +122,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
             features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, s, s->phi_k);
             s->saved = 0;
         }
-        key_back(c, g, b, h, t, count, w->dphi_k, c->keys.scaled ? w->dscale : 0, w);
+        key_back(c, g, b, h, t, count, w->dphi_k, w->dscale, w);
     }
 }
 

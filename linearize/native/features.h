@@ -27,7 +27,6 @@ static void head_features_back(const call_t *c, const back_t *g, long n, work_t 
         const float *grad = (const float *)g->grad + n * g->grad_stride[1] + t * g->grad_stride[2];
         float dscales[TILE] = {0};
         features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, &w->s, w->s.phi_k);
-        memcpy(w->raw, w->s.scale, padded(count) * sizeof(float));
         if (g->dlog_scale) memcpy(dscales, g->dlog_scale + n * c->tokens + t, count * sizeof(float));
         pack_transposed(grad, FLOAT32, g->grad_stride[2], count, c->features, 1.0f, w->dphi, padded(count));
         key_back(c, g, b, h, t, count, w->dphi, g->dlog_scale ? dscales : 0, w);

@@ -20,7 +20,7 @@ typedef struct {
 
 /* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `rows_transposed`;
    `values`, the weighted values transposed; dphi; dscores, dvalues and dscale, the gradients to scores, weighted values
-   and log-scales; raw, log-scales before masks; x plain and its gradient dx. Sums over tiles: dkv and dz, of the state;
+   and log-scales; raw, log-scales that the map makes; x plain and its gradient dx. Sums over tiles: dkv and dz, of the state;
    sums, of the weights, see sums_at. */
 typedef struct {
     scratch_t s;
@@ -213,6 +213,7 @@ static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t 
             sums.bias[i] += total(sum);
         }
     if (m->tau && dscale) {
+        squares(m, 0, head, s->x, w->raw, wide);
         float rate = expf(-m->tau[head]);
         for (long j = 0; j < count; j++) *sums.tau -= dscale[j] == 0.0f ? 0.0f : w->raw[j] * dscale[j];
         for (long d = 0; d < size; d++)

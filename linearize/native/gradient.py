@@ -12,7 +12,7 @@ from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.native import engine
 from linearize.native.options import Attended, AttendOptions
 
-Fallback = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Fallback = Callable[..., Tensor]
 """The same attention in PyTorch's operations: q, k, v, log-scales -> output, its gradient reaching the weights too."""
 
 
@@ -71,7 +71,7 @@ class _Native(torch.autograd.Function):
         options = ctx.options._replace(log_scale=log_scale)
         found = ctx.engine.gradients(maps, q, k, v, Attended(out, kv, top), grad, options)
         if found is None:
-            return None, None, None, *_in_pytorch(ctx.fallback, (q, k, v, log_scale), weights, grad)
+            return None, None, None, *differentiated(ctx.fallback, (q, k, v, log_scale), weights, grad)
         scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
         return None, None, None, found.q, found.k, found.v, scale, *found.weights
 
@@ -106,7 +106,7 @@ class _Mapped(torch.autograd.Function):
         return None, None, found, *grads
 
 
-def _in_pytorch(
+def differentiated(
     fallback: Fallback, inputs: tuple[Tensor | None, ...], weights: list[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
     """Differentiate the ops in PyTorch, which have an answer to steep log-scales."""

@@ -20,7 +20,11 @@ typedef struct {
     const float *bank;       /* [heads, channels, 3 hidden + 1]: slopes, offsets, weights, a bias; or null */
     const float *magnitude;  /* [heads, size]: features are multiplied by exp(4 tanh(magnitude . x / 4)); or null */
     float scale, amplitude;  /* of the inputs; of a wave */
-    int32_t scaled;          /* whether keys have a log-scale */
+    int32_t scaled;          /* whether it makes log-scales */
+    /* Of single tokens, what is added to those: see linearize/attention/scale.py. [heads, size] and [heads], [heads, units,
+       size] and twice [heads, units]; all null where there is none, `learned_bias` by itself. */
+    int32_t units;
+    const float *learned, *learned_bias, *unit, *unit_bias, *unit_out;
 } map_t;
 
 /* Replace scores y [n, wide], one column of vectors of it, by their softmax over n; with sign -1 by that of -y. */

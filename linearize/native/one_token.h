@@ -48,6 +48,26 @@ INLINE void project_tokens(const map_t *map, const float *weight, int rounded, c
         }
 }
 
+/* weight . x, which begins at number `from`. */
+INLINE float inner(const float *weight, const void *x, int type, long from, long size) {
+    vf sum = {0};
+    long d = 0;
+    for (; d + W <= size; d += W) sum += numbers(x, type, from + d) * load(weight + d);
+    float all = total(sum);
+    for (; d < size; d++) all += number(x, type, from + d) * weight[d];
+    return all;
+}
+
+/* What is added to a token's log-scale. */
+static float learned_scale(const map_t *map, long head, const void *x, int type) {
+    if (!map->learned) return 0.0f;
+    float sum = inner(map->learned + head * map->size, x, type, 0, map->size);
+    if (map->learned_bias) sum += map->learned_bias[head];
+    for (long i = head * map->units; i < (head + 1) * map->units; i++)
+        sum += map->unit_out[i] * tanhf(inner(map->unit + i * map->size, x, type, 0, map->size) + map->unit_bias[i]);
+    return sum;
+}
+
 /* Replace y [n], padded, by its softmax; with sign -1 by that of -y. */
 INLINE void softmax_row(float *y, long n, float sign) {
     float top = -INFINITY;

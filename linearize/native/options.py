@@ -15,7 +15,8 @@ class AttendOptions(NamedTuple):
         scale: factor of q and k before the map.
         eps: smallest magnitude of a denominator.
         mask: key padding mask [B, T] or None.
-        log_scale: [B, K, T] of given features, or None.
+        log_scale: [B, K, T] to add to that of the keys' features, or None.
+        query_scale: [B, H, T] for the queries, or None; only a window reads it.
         exact: leave the weights as they are: where gradients are taken.
     """
 
@@ -24,6 +25,7 @@ class AttendOptions(NamedTuple):
     eps: float
     mask: Tensor | None = None
     log_scale: Tensor | None = None
+    query_scale: Tensor | None = None
     exact: bool = False
 
 
@@ -49,7 +51,7 @@ class Gradients(NamedTuple):
         k: the gradient of k.
         v: the gradient of v.
         weights: of the `MAP_WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
-        log_scale: of given log-scales [B, K, T], or None.
+        log_scale: of the options' `log_scale` [B, K, T], or None.
     """
 
     q: Tensor

@@ -47,8 +47,10 @@ static void step_head(const call_t *c, long n, const token_buffers_t *f, float *
     token(c, c->k, c->type, c->k_stride, b, h, size, c->keys.scale, key.x);
     if (together) token(c, c->q, c->type, c->q_stride, b, h * group, size, c->queries.scale, query.x);
     map_tokens(c, &c->keys, h, &key, together ? 2 : 1, scales);
-    if (c->keys.scaled) {
-        float own = weight > 0.0f ? scales[0] : FLOOR, before = c->log_scale[n];
+    if (keys_scaled(c)) {
+        const void *k = token_at(c->k, c->type, c->k_stride, b, h, 0);
+        float own = weight > 0.0f ? scales[0] + learned_scale(&c->keys, h, k, c->type) : FLOOR;
+        float before = c->log_scale[n];
         float shift = highest(own, before);
         decay = shift > before ? expf(before - shift) : 1.0f;
         weight *= expf(own - shift);

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
+from linearize.native.options import AttendOptions
 
 KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
 """The maps of maps.h by number; C's own list is compared when the library is loaded."""
@@ -29,9 +30,9 @@ NAMES = ";".join(
 
 _KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
-HEAD = struct.Struct("@18q4P2i2P")
+HEAD = struct.Struct("@18q4P2i3P")
 """`call_t` of call.h up to its maps."""
-MAP = struct.Struct("@2i4q6P2fi0q")
+MAP = struct.Struct("@2i4q6P2f2i5P")
 """`map_t` of maps.h."""
 TAIL = struct.Struct("@4Pf2i0q")
 """`call_t` behind its maps."""
@@ -92,33 +93,42 @@ class Maps(NamedTuple):
     held: tuple[Tensor, ...]
 
 
-def given(features: int, *, scaled: bool) -> Maps:
-    """Stand for maps where q and k are features already; `scaled` says whether keys come with log-scales."""
-    empty = MAP.pack(_KIND_NUMBERS["given"], 1, *[0] * 10, 1.0, 1.0, scaled)
+def given(features: int) -> Maps:
+    """Stand for maps where q and k are features already."""
+    empty = MAP.pack(_KIND_NUMBERS["given"], 1, *[0] * 10, 1.0, 1.0, *[0] * 7)
     return Maps(features, empty + empty, ())
 
 
-def packed(maps: Sequence[MapSpec], scale: float) -> Maps:
-    """Describe the maps of keys and queries, or the one they share; inputs are multiplied by `scale` before them."""
+Learned = Sequence[Tensor | None]
+"""The tensors of a learned log-scale, see `linearize.attention.scale`: weight, bias, hidden, hidden_bias and out."""
+
+
+def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
+    """Describe the maps of keys and queries, or the one they share; inputs are multiplied by `scale` before them.
+
+    `learned` are the log-scales of keys and queries: a decoding step adds them to those that the maps make.
+    """
     held: list[Tensor] = []
-    data = [_packed(map, scale, held) for map in maps]
     map = maps[0]
+    data = [_packed(side, scale, held, more) for side, more in zip((map, maps[-1]), (*learned, (), ()), strict=False)]
     per_row = map.bank.shape[1] if map.bank is not None else 1 if map.kind == "relu" else 2
-    return Maps(map.first.shape[1] * per_row, data[0] + data[-1], tuple(held))
+    return Maps(map.first.shape[1] * per_row, data[0] + data[1], tuple(held))
 
 
-def _packed(map: MapSpec, scale: float, held: list[Tensor]) -> bytes:
+def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) -> bytes:
     pointers: list[int] = []
-    for tensor in (getattr(map, name) for name in MAP_WEIGHTS):
+    for tensor in (*(getattr(map, name) for name in MAP_WEIGHTS), *(learned or [None] * 5)):
         if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
             tensor = tensor.float().contiguous()
         if tensor is not None:
             held.append(tensor)
         pointers.append(_address(tensor))
+    hidden = learned[2] if learned else None
     heads, rows, size = map.first.shape
-    channels, hidden = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
-    sizes = (_KIND_NUMBERS[map.kind], heads, rows, size, channels, hidden)
-    return MAP.pack(*sizes, *pointers, scale, map.amplitude, map.scaled)
+    channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
+    sizes = (_KIND_NUMBERS[map.kind], heads, rows, size, channels, width)
+    numbers, units = (scale, map.amplitude, map.scaled), 0 if hidden is None else hidden.shape[1]
+    return MAP.pack(*sizes, *pointers[: len(MAP_WEIGHTS)], *numbers, units, *pointers[len(MAP_WEIGHTS) :])
 
 
 NO_STATES = (None, None, None, None)
@@ -142,20 +152,22 @@ def call(
         k: keys [B, K, T, D].
         v: values [B, K, T, V].
         out: where the output goes, [B, H, T, V].
-        extra: mask [B, T] in bool, given log-scales [B, K, T], kv and log-scale of the state before, kv and log-scale
-            of the state after; each None where there is none, fp32 but for the mask, all in one piece.
+        extra: mask [B, T] in bool, log-scales to add to the keys' [B, K, T] and to the queries' [B, H, T], kv and
+            log-scale of the state before, kv and log-scale of the state after; each None where there is none, fp32 but
+            for the mask, all in one piece.
         numbers: eps, threads, and whether weights are left exact.
     """
     batch, heads, tokens, _ = q.shape
     # Plain tuples, no function for an address: this is run at every decoding step.
-    mask, given, start_kv, start_scale, kv, log_scale = extra
+    mask, key_scale, query_scale, start_kv, start_scale, kv, log_scale = extra
     mask_at = 0 if mask is None else mask.data_ptr()
-    given_at = 0 if given is None else given.data_ptr()
+    key_scale_at = 0 if key_scale is None else key_scale.data_ptr()
+    query_scale_at = 0 if query_scale is None else query_scale.data_ptr()
     head = HEAD.pack(
         *(batch, heads, k.shape[1], tokens, maps.features, v.shape[3]),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
-        *(TYPES[q.dtype], TYPES[v.dtype], mask_at, given_at),
+        *(TYPES[q.dtype], TYPES[v.dtype], mask_at, key_scale_at, query_scale_at),
     )
     tail = TAIL.pack(
         0 if start_kv is None else start_kv.data_ptr(),
@@ -167,12 +179,11 @@ def call(
     return head + maps.data + tail
 
 
-def masks(k: Tensor, mask: Tensor | None, log_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return a mask [B, T] and log-scales, for keys k [B, K, T, D], as the op reads them."""
-    return (
-        None if mask is None else mask.to(torch.bool).contiguous(),
-        None if log_scale is None else log_scale.float().expand(k.shape[:3]).contiguous(),
-    )
+def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the mask [B, T] and the log-scales for q [B, H, T, D] and k [B, K, T, D] as the op reads them."""
+    mask, scales = options.mask, ((options.log_scale, k), (options.query_scale, q))
+    key, query = (None if given is None else given.float().expand(x.shape[:3]).contiguous() for given, x in scales)
+    return None if mask is None else mask.to(torch.bool).contiguous(), key, query
 
 
 def _address(tensor: Tensor | None) -> int:

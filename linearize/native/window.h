@@ -211,7 +211,10 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     long near = to - from, wide = padded(near), sinks = least(w->sinks, real);
     prefetch_out(c, b, h, t, count);
     query_features(c, b, h, t, count, s);
-    for (long r = 0; r < count; r++) m->query_scale[r] = c->queries.scaled ? s->scale[r] : 0.0f;
+    for (long r = 0; r < count; r++) {
+        m->query_scale[r] = c->queries.scaled ? s->scale[r] : 0.0f;
+        if (c->query_scale) m->query_scale[r] += c->query_scale[(b * c->heads + h) * c->tokens + t + r];
+    }
     read_out(c, s, count);
     pack_tokens(c, c->q, c->q_stride, b, h, t, count, w->scaling, m->q);
     pack_tokens(c, c->k, c->k_stride, b, key_head, from, near, 1.0f, m->k);

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from linearize.kernels.base import Features, MapSpec
 from linearize.native import engine
+from linearize.native.gradient import differentiated
 from linearize.native.options import Attending, AttendOptions
-from linearize.ops import Window
+from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, without_padding
 
 MOST = 60.0
@@ -32,7 +33,7 @@ def attend_window_with_gradient(
         inputs: q, k and v, each row's real tokens in front.
         features: what the maps make of q and of k; through them the gradient reaches the maps.
         options: of `WindowCalls.window`.
-        form: the window. Causally, keys must not have log-scales: theirs may be too far apart for one common scale.
+        form: the window.
     """
     queries, keys = features
     tensors = (*inputs, queries.phi, queries.log_scale, keys.phi, keys.log_scale)
@@ -71,6 +72,18 @@ class _Windowed(torch.autograd.Function):
         level = scale.amax(dim=-1, keepdim=True)
         key_factor = torch.exp(scale - level).masked_fill(~linear, 0.0)[..., None]
         exponent = level.repeat_interleave(groups, dim=1) - tops + (0.0 if query_scale is None else query_scale)
+        if form.causal:
+            # Queries that see nothing beyond their window.
+            seen = mask & (torch.arange(k.shape[2]) - form.size >= form.sinks)
+            exponent = exponent.masked_fill(~seen[:, None], FLOOR)
+            if key_scale is not None and bool((exponent > MOST).any()):
+                # One scale for all keys will not do: the largest is far above those that an early query sees.
+
+                def fallback(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, a: Any, phi_k: Tensor, c: Any) -> Tensor:
+                    sides = Mapped(q, phi_q, a), Mapped(k, phi_k, c)
+                    return window_attention(*sides, v, form, key_padding_mask=mask)[0]
+
+                return None, None, None, *differentiated(fallback, ctx.saved_tensors[:7], [], grad)
         query_factor = torch.exp(exponent.masked_fill(exponent > MOST, FLOOR))[..., None]
         # Where the sum's magnitude was held at its least, it is a constant.
         held = sums.abs() < form.eps

@@ -51,13 +51,8 @@ static float scores_of(const call_t *c, const char *keys, const uint8_t *visible
     for (long j = 0; j < count; j++) {
         to[j] = FLOOR;
         if (!visible[j]) continue;
-        vf sum = {0};
-        long d = 0;
-        for (; d + W <= size; d += W) sum += numbers(keys, c->type, j * size + d) * load(query + d);
-        float score = total(sum);
-        for (; d < size; d++) score += number(keys, c->type, j * size + d) * query[d];
-        to[j] = score;
-        top = highest(score, top);
+        to[j] = inner(query, keys, c->type, j * size, size);
+        top = highest(to[j], top);
     }
     return top;
 }
@@ -153,7 +148,8 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
     decay = take_leaving(c, w, n, place, f);
     token(c, c->k, c->type, c->k_stride, b, h, c->keys.size, c->keys.scale, tokens->x);
     map_tokens(c, &c->keys, h, tokens, 1, &scale);
-    take_up(c, w, n, place, tokens->phi, c->keys.scaled ? scale : 0.0f);
+    scale += learned_scale(&c->keys, h, token_at(c->k, c->type, c->k_stride, b, h, 0), c->type);
+    take_up(c, w, n, place, tokens->phi, scale);
     look(c, w, b, place, visible);
     const char *k = w->ring_k + n * w->size * c->keys.size * type_size(c->type);
     const char *values = w->ring_v + n * w->size * v * type_size(c->value_type);
@@ -163,6 +159,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         long head = h * group + g;
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, c->queries.scale, tokens->x);
         map_tokens(c, &c->queries, c->queries.heads == c->heads ? head : h, tokens, 1, &scale);
+        scale += learned_scale(&c->queries, head, token_at(c->q, c->type, c->q_stride, b, head, 0), c->type);
         if (whole == 4) step_rows(4, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
         else if (whole == 2) step_rows(2, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
         else step_rows(0, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
@@ -175,7 +172,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         memset(f->exact, 0, (v + 1) * sizeof(float));
         add_values(c, values, visible, w->size, f->weights, top, f->exact);
         add_values(c, sink_v, visible + w->size, w->sinks, f->weights + w->size, top, f->exact);
-        join_parts(f->exact, top, f->linear, (c->queries.scaled ? scale : 0.0f) + c->log_scale[n], v + 1);
+        join_parts(f->exact, top, f->linear, scale + c->log_scale[n], v + 1);
         write_row(c, f->exact, f->exact[v], c->eps, b, head, 0);
     }
 }

@@ -63,7 +63,7 @@ class WindowCalls(abc.ABC):
         ready = packed(maps, options.scale)
         out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
         kv, log_scale = torch.zeros(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.zeros(batch, k.shape[1])
-        extra = (*masks(k, options.mask, None), None, None, kv, log_scale)
+        extra = (*masks(q, k, options), None, None, kv, log_scale)
         tops, sums = torch.empty(batch, heads, tokens), torch.empty(batch, heads, tokens)
         buffers = WindowBuffers(form.size, form.sinks, scaling=form.scaling, causal=form.causal)
         buffers.tops, buffers.row_sums = tops.data_ptr(), sums.data_ptr()
@@ -141,7 +141,7 @@ class WindowCalls(abc.ABC):
         for name, tensor in state.items():
             if name not in ("kv", "log_scale"):
                 setattr(buffers, name, tensor.data_ptr())
-        before = (mask, None, None, None, state["kv"], state["log_scale"])
+        before = (mask, None, None, None, None, state["kv"], state["log_scale"])
         if self.library.linearize_window_step(call(maps, q, k, v, out, before, (eps, self.threads, True)), buffers):
             raise MemoryError("native op: no memory for a step")
         return out

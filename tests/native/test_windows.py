@@ -125,7 +125,7 @@ def test_gradients_in_bfloat16(switch, causal):
 
 @DIRECTIONS
 def test_gradients_where_parts_are_of_very_different_size(switch, causal):
-    mixer = learned("hedgehog", {}, causal=causal, window=4, sinks=1)
+    mixer = learned("hedgehog", {}, causal=causal, window=4, sinks=1, scale="linear")
     for size in (1e-3, 30.0, 300.0):
         q, k, v = tokens(120)
         found = []
@@ -138,7 +138,7 @@ def test_gradients_where_parts_are_of_very_different_size(switch, causal):
 
 
 def test_it_is_what_runs(monkeypatch, switch):
-    """With a gradient too; but for states, and for scales of keys that may be far apart, PyTorch has it."""
+    """With a gradient too; through states PyTorch has it."""
     calls, window = [], Engine.window
     monkeypatch.setattr(Engine, "window", lambda *args, **more: calls.append(1) or window(*args, **more))
     for causal in (False, True):
@@ -147,11 +147,27 @@ def test_it_is_what_runs(monkeypatch, switch):
         gradients(mixer, tokens(30))
     assert len(calls) == 4
     mixer(AttentionCall(*tokens(30), SCALING, needs_state=True))
-    scaled = learned("hedgehog", {"activation": "exp"}, causal=True, window=8)
-    gradients(scaled, tokens(30))
     assert len(calls) == 4
-    gradients(learned("hedgehog", {"activation": "exp"}, window=8), tokens(30))
-    assert len(calls) == 5
+    for causal in (False, True):
+        gradients(learned("hedgehog", {"activation": "exp"}, causal=causal, window=8), tokens(30))
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("climb", [3.0, 300.0])
+def test_gradients_of_key_scales_far_apart(switch, watch, climb):
+    """Where one scale for all keys would leave early queries nothing, the ops in PyTorch are differentiated."""
+    calls, found = watch("window_gradient"), []
+    mixer, (q, k, v) = learned("hedgehog", {}, causal=True, window=4, sinks=1, scale="linear"), tokens(120)
+    k[..., 0] = torch.linspace(-1, 1, 120)
+    with torch.no_grad():
+        mixer.key_scale.weight.zero_()[:, 0] = climb
+    for on in (True, False):
+        switch(on)
+        found.append(gradients(mixer, (q, k, v)))
+    assert calls == (["window_gradient"] if climb == 3.0 else [])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.isfinite(ours).all()
+        close(ours, theirs, 2e-5)
 
 
 def test_no_memory_for_a_gradient_is_said(monkeypatch, switch):

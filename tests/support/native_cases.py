@@ -36,9 +36,9 @@ def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V, 
     return mixer.eval()
 
 
-def tokens(count, *, batch=2, heads=4, key_heads=2, size=D, value=V, dtype=torch.float32):
+def tokens(count, *, batch=2, heads=4, key_heads=2, size=D, value=V, dtype=torch.float32, seed=3):
     """Inputs as models hand them over: the heads of a token side by side in memory."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     shapes = ((heads, size), (key_heads, size), (key_heads, value))
     return [torch.randn(batch, count, n, d, generator=generator).to(dtype).transpose(1, 2) for n, d in shapes]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.scale import LogScale, Scales
 from linearize.attention.shape import HeadShape
 from linearize.kernels.base import FeatureMap, Features, Inputs, Output
 from linearize.ops import LinearOptions, State, Window
@@ -26,6 +27,8 @@ class MappingMixer(Protocol):
         queries: the map of the queries; None where it is the keys' one.
         output: what follows the sums, or None.
         hybrid: what the layer has in addition to the kernel.
+        key_scale: learned log-scales of the keys, or None.
+        query_scale: those of the queries, or None.
         window: W of a softmax window, or None.
         floor: c of `linearize.ops.floored`, 0 for none.
         eps: smallest magnitude of a denominator.
@@ -41,6 +44,8 @@ class MappingMixer(Protocol):
     queries: FeatureMap | None
     output: Output | None
     hybrid: Hybrid
+    key_scale: LogScale | None
+    query_scale: LogScale | None
     window: int | None
     floor: float
     eps: float
@@ -54,8 +59,14 @@ class MappingMixer(Protocol):
     def input_scale(self, scaling: float) -> float:
         """Return what the map wants queries and keys multiplied with."""
 
-    def features(self, call: AttentionCall) -> tuple[Features, Features]:
-        """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, T, F]."""
+    def features(self, call: AttentionCall, scales: Scales | None = None) -> tuple[Features, Features]:
+        """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, T, F].
+
+        `scales` is what `log_scales` gives, if it is known.
+        """
+
+    def log_scales(self, call: AttentionCall) -> Scales:
+        """Return the learned log-scales of queries and keys."""
 
     def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
         """Map keys [B, K, T, D]."""

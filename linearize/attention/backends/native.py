@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.contract import MappingMixer
-from linearize.attention.backends.eager import PYTORCH, Eager
+from linearize.attention.backends.eager import PYTORCH
 from linearize.attention.call import AttentionCall, MixerState, linear_state
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.native import engine, loaded
@@ -20,7 +20,6 @@ from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.compact import put_back, real_first, take
 from linearize.ops.state import EPS
 from linearize.ops.window_causal import state_after
-from linearize.registry import SCALES
 
 
 class NativeStep:
@@ -77,8 +76,8 @@ class NativeWindow:
         """See `contract.Backend`."""
         if mixer.window is None or call.state is not None:
             return False
-        if torch.is_grad_enabled() and (call.needs_state or (mixer.shape.causal and _has_scales(mixer))):
-            # Through states, and of scales that may be far apart, the ops in PyTorch know the gradient.
+        if torch.is_grad_enabled() and call.needs_state:
+            # Through states, the ops in PyTorch know the gradient.
             return False
         native = engine()
         return native is not None and _has_maps(mixer) and bool(native.supports(call.q, call.k, call.v))
@@ -92,9 +91,12 @@ class NativeWindow:
             mask = mask.bool().gather(1, order)
         form = mixer.form(call.scaling)
         assert form is not None
-        options = AttendOptions(form.causal, mixer.input_scale(call.scaling), mixer.eps, mask=mask)
+        ordered = replace(call.with_inputs(q, k, v), key_padding_mask=mask)
+        scales = mixer.log_scales(ordered)
+        scale = mixer.input_scale(call.scaling)
+        options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
         if torch.is_grad_enabled():
-            found = mixer.features(replace(call.with_inputs(q, k, v), key_padding_mask=mask))
+            found = mixer.features(ordered, scales)
             out = attend_window_with_gradient(_maps(mixer), (q, k, v), found, options, form)
             return out if order is None else put_back(out, order), None
         out, kv, log_scale, *_ = loaded().window(_maps(mixer), q, k, v, options, form)
@@ -126,15 +128,16 @@ class Native:
     def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """See `contract.Backend`."""
         q, k, v = call.q, call.k, call.v
-        options = AttendOptions(
-            mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask=call.key_padding_mask
-        )
+        mask, (_, log_scale) = call.key_padding_mask, mixer.log_scales(call)
+        options = AttendOptions(mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask, log_scale)
         if not torch.is_grad_enabled():
             out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, options, linear_state(call))
             return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
 
-        def fallback(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
-            return Eager(PYTORCH).run(mixer, call.with_inputs(q, k, v))[0]
+        def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+            queries, keys = mixer.features(call.with_inputs(q, k, v), (None, log_scale))
+            more: LinearOptions = {"key_padding_mask": mask, "log_scale": keys.log_scale, "eps": mixer.eps}
+            return causal_attention(queries.phi, keys.phi, v.float(), **more)[0].to(v.dtype)
 
         return attend_with_gradient(_maps(mixer), q, k, v, fallback, options), None
 
@@ -153,14 +156,10 @@ def _has_maps(mixer: MappingMixer) -> bool:
     if found is None:
         plain = mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
         plain = plain and mixer.keys.normalize and not mixer.info.positional
-        plain = plain and mixer.hybrid.scale == SCALES[0] and not mixer.hybrid.exact_keys
+        plain = plain and not mixer.hybrid.exact_keys
         found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
         mixer.memory["native.has_maps"] = found
     return bool(found)
-
-
-def _has_scales(mixer: MappingMixer) -> bool:
-    return any(map.scaled for map in _maps(mixer))
 
 
 def _feature_maps(mixer: MappingMixer) -> list[FeatureMap]:
@@ -185,14 +184,13 @@ def _packed_maps(mixer: MappingMixer, native: Any, scaling: float) -> Any:
     Describing them takes as long as a step: it is done once as long as the weights stay where they are, and where the
     op reads nothing but parameters.
     """
-    weights = list(mixer.keys._parameters.values())
-    if mixer.queries is not None:
-        weights += mixer.queries._parameters.values()
+    learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
+    weights = [w for part in (*_feature_maps(mixer), *learned) for w in part._parameters.values()]
     key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
     kept = mixer.memory.get("native.packed")
     if isinstance(kept, _Packed) and kept.key == key:
         return kept.maps
-    packed = native.pack(_maps(mixer), mixer.input_scale(scaling))
+    packed = native.pack(_maps(mixer), mixer.input_scale(scaling), [scale.tensors for scale in learned])
     if {id(w) for w in packed.held} <= {id(w) for w in weights}:
         mixer.memory["native.packed"] = _Packed(key, packed._replace(held=()))
     return packed
