@@ -21,7 +21,7 @@ def add_native(parser: argparse._ActionsContainer) -> None:
 
 
 def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -> None:
-    """Compile the native op if it is wanted and not there, in some seconds and with one line; never an error.
+    """Compile the native op if it is wanted and not there, or say why not: in one line, and never an error.
 
     Args:
         args: with `no_native`.
@@ -36,11 +36,13 @@ def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or not _on_cpu(device):
         return
-    from linearize.native.build import worth_building
+    from linearize.native.build import obstacle, worth_building
 
     if worth_building():
         assert out is not None
         _build(out)
+    elif out is not None and (why := obstacle()):
+        out.print(f"Native op: not compiled, going on without it ({why}).", markup=False, soft_wrap=True)
 
 
 def _on_cpu(device: str) -> bool:

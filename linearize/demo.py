@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.errors import CheckpointError
+from linearize.jobs.bill import duration
 from linearize.jobs.config import ConvertJob, DemoJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
 """Rows per step, and rows that fidelity is measured on."""
+LENGTH = 128
+"""Tokens of a row."""
+BUDGET = 90.0
+"""Seconds of work that the steps are chosen for."""
+LEAST, MOST = 12, 300
+"""Steps of stage one, where they are chosen."""
 
 
 MODELS = {
@@ -102,16 +109,23 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     folder = minilm_folder()
     on_event(Noted("Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens"))
     output, tokens = job.output, job.tokens
+    steps, seconds = sized(_seconds_per_batch(folder), job)
+    on_event(
+        Noted(
+            f"This takes about {duration(seconds)} on this machine: {steps} steps of stage one and {steps // 6} of "
+            f"alignment, then one document of {tokens:,} tokens"
+        )
+    )
     conversion = convert_checkpoint(
         ConvertJob.of(
             model=str(folder),
             kernel=job.kernel,
             max_length=tokens,
-            distill_steps=job.steps,
+            distill_steps=steps,
             # A taste of it: a real conversion takes more of both. So few steps help block by block, not end to end.
-            align_steps=job.steps // 6,
+            align_steps=steps // 6,
             align_blockwise=1.0,
-            distill_length=128,
+            distill_length=LENGTH,
             **SIZES,
             output=output,
             overwrite=True,
@@ -133,8 +147,43 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
 
     on_event(Started(f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns"))
     with quiet():
-        rows, _ = measure_speed({output: Timed(reader.model, [tokens], output)}, repeats=3)
+        rows, _ = measure_speed({output: Timed(reader.model, [tokens], output)}, repeats=1)
     return DemoResult(conversion, size, Comparison.of(rows[output][0]))
+
+
+def sized(batch: float, job: DemoJob) -> tuple[int, float]:
+    """Choose the steps of stage one, where the job does not, and estimate what all of it takes.
+
+    Args:
+        batch: seconds of the original's forward on one batch of a step. All work is counted in such forwards; how many
+            it takes was measured on one core.
+        job: with the steps, or None, and the length of the document.
+
+    Returns:
+        Steps, and seconds.
+    """
+    # A step of stage one costs 2, and a sixth of one of the alignment 1.
+    per_step, size = 3.0, job.tokens / 8192
+    # The fidelity before and after both, data and loading; then three turns of both attentions on the document.
+    rest = 37.0 + 3 * (6.0 * size + 10.0 * size**2)
+    steps = job.steps
+    if steps is None:
+        steps = min(MOST, max(LEAST, int((BUDGET / batch - rest) / per_step)))
+    return steps, batch * (rest + per_step * steps)
+
+
+def _seconds_per_batch(folder: Path) -> float:
+    """Time the original's forward on one batch, the second of two."""
+    import torch
+    from transformers import AutoModel
+
+    from linearize.bench.timing import seconds_of
+    from linearize.loading import quiet
+
+    with quiet(), torch.inference_mode():
+        model = AutoModel.from_pretrained(folder).eval()
+        rows = torch.full((int(str(SIZES["batch_size"])), LENGTH), 2000)
+        return [seconds_of(lambda: model(input_ids=rows)) for _ in range(2)][1]
 
 
 def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:

@@ -8,6 +8,7 @@ from support.forks import in_forked_process
 from linearize import demo
 from linearize.cli import main
 from linearize.errors import CheckpointError
+from linearize.jobs.config import DemoJob
 
 
 def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
@@ -24,7 +25,19 @@ def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
     assert after < before
     # One forward of 700 tokens through 6 layers of width 384: at least the activations of one feed-forward layer.
     assert result["comparison"]["linear_bytes"] > 700 * 1536 * 4
-    assert "700 tokens in, vectors of 384 out" in " ".join(captured.err.split())
+    said = " ".join(captured.err.split())
+    assert "700 tokens in, vectors of 384 out" in said
+    assert "on this machine: 4 steps of stage one and 0 of alignment, then one document of 700 tokens" in said
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(0.01, demo.MOST), (0.5, 31), (2.0, demo.LEAST)])
+def test_steps_fit_into_the_budget(batch, steps):
+    """Seconds of one batch on a fast, an ordinary and a slow machine."""
+    found, seconds = demo.sized(batch, DemoJob())
+    assert found == steps
+    assert seconds <= demo.BUDGET or steps == demo.LEAST
+    assert demo.sized(batch, DemoJob(steps=72))[0] == 72
+    assert demo.sized(batch, DemoJob(tokens=1024))[1] <= max(seconds, demo.BUDGET)
 
 
 def test_the_document_fills_the_length_exactly():

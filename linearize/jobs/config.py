@@ -394,6 +394,8 @@ class DemoJob(Job):
     """Options of `demo`."""
 
     kernel: str = option("hedgehog", "kernel", metavar="NAME")
-    steps: int = option(72, "steps of stage one; a sixth as many of alignment")
+    steps: int | None = option(
+        None, "steps of stage one; a sixth as many of alignment (default: what a minute and a half has room for)"
+    )
     tokens: int = option(8192, "length of the long document")
     output: str = option("demo-output", "folder to make; replaced if it is there", metavar="DIR")

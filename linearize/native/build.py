@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from linearize.errors import ConfigError
@@ -80,8 +81,10 @@ def _writable_record() -> Path:
 def _made(program: str, path: Path) -> Path:
     """Compile, and put the library and then its record in place."""
     try:
-        _sweep(path.parent, older=4 * SECONDS)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
+        with (
+            _one_build_at_a_time(path.parent),
+            tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder,
+        ):
             made = Path(folder) / f"{path.stem}.so"
             if said := compile_library(program, made, locate.NATIVE_FLAGS):
                 raise ConfigError(f"native op: {program} failed; everything works without it. It said: {said[-500:]}")
@@ -99,11 +102,34 @@ def _made(program: str, path: Path) -> Path:
     return library
 
 
+@contextlib.contextmanager
+def _one_build_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for other builds into the folder, and delete what killed ones left there.
+
+    A lock on the folder itself ends with its process, so that what lies there under the lock is nobody's. Where such a
+    lock cannot be had (Windows, some network file systems), only folders older than any build are deleted.
+    """
+    handle = None
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        _sweep(folder, older=0.0)
+    except (ImportError, OSError):
+        _sweep(folder, older=4 * SECONDS)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
 def _sweep(folder: Path, older: float) -> None:
     """Delete what builds left that were killed more than so many seconds ago."""
     for left in folder.glob(f"{BUILD_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > older:
+            if not older or time.time() - left.stat().st_mtime > older:
                 shutil.rmtree(left)
 
 
@@ -146,25 +172,37 @@ def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> st
 
 
 def worth_building() -> bool:
-    """Whether the op should be compiled unasked: it is not there, a compiler is, and it was not tried in vain before.
+    """Whether the op should be compiled unasked: it is not there, and nothing speaks against it."""
+    return not os.environ.get(SWITCH) and engine() is None and not obstacle()
 
-    Not where the environment variable LINEARIZE_NATIVE is set: 0 wants no native op, 1 the one that is there.
+
+def obstacle() -> str:
+    """Say why the op is not compiled unasked although it is not there; empty if nothing speaks against it.
+
+    Empty too where the environment variable LINEARIZE_NATIVE is set: 0 wants no native op, 1 the one that is there.
     """
+    if os.environ.get(SWITCH) or engine() is not None:
+        return ""
     path = record_file()
-    if os.environ.get(SWITCH) or path is None or compiler() is None or engine() is not None:
-        return False
+    if path is None:
+        return "the user has no home folder; set XDG_CACHE_HOME to a folder for it"
+    if compiler() is None:
+        return f"no C compiler among {', '.join(COMPILERS)}; install gcc or clang, or set CC"
     try:
         folder = next(part for part in path.parents if part.exists())
-        return os.access(folder, os.W_OK) and not objection(folder) and not _tried(path)
-    except OSError:
-        return False
+        why = objection(folder) or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written")
+        return f"{why}; correct that, or set XDG_CACHE_HOME to another folder" if why else _failed_before(path)
+    except OSError as error:
+        return f"{path.parent} cannot be read ({error.strerror})"
 
 
-def _tried(path: Path) -> bool:
+def _failed_before(path: Path) -> str:
     try:
-        return FAILED in read_record(path)
+        return (
+            "it failed before; linearize native --build tries again and says why" if FAILED in read_record(path) else ""
+        )
     except OSError:
-        return False
+        return ""
 
 
 def note_failure(error: Exception) -> None:

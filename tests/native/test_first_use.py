@@ -83,10 +83,12 @@ def test_the_option_says_no(fresh, capsys, monkeypatch):
     assert fresh == [] and lines_about(capsys) == ["Native op: not there (linearize native --build)."]
 
 
-def test_without_a_compiler_it_is_silent(fresh, monkeypatch, capsys, tmp_path):
+def test_without_a_compiler_it_says_so(fresh, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert main(BENCH) == 0
-    assert fresh == [] and lines_about(capsys) == ["Native op: not there (linearize native --build)."]
+    said, there = lines_about(capsys)
+    assert fresh == [] and there == "Native op: not there (linearize native --build)."
+    assert "not compiled, going on without it (no C compiler among cc, gcc, clang; install gcc or clang" in said
     assert not (tmp_path / "cache").exists()
     assert main(["native"]) == 0
     assert "none found" in capsys.readouterr().out
@@ -100,8 +102,20 @@ def test_what_failed_is_not_tried_again(native_cache, monkeypatch, capsys, tmp_p
     assert main(BENCH) == 0
     assert "not compiled, going on without it" in lines_about(capsys)[0]
     assert main(BENCH) == 0
-    assert lines_about(capsys) == ["Native op: not there (linearize native --build)."]
+    assert lines_about(capsys) == [
+        "Native op: not compiled, going on without it (it failed before; linearize native --build tries again and says "
+        "why).",
+        "Native op: not there (linearize native --build).",
+    ]
     native.forget()
+
+
+def test_a_folder_that_others_can_write_is_named(fresh, tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    assert main(BENCH) == 0
+    said = lines_about(capsys)[0]
+    assert fresh == [] and f"{tmp_path / 'cache'} can be written by others (mode 777; chmod go-w" in said
 
 
 def test_one_that_disagrees_is_not_used(fresh, monkeypatch, capsys):
@@ -111,7 +125,7 @@ def test_one_that_disagrees_is_not_used(fresh, monkeypatch, capsys):
     assert main(BENCH) == 0
     assert "differs by" in lines_about(capsys)[0] and native.engine() is None
     assert main(BENCH) == 0
-    assert len(fresh) == 1 and len(lines_about(capsys)) == 1
+    assert len(fresh) == 1 and "it failed before" in lines_about(capsys)[0]
 
 
 def test_one_of_several_processes_builds_nothing(fresh, monkeypatch):
