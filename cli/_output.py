@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
+import re
 import sys
 import threading
 import time
@@ -31,12 +33,11 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from linearize.alignment.loop import AlignResult, AlignStep
-    from linearize.attention.shape import HeadShape
     from linearize.distillation.loop import StepReport
     from linearize.fidelity.measure import Fidelity
     from linearize.finetune.watch import TuneStep
     from linearize.kernel_search.result import SearchStep
-    from linearize.modeling.plan import Plan
+    from linearize.modeling.plan import LayerPlan, Plan
 
     Report = StepReport | AlignStep | TuneStep | SearchStep
 
@@ -194,35 +195,68 @@ def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, r
 
 def plan_table(plan: Plan) -> Group:
     """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
-    from linearize.modeling.plan import UNKNOWN
     from linearize.surgery.plan import expectations
 
+    groups: list[list[LayerPlan]] = []
+    for layer in plan.layers:
+        if groups and _alike(groups[-1][-1]) == _alike(layer):
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
     rows = [
-        [
-            "" if layer.index is None else layer.index,
-            layer.module,
-            layer.kernel + _arguments(layer.arguments | layer.hybrid.changed),
-            *(("unknown", "unknown") if layer.shape == UNKNOWN else _sizes(layer.shape)),
-            layer.reason,
-        ]
-        for layer in plan.layers
+        [_span([layer.index for layer in group]), _folded([layer.module for layer in group]), *_alike(group[0])[:-1]]
+        for group in groups
     ]
     title = f"{plan.architecture}: {len(plan.converted)} of {len(plan.layers)} attentions become linear"
     columns = ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Group(table(title, columns, rows, right=(0,)), *(Text(line) for line in expectations(plan)))
 
 
-def _sizes(shape: HeadShape) -> tuple[str, str]:
-    return f"{shape.heads}/{shape.key_heads} x {shape.head_dim}", "causal" if shape.causal else "both ways"
+def _alike(layer: LayerPlan) -> tuple[str, ...]:
+    """Return what a plan's table says of a layer, and its module without numbers: layers with the same are one row."""
+    from linearize.modeling.plan import UNKNOWN
+
+    shape = layer.shape
+    known = shape != UNKNOWN
+    return (
+        layer.kernel + _arguments(layer.arguments | layer.hybrid.changed),
+        f"{shape.heads}/{shape.key_heads} x {shape.head_dim}" if known else "unknown",
+        ("causal" if shape.causal else "both ways") if known else "unknown",
+        layer.reason,
+        re.sub(r"\d+", "#", layer.module),
+    )
+
+
+def _span(numbers: Sequence[int | None]) -> str:
+    known = [number for number in numbers if number is not None]
+    if not known:
+        return ""
+    return str(known[0]) if len(known) == 1 else f"{known[0]}-{known[-1]}"
+
+
+def _folded(modules: Sequence[str]) -> str:
+    """Name modules that differ in numbers only: `layer.0-5.self`."""
+    parts = zip(*(re.split(r"(\d+)", module) for module in modules), strict=True)
+    return "".join(one[0] if len(set(one)) == 1 else f"{one[0]}-{one[-1]}" for one in parts)
 
 
 def _arguments(arguments: dict[str, object]) -> str:
     return f" ({', '.join(f'{name}={value}' for name, value in arguments.items())})" if arguments else ""
 
 
+LARGE = 1e5
+"""Numbers from here on are written with three digits and an exponent, unless they are whole."""
+
+
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a figure; a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    """Format a figure: whole numbers above 1 (counts) without decimals, large ones as 2.57e6; a dash for None."""
+    if value is None:
+        return "-"
+    if math.isfinite(value) and float(value).is_integer() and abs(value) > 1:
+        return f"{value:.0f}"
+    return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:.{digits}f}"
 
 
 def fidelity_table(before: Fidelity, after: Fidelity) -> Group:

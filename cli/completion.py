@@ -58,11 +58,14 @@ def verbs() -> list[Verb]:
     from linearize.cli.main import VERBS, build_parser
     from linearize.experiments.recipe import recipe_names
     from linearize.finetune.tasks import TASKS
+    from linearize.jobs.config import AUTO
     from linearize.jobs.presets import PRESETS
     from linearize.registry import kernel_infos
 
     kernels, recipes = tuple(info.name for info in kernel_infos()), tuple(recipe_names())
     values = {"--kernel": kernels, "--preset": tuple(PRESETS), "--task": tuple(TASKS)}
+    trained = tuple(name for name, one in TASKS.items() if one.head.name != "feature-extraction")
+    own_values = {("convert", "--kernel"): (AUTO, *kernels), ("finetune", "--task"): trained}
     values["--device"] = ("auto", "cpu", "cuda", "mps")
     names = {"kernels": kernels, "run": recipes, "recipes": recipes, "completion": SHELLS}
     found = []
@@ -72,7 +75,9 @@ def verbs() -> list[Verb]:
             help_text = " ".join((action.help or "").replace("%%", "%").split())
             for option in action.option_strings:
                 if option.startswith("--"):
-                    own = tuple(map(str, action.choices or ())) or values.get(option, ())
+                    own = tuple(map(str, action.choices or ())) or own_values.get(
+                        (name, option), values.get(option, ())
+                    )
                     flags.append(Flag(option, help_text, action.nargs != 0, own))
         found.append(Verb(name, text, tuple(flags), names.get(name, ())))
     return found

@@ -91,12 +91,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 COLUMNS = ["kernel", "features", "parameters", "state, MiB", "KL", "faster", "choose it"]
+NARROW = (0, 4, 5, 6)
+"""Columns on a terminal that has no room for all of them; `kernels NAME` has the others."""
+
+
+def _print(out: Console, title: str, rows: list[list[Any]]) -> None:
+    from linearize.cli._output import ROOMY, table
+
+    kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
+    shown = [[str(row[place]) for place in kept] for row in rows]
+    names = [COLUMNS[place] for place in kept]
+    out.print(table(title, names, shown, right=tuple(range(1, len(names) - 1))))
 
 
 def _list(facts: list[dict[str, Any]]) -> None:
     """Print all kernels and where their figures are from."""
     from linearize.bench.measured import default_quality, speed_of
-    from linearize.cli._output import console, table
+    from linearize.cli._output import console
 
     rows = []
     for one in facts:
@@ -114,7 +125,7 @@ def _list(facts: list[dict[str, Any]]) -> None:
         )
     out = console()
     title = f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)"
-    out.print(table(title, COLUMNS, rows, right=(1, 2, 3, 4, 5)))
+    _print(out, title, rows)
     _sources(out)
 
 
@@ -141,7 +152,7 @@ def _mebibytes(count: int | None) -> str:
 
 def _advise(args: argparse.Namespace) -> int:
     """Print which kernels suit a model."""
-    from linearize.cli._output import console, print_json, table
+    from linearize.cli._output import console, print_json
     from linearize.errors import ConfigError
     from linearize.jobs.choose import advise
 
@@ -171,7 +182,7 @@ def _advise(args: argparse.Namespace) -> int:
         f"{found.model}: {found.attentions} attentions, {'causal' if found.causal else 'both ways'}, heads of size "
         f"{sizes}, takes {longest} tokens"
     )
-    out.print(table(title, COLUMNS, rows, right=(1, 2, 3, 4, 5)))
+    _print(out, title, rows)
     for one in found.candidates:
         if one.why_not:
             out.print(f"Not {one.kernel}: {one.why_not}", markup=False)
@@ -216,8 +227,9 @@ def _explain(facts: dict[str, Any]) -> None:
     rows = [[a["name"], a["default"], _range(a), a["help"]] for a in facts["arguments"]]
     if rows:
         out.print(table("arguments (--kernel-arg NAME=VALUE)", ["name", "default", "values", "what"], rows))
-    rows = [[name, value] for name, value in facts["stage_one"].items()]
-    out.print(table("stage one, unless asked otherwise", ["option", "value"], rows))
+    if facts["learnable"]:
+        rows = [[name, value] for name, value in facts["stage_one"].items()]
+        out.print(table("stage one, unless asked otherwise", ["option", "value"], rows))
 
 
 def _range(argument: dict[str, Any]) -> str:

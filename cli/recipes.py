@@ -34,13 +34,21 @@ def run(args: argparse.Namespace) -> int:
     for name in recipe_names():
         recipe = load_recipe(name)
         paper = "" if recipe.paper is None else f"{recipe.paper.title}, {recipe.paper.table}"
-        facts.append({"name": name, "summary": recipe.summary, "paper": paper, "cells": len(cells(recipe))})
+        facts.append(
+            {
+                "name": name,
+                "summary": recipe.summary,
+                "paper": paper,
+                "cells": len(cells(recipe)),
+                "needs": recipe.needs,
+            }
+        )
     if args.json:
         print_json(facts)
         return 0
-    rows = [[fact["name"], fact["summary"], fact["paper"], fact["cells"]] for fact in facts]
+    rows = [[fact["name"], fact["summary"], fact["paper"], fact["cells"], fact["needs"]] for fact in facts]
     title = f"{len(rows)} recipes (linearize run NAME)"
-    console().print(table(title, ["recipe", "what", "paper", "cells"], rows, right=(3,)))
+    console().print(table(title, ["recipe", "what", "paper", "cells", "needs"], rows, right=(3,)))
     return 0
 
 

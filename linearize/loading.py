@@ -209,10 +209,16 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
 @contextlib.contextmanager
 def _explained(name: str, architecture: str | None) -> Iterator[None]:
     """Turn transformers' errors into one line that says what to do."""
+    from safetensors import SafetensorError
+
     try:
         yield
     except LinearizeError:
         raise
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{name!r} cannot be loaded, its weights are damaged ({first_line(error)}); download it again"
+        ) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):

@@ -183,6 +183,8 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
 
 def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(name) / "config.json"
+    if str(name).startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+        raise CheckpointError(f"{str(name)!r} does not exist; expected the folder of a model, or a Hub name")
     check_links(name)
     try:
         plain = Path(name).is_dir() and find_gguf(name) is None

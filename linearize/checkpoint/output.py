@@ -232,6 +232,11 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=WAIT, poll_interval=0.05)
     except Timeout:
+        if not file.exists():
+            raise CheckpointError(
+                f"output {shown!r} cannot be locked, as no file can be made in {str(path.parent)!r}; choose another "
+                "folder"
+            ) from None
         raise CheckpointError(
             f"output {shown!r} is being written by {_owner(file)}; wait for its end, or choose another folder"
         ) from None
@@ -309,6 +314,7 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
         try:
             fresh.mkdir()
             yield fresh
+            _share(fresh)
             if marked:
                 mark(fresh)
             _sync(fresh)
@@ -321,6 +327,14 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
             raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Let others read what the umask lets them read: safetensors makes files for the user alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def is_write_error(error: BaseException) -> bool:

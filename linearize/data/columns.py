@@ -151,7 +151,8 @@ def merge_names(all_names: Sequence[tuple[str, ...] | None], origins: Iterable[s
 
 def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> None:
     if name not in kinds:
-        raise DataError(f"{origin}: got no column {name!r}, expected one of: {listed(kinds)}.")
+        other = "; name another one with --label-column" if role == "label" else ""
+        raise DataError(f"{origin}: got no column {name!r}, expected one of: {listed(kinds)}{other}.")
     allowed = {
         "text": {"text"},
         "pair": {"text"},

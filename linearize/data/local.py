@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from linearize.data.hub import cause, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
 from linearize.data.walk import exists, files_in
-from linearize.errors import DataError
+from linearize.errors import DataError, first_line
 from linearize.heads import Modality
 
 if TYPE_CHECKING:
@@ -238,6 +239,9 @@ def _check_encoding(table: Dataset) -> None:
 
 def _unreadable(files: Sequence[Path], kind: str, error: Exception) -> DataError:
     form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
+    bad = _bad_line(files) if kind == "json" else None
+    if bad is not None:
+        return DataError(f"{bad}; expected {form}; repair that line.")
     return DataError(
         f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; repair the file or get it anew."
     )
@@ -251,6 +255,23 @@ def _parquet(file: Path) -> Dataset:
 
     with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
         return Dataset(InMemoryTable(pq.read_table(stream)))
+
+
+def _bad_line(files: Sequence[Path]) -> str | None:
+    """Name the first line that is not JSON; None if there is none, or the file is one list."""
+    for file in files:
+        try:
+            with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    if number == 1 and line.lstrip()[:1] == b"[":
+                        break
+                    try:
+                        json.loads(line.strip() or b"{}")
+                    except ValueError as error:
+                        return f"{file.name!r}, line {number}: got no JSON object ({first_line(error)})"
+        except (OSError, EOFError):
+            return None
+    return None
 
 
 def _is_empty(file: Path, kind: str) -> bool:

@@ -24,13 +24,12 @@ from linearize.experiments.job_data import checkpoint, open_job
 from linearize.experiments.recipe import Cell, Job
 from linearize.experiments.schema import SOFTMAX, Distil, Kernel, Recipe
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.interval import measure_with_interval
 from linearize.finetune.lengths import beyond_training, check_length
 from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import save_model, tuning_files, tuning_record
 from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import finetune
+from linearize.finetune.trainer import finetune, measure_with_interval
 from linearize.finetune.work import remove_work
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.sides import rows_per_batch

@@ -10,11 +10,8 @@ import numpy as np
 
 from linearize.finetune.prepared import IGNORED, Predictions, TaskData
 from linearize.finetune.tasks import main_metric
-from linearize.finetune.trainer import measure_task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from linearize.finetune.metrics.by_position import PositionLoss
 
 RESAMPLES = 10_000
@@ -80,31 +77,6 @@ class Difference:
         return self.interval[0] <= 0 <= self.interval[1]
 
 
-def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
-    """Measure a model on a task's validation rows, with an interval and the chance level.
-
-    Args:
-        model: the model, on its device.
-        data: the task's rows.
-        batch_size: rows per batch.
-    """
-    kept: list[tuple[Predictions, Predictions]] = []
-
-    def keep(predictions: Predictions, labels: Predictions) -> dict[str, float]:
-        kept.append((predictions, labels))
-        return data.compute_metrics(predictions, labels)
-
-    metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
-    predictions, labels = kept[-1]
-    return Measured(
-        **vars(score_of(data, metrics, predictions, labels)),
-        metrics=metrics,
-        rows=len(data.validation),
-        by_position=() if data.by_position is None else data.by_position(predictions),
-        balanced=_balanced(data, metrics, predictions, labels),
-    )
-
-
 def score_of(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Score:
     """Return a task's main metric with its interval and the chance level, from what was predicted."""
     scores = resampled_scores(data, predictions, labels)
@@ -117,8 +89,10 @@ def score_of(data: TaskData, metrics: dict[str, float], predictions: Predictions
     )
 
 
-def _balanced(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Score | None:
-    """Return macro-F1 if the task has it beside its score and the classes are uneven."""
+def balanced_score(
+    data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions
+) -> Score | None:
+    """Return macro-F1 if the task has it alongside its score and the classes are uneven."""
     if data.task.type.labels != "class" or BALANCED not in metrics or BALANCED in data.task.score:
         return None
     classes = len(data.task.labels or ())

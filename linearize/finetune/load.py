@@ -290,10 +290,16 @@ def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
 @contextlib.contextmanager
 def explained(name: str, what: str) -> Iterator[None]:
     """Turn transformers' errors into one line; a checkpoint whose links lead out of it is refused."""
+    from safetensors import SafetensorError
+
     check_links(name)
     try:
         with quiet():
             yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{name!r} cannot be loaded, its weights are damaged ({first_line(error)}); download it again"
+        ) from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
         if isinstance(error, LinearizeError):
             raise

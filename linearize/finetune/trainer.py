@@ -20,6 +20,7 @@ from linearize.finetune.checkpoints import check_names, finished, last_checkpoin
 from linearize.finetune.checks import check_adapter, check_fsdp, check_trains, checkpointing
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.dropout import dropping
+from linearize.finetune.interval import Measured, balanced_score, score_of
 from linearize.finetune.prepared import Predictions, TaskData
 from linearize.finetune.report_to import callbacks
 from linearize.finetune.selection import hold_out
@@ -112,8 +113,6 @@ def finetune(
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
         ConfigError: if the run to be resumed was started with another model, other data or other options.
     """
-    from linearize.finetune.interval import score_of
-
     config = config or TuneConfig()
     start = time.perf_counter()
     check_adapter(config, adapter_of)
@@ -124,12 +123,7 @@ def finetune(
         check_teacher(teacher, model)
         teacher = freeze(teacher, model)
     started = describe(model, data, config, teacher)
-    measure, predicted = data.compute_metrics, deque[tuple[Predictions, Predictions]](maxlen=1)
-
-    def keep(predictions: Predictions, labels: Predictions) -> dict[str, float]:
-        predicted.append((predictions, labels))
-        return measure(predictions, labels)
-
+    predicted, keep = keeping(data.compute_metrics)
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     _seed(config.seed)
     set_trained(model, config)
@@ -219,6 +213,40 @@ def measure_task(
         config = TuneConfig(batch_size=batch_size, eval_batch_size=batch_size, precision=precision)
         measured = model if data.wrap is None else data.wrap(model)
         return _measured(make_trainer(measured, data, config, folder, None))
+
+
+def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
+    """Measure a model on a task's validation rows, with an interval and the chance level.
+
+    Args:
+        model: the model, on its device.
+        data: the task's rows.
+        batch_size: rows per batch.
+    """
+    kept, keep = keeping(data.compute_metrics)
+    metrics = measure_task(model, replace(data, compute_metrics=keep), batch_size=batch_size)
+    predictions, labels = kept[-1]
+    return Measured(
+        **vars(score_of(data, metrics, predictions, labels)),
+        metrics=metrics,
+        rows=len(data.validation),
+        by_position=() if data.by_position is None else data.by_position(predictions),
+        balanced=balanced_score(data, metrics, predictions, labels),
+    )
+
+
+Compute = Callable[[Predictions, Predictions], dict[str, float]]
+
+
+def keeping(compute: Compute) -> tuple[deque[tuple[Predictions, Predictions]], Compute]:
+    """Return a function that computes metrics as `compute` does, and the place where the last predictions are kept."""
+    kept: deque[tuple[Predictions, Predictions]] = deque(maxlen=1)
+
+    def keep(predictions: Predictions, labels: Predictions) -> dict[str, float]:
+        kept.append((predictions, labels))
+        return compute(predictions, labels)
+
+    return kept, keep
 
 
 def selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, object]:

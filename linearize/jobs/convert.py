@@ -37,7 +37,7 @@ from linearize.surgery.apply import convert_model
 from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
 from linearize.surgery.plan_file import apply_file, read_plan
-from linearize.surgery.positions import extend_processor, tokens_of_image_size
+from linearize.surgery.positions import current_length, extend_processor, tokens_of_image_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,6 +165,12 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         The model, the plan, and the inputs of trial runs where the job names a file of them.
     """
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
+    takes = current_length(loaded.model)
+    if job.max_length is not None and takes is not None and job.max_length < takes:
+        raise ConfigError(
+            f"max_length: got {job.max_length}, but {job.model!r} takes {takes:,} tokens already; choose a larger one, "
+            "or leave --max-length out"
+        )
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
     decided = plan_of(job, loaded.model, longest_input(job, loaded), inputs)
     check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])

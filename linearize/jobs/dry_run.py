@@ -44,6 +44,7 @@ from linearize.loading import check_device, wait
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building
 from linearize.surgery.apply import convert_model
+from linearize.trackers import reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +76,9 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         return _of_tuning(job, on_event)
     if isinstance(job, LongdocJob):
         return _of_longdoc(job, on_event)
+    # Refuses unknown names; nothing is opened before the first step.
+    with reporter(job.report_to, job.target()):
+        pass
     teacher = None
     base = None
     if isinstance(job, ConvertJob):

@@ -17,7 +17,7 @@ from linearize.errors import ConfigError
 from linearize.fidelity.ablate import ablated
 from linearize.finetune.chunks import TOKENS
 from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import BALANCED, Difference, Measured, measure_with_interval, paired_difference
+from linearize.finetune.interval import BALANCED, Difference, Measured, paired_difference
 from linearize.finetune.lengths import beyond_training, length_limit, whole_length
 from linearize.finetune.load import check_trained, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.metrics.by_position import PositionLoss
@@ -26,6 +26,7 @@ from linearize.finetune.prepared import Facts, TaskData
 from linearize.finetune.tables import Given
 from linearize.finetune.task import Task
 from linearize.finetune.tasks import above_chance
+from linearize.finetune.trainer import measure_with_interval
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.loading import move
 

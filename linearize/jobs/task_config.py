@@ -85,7 +85,10 @@ class TuneJob(Job):
     )
     data: DataOptions = section(
         DataOptions,
-        only=("max_length", "limit", "stride", "mask_share", "augment", "extra_pairs", "extra_texts", "seed"),
+        only=(
+            *("max_length", "limit", "validation_limit", "stride", "mask_share", "augment"),
+            *("extra_pairs", "extra_texts", "seed"),
+        ),
     )
     tune: TuneConfig = section(
         TuneConfig,

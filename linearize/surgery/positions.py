@@ -132,7 +132,7 @@ def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile")
         raise _no_length(model)
     if max_length < length:
         raise ConfigError(
-            f"got {max_length}, but the model already takes {length}; choose a larger one or leave the option out"
+            f"max_length: got {max_length}, but the model already takes {length}; choose a larger one or leave it out"
         )
     if image is not None:
         patches = max_length - (length - math.prod(image.grid))

@@ -157,7 +157,7 @@ def test_nothing_but_blank_rows_is_called_empty(write: Write, gpt_tokenizer: Any
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"text": "w1"}\n{nope\n', "cannot read 'a.jsonl' as json: ArrowInvalid"),
+        ("a.jsonl", '{"text": "w1"}\n{nope\n', "'a.jsonl', line 2: got no JSON object"),
         ("a[1].txt.gz", "w1", "a .gz file with a bracket in its path, expected none; rename it"),
         ("a.parquet", "no parquet", "cannot read 'a.parquet' as parquet"),
         ("a.xyz", "x", "got a file ending in '.xyz', expected .json"),

@@ -14,11 +14,11 @@ from linearize.experiments.recipe import check
 from linearize.experiments.run import run_recipe
 from linearize.experiments.schema import Kernel
 from linearize.experiments.stages import lengthen
-from linearize.finetune.interval import measure_with_interval
 from linearize.finetune.load import load_for_task
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import task
+from linearize.finetune.trainer import measure_with_interval
 
 LINEAR = {"name": "hedgehog", "rows": {"max_length": 48}}
 CHUNKS = {"name": "softmax", "label": "softmax, chunks", "rows": {"max_length": 6, "chunks": True}}

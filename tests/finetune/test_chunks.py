@@ -10,10 +10,10 @@ from support.tasks import WORDS, word_tokenizer, write
 from linearize.errors import ConfigError
 from linearize.finetune.chunks import chunked, mean_over_chunks, pad_chunks, whole_lengths
 from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import measure_with_interval
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.tasks import task
+from linearize.finetune.trainer import measure_with_interval
 
 CHUNKS = DataOptions(max_length=8, chunks=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.tasks import word_tokenizer
 
-from linearize.finetune.interval import _balanced, chance_level, resampled_scores, score_interval
+from linearize.finetune.interval import balanced_score, chance_level, resampled_scores, score_interval
 from linearize.finetune.metrics.entities import of_counts
 from linearize.finetune.prepared import IGNORED, DataOptions, TaskData, text_facts, tokenise
 from linearize.finetune.task_types.text import metrics_of
@@ -116,12 +116,12 @@ def test_macro_f1_is_measured_where_classes_are_uneven(monkeypatch):
     data = TaskData(chosen, [], [], len, metrics_of(chosen), "no rows")
     labels = np.array([0] * 24 + [1] * 40)
     constant = logits(np.ones(64, dtype=int))
-    found = _balanced(data, data.compute_metrics(constant, labels), constant, labels)
+    found = balanced_score(data, data.compute_metrics(constant, labels), constant, labels)
     # The constant answer has 40 / 52 in one of two classes; guessing in proportion has 1/2.
     assert found.score == pytest.approx(40 / 104) and found.chance == 0.5
     even = np.array([0, 1] * 32)
-    assert _balanced(data, data.compute_metrics(constant, even), constant, even) is None
-    assert _balanced(rows("sst2"), {"accuracy": 0.5}, constant, labels) is None
+    assert balanced_score(data, data.compute_metrics(constant, even), constant, even) is None
+    assert balanced_score(rows("sst2"), {"accuracy": 0.5}, constant, labels) is None
 
 
 def test_entities_are_drawn_by_the_sentence():

@@ -15,11 +15,12 @@ import linearize
 from linearize.errors import ConfigError, DataError
 from linearize.events import Noted
 from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import measure_with_interval, resampled_scores
+from linearize.finetune.interval import resampled_scores
 from linearize.finetune.lengths import NO_LIMIT, WINDOW, length_limit, whole_length
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.tasks import TASKS, task
+from linearize.finetune.trainer import measure_with_interval
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.sides import rows_per_batch

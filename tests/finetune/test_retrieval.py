@@ -12,13 +12,12 @@ from transformers import AutoModel, AutoTokenizer
 from linearize.cli import main
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.interval import measure_with_interval
 from linearize.finetune.metrics import metric
 from linearize.finetune.metrics.retrieval import by_chance, ranks
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
+from linearize.finetune.trainer import finetune, measure_with_interval
 from linearize.synthetic.sets import make
 
 

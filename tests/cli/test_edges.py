@@ -1,0 +1,163 @@
+"""Small things that misled people: messages that name the option, tables that fit, numbers as people write them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from support.checkpoints import make_original, make_text, texts
+from support.command_lines import run
+
+from linearize.checkpoint import output
+from linearize.cli._output import console, number, plan_table
+from linearize.cli.completion import verbs
+from linearize.cli.kernels import _list, describe
+from linearize.registry import kernel_infos
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("edges")
+    texts(root, 32)
+    make_original(root / "bert")
+    make_text(root / "linear")
+    shutil.copytree(root / "bert", root / "damaged")
+    weights = root / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    rows = [{"text": "the cat sat", "label": place % 2} for place in range(20)]
+    lines = [json.dumps(row) for row in rows]
+    (root / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    lines[4] = lines[4].replace(",", "")
+    (root / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    return root
+
+
+TASK = "--task text-classification --columns text"
+REFUSED = {
+    "damaged original": ("convert damaged --distill-steps 0 --output o", "its weights are damaged"),
+    "damaged model": ("compare damaged linear", "'damaged' is not a converted checkpoint"),
+    "bad line": ("convert bert --dataset bad.jsonl --output o", "'bad.jsonl', line 5: got no JSON object"),
+    "no label": (f"finetune bert {TASK} --dataset texts.jsonl --label-column no", "another one with --label-column"),
+    "short": ("convert bert --max-length 8 --output o", "max_length: got 8, but 'bert' takes 64 tokens already"),
+    "tracker": ("convert bert --dataset rows.jsonl --report-to nobody --output o --dry-run", "unknown report_to"),
+    "tuning's tracker": (
+        f"finetune bert {TASK} --dataset rows.jsonl --report-to nobody --dry-run",
+        "unknown report_to",
+    ),
+    "no folder": ("inspect ./nofolder", "'./nofolder' does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_one_line_that_says_what_to_do(case, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    before = sorted(os.listdir())
+    line, words = REFUSED[case]
+    device = [] if line.startswith("inspect") else ["--device", "cpu"]
+    code, out, err = run(capsys, *line.split(), *device)
+    said = [text for text in err.splitlines() if text.startswith("linearize: error")]
+    assert code == 2 and len(said) == 1 and words in said[0], err
+    assert "Traceback" not in err and sorted(os.listdir()) == before
+    if case == "short":
+        assert "attentions become linear" not in out, "it is refused before the plan"
+
+
+def test_a_damaged_model_to_measure_is_one_line(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    config = json.loads((place / "damaged" / "config.json").read_text())
+    tuned = place / "damaged-tuned"
+    shutil.copytree(place / "damaged", tuned)
+    (tuned / "config.json").write_text(json.dumps(config | {"architectures": ["BertForSequenceClassification"]}))
+    code, _, err = run(capsys, "evaluate", str(tuned), *TASK.split(), "--dataset", "rows.jsonl", "--device", "cpu")
+    assert code == 2 and "its weights are damaged" in err and "Traceback" not in err
+    shutil.rmtree(tuned)
+
+
+def test_where_no_file_can_be_made_nobody_else_is_writing(tmp_path, monkeypatch):
+    """/proc/x was "being written by another process": filelock waits where nothing can be made."""
+
+    class Never:
+        def __init__(self, file):
+            pass
+
+        def acquire(self, **options):
+            raise output.Timeout("nothing there")
+
+    monkeypatch.setattr(output, "FileLock", Never)
+    with pytest.raises(output.CheckpointError, match="cannot be locked, as no file can be made in"):  # noqa: SIM117
+        with output.claim(tmp_path / "x"):
+            pass
+
+
+def test_weights_can_be_read_by_whom_the_umask_lets(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    before = os.umask(0o027)
+    try:
+        target = tmp_path / "o"
+        code, _, err = run(capsys, "convert", "bert", "--distill-steps", "0", "--align-steps", "0", "--output", target)
+    finally:
+        os.umask(before)
+    assert code == 0, err
+    assert (target / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def layer(index, module, reason="", heads=12):
+    shape = SimpleNamespace(heads=heads, key_heads=heads, head_dim=32, causal=False)
+    return SimpleNamespace(
+        index=index, module=module, kernel="hedgehog", arguments={}, shape=shape, reason=reason, converted=not reason
+    )
+
+
+def printed(plan, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("linearize.surgery.plan.expectations", lambda plan: [])
+    console().print(plan_table(plan))
+    return capsys.readouterr().out
+
+
+def test_equal_rows_of_a_plan_are_one(capsys, monkeypatch):
+    layers = [layer(number, f"encoder.layer.{number}.attention.self") for number in range(6)]
+    plan = SimpleNamespace(architecture="BertModel", converted=layers, layers=layers)
+    text = printed(plan, capsys, monkeypatch, 90)
+    assert text.count("hedgehog") == 1 and "0-5" in text and "encoder.layer.0-5.attention.self" in text
+    assert "why it stays" not in text
+    layers[2] = layer(2, "encoder.layer.2.attention.self", "kept on request")
+    layers[4] = layer(4, "encoder.layer.4.attention.self", heads=6)
+    text = printed(plan, capsys, monkeypatch, 120)
+    assert text.count("hedgehog") == 5 and "0-1" in text and "why it stays" in text and "kept on request" in text
+
+
+def test_kernels_fit_into_eighty_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _list([describe(info) for info in kernel_infos()])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and sum(line.startswith("│") for line in lines) >= len(kernel_infos())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2567940.3461, "2.57e6"), (12034.0, "12034"), (0.5, "0.500"), (1.0, "1.000"), (None, "-"), (float("inf"), "inf")],
+)
+def test_numbers_are_written_as_people_do(value, text):
+    assert number(value) == text
+
+
+def test_what_learns_nothing_has_no_learning_rate(capsys):
+    assert "learning_rate" not in run(capsys, "kernels", "elu")[1]
+    assert "learning_rate" in run(capsys, "kernels", "hedgehog")[1]
+
+
+def test_completion_offers_what_a_verb_takes():
+    flags = {verb.name: {flag.name: flag.values for flag in verb.flags} for verb in verbs()}
+    assert "auto" in flags["convert"]["--kernel"] and "auto" not in flags["init"]["--kernel"]
+    assert {"similarity", "retrieval"} <= set(flags["evaluate"]["--task"])
+    assert not {"similarity", "retrieval"} & set(flags["finetune"]["--task"])
+    assert "--validation-limit" in flags["finetune"]
+
+
+def test_recipes_say_what_they_need(capsys):
+    facts = json.loads(run(capsys, "recipes", "--json")[1])
+    assert all(fact["needs"] for fact in facts)
