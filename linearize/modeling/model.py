@@ -131,16 +131,21 @@ class LinearizedModel(_Original):
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: object,
+        model_kwargs: dict[str, Any] | None = None,
         *args: object,
         **kwargs: object,
-    ) -> None:
+    ) -> Any:
         _check_generation(generation_config)
+        if not isinstance(self, LinearizedModel):
+            # Kyutai STT binds this function to its codec.
+            prepare: Any = transformers.GenerationMixin._prepare_cache_for_generation
+            return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+        prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
+        if model_kwargs is None:
+            # A function of the host's own, which returns its cache of all keys (Diffusion-Gemma).
+            return prepare(generation_config, *args, **kwargs)
         given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
-        )
+        prepare(generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get("past_key_values")
         if made is None or made is given:
             return

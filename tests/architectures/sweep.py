@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,12 +149,15 @@ def main() -> None:
     known = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
     names = sorted(set(names) - {json.loads(line)["file"] for line in known}, key=names.index)
     number, of = map(int, options.part.split("/"))
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
     # What all need is imported before the first fork.
     try_one("bert.modeling_bert")
     gc.freeze()
     with options.output.open("a", encoding="utf-8") as file:
         for name, result in zip(names[number - 1 :: of], sweep(names[number - 1 :: of], options.seconds), strict=True):
-            print(json.dumps({"file": name, **result}), file=file, flush=True)
+            print(json.dumps({"file": name, "commit": commit, **result}), file=file, flush=True)
 
 
 if __name__ == "__main__":

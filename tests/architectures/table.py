@@ -52,8 +52,11 @@ def render(results: list[dict[str, Any]]) -> str:
         }[status]
         groups[order[status], what].append(result["name"].removeprefix("timm/"))
     counts = {status: sum(r["status"] == status for r in results) for status in order}
+    commits = sorted({result["commit"] for result in results if "commit" in result})
     lines = [
-        f"{len(results)} models: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count) + ".",
+        f"{len(results)} models: "
+        + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        + (f", at commit {', '.join(commits)}." if commits else "."),
         "",
         "| outcome | models | which |",
         "|---|---:|---|",

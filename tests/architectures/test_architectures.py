@@ -77,6 +77,15 @@ def test_every_attention_stands_in_the_plan(name, kind, why):
     assert linearize.Plan.from_dict(plan.to_dict()) == plan
 
 
+def test_a_host_with_a_generation_of_its_own():
+    text = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "head_dim": 8, "global_head_dim": 8}
+    config = tiny_config(
+        transformers.DiffusionGemmaConfig, overrides={f"text_config.{key}": value for key, value in text.items()}
+    )
+    model = linearize.convert(tiny_model(transformers.DiffusionGemmaForBlockDiffusion, config))
+    assert len(model.generate(torch.arange(3, 10)[None], max_new_tokens=4)[0]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_worked_still_works(part):

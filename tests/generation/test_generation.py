@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import transformers
 from support.generation import GREEDY, assert_same_text, causal, prompts
-from support.tiny import converted, inputs_of
+from support.tiny import converted, inputs_of, original
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
@@ -286,3 +288,18 @@ def test_whisper_returns_more_than_tokens(beams):
     )
     plain = model.generate(sound, max_new_tokens=6, num_beams=beams)
     assert torch.equal(made["sequences"][:, 1:], plain)
+
+
+def test_the_cache_function_bound_to_another_model():
+    """As Kyutai STT does with its codec."""
+    other = original("llama", "AutoModelForCausalLM")
+    made: dict = {}
+    prepare = types.MethodType(type(causal("llama"))._prepare_cache_for_generation, other)
+    prepare(
+        generation_config=other.generation_config,
+        model_kwargs=made,
+        generation_mode=None,
+        batch_size=1,
+        max_cache_length=8,
+    )
+    assert type(made["past_key_values"]) is DynamicCache
