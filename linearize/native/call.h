@@ -195,6 +195,12 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
         s->weight[j] = real;
         float scale = c->keys.scaled ? s->scale[j] : 0.0f;
         if (c->key_scale && real) scale += c->key_scale[(b * c->key_heads + h) * c->tokens + first + j];
+        if (real && keys_scaled(c) && scale != scale) {
+            /* A key of unknown size: its features say so to the rows that see it, and its weight to none. */
+            for (long i = 0; i < c->features; i++) s->phi_k[i * padded(count) + j] = scale;
+            real = 0;
+            s->weight[j] = 0.0f;
+        }
         s->scale[j] = !real && keys_scaled(c) ? FLOOR : scale;
     }
 }

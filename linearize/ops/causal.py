@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linearize.ops.causal_plan import CHUNK, Plan, cut, make_plan, powers
 from linearize.ops.causal_traced import traced_attention
-from linearize.ops.state import EPS, State, empty_state, group_queries, guarded, masked_log_scale
+from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, guarded, masked_log_scale
 from linearize.ops.tracing import is_tracing
 
 
@@ -68,6 +68,9 @@ def _scaled(
     eps: float,
 ) -> tuple[Tensor, State]:
     """Take log-scales apart, attend, and put the state together again."""
+    # A key of unknown size would reach earlier rows through the power that its chunk has in common.
+    lost = scale.isnan()
+    phi_k, scale = phi_k.masked_fill(lost[..., None], torch.nan), scale.masked_fill(lost, FLOOR)
     power, rest = powers(scale)
     start_power, start_rest = powers(state.log_scale)
     weight = torch.exp(rest)
@@ -93,7 +96,7 @@ class _Chunk(NamedTuple):
         k: key features [N, C, F].
         v_intra: values as the chunk's own rows see them [N, C, V (+ 1)], the last column that of the denominator.
         v_state: values as the state takes them up.
-        mask: [G C, C] or [N, G C, C], what products are multiplied with: 0 at later keys.
+        powers: [N, G C, C], what a steep chunk's products are multiplied with, or None.
         decay: [N, 1, 1] what brings the state here, or None.
         row_rescale: [N, G C, 1] what a steep chunk's rows multiply the state's part with, or None.
         key_rescale: [N, C, 1] v_state over v_intra, or None where they are the same.
@@ -105,7 +108,7 @@ class _Chunk(NamedTuple):
     k: Tensor
     v_intra: Tensor
     v_state: Tensor
-    mask: Tensor
+    powers: Tensor | None
     decay: Tensor | None
     row_rescale: Tensor | None
     key_rescale: Tensor | None
@@ -121,7 +124,6 @@ class _Chunks:
         self.batch, self.heads, self.groups = self.q.shape[:3]
         self.width = v.shape[-1] + int(plan.normalize)
         self.n = self.batch * self.heads
-        self.lower = torch.ones(CHUNK, CHUNK, device=v.device).tril()
 
     def walk(self, *, backwards: bool = False) -> Iterator[_Chunk]:
         """Go through the chunks."""
@@ -144,16 +146,16 @@ class _Chunks:
         values[..., : self.v.shape[-1]].copy_(self.v[:, :, part])
         values = self.real(values, part).view(self.n, size, self.width)
         values = values if factor is None else values.mul_(factor)
-        mask = self.lower[:size, :size].repeat(self.groups, 1) if self.groups > 1 else self.lower[:size, :size]
+        products = None
         if key_rescale is not None:
-            mask, row_rescale = self.steep(number, part)
+            products, row_rescale = self.steep(number, part)
         return _Chunk(
             part,
             self.rows(self.q, part),
             self.real(self.k[:, :, part], part).reshape(self.n, size, -1).float(),
             values,
             values if key_rescale is None else values * key_rescale,
-            mask,
+            products,
             decay,
             row_rescale,
             key_rescale,
@@ -165,15 +167,15 @@ class _Chunks:
         return x if self.plan.padding is None else x.masked_fill(self.plan.padding[:, :, part], 0.0)
 
     def steep(self, number: int, part: slice) -> tuple[Tensor, Tensor]:
-        """Return mask and row_rescale of a steep chunk: every row relative to its own maximum."""
+        """Return powers and row_rescale of a steep chunk: every row relative to its own maximum."""
         plan = self.plan
         assert plan.power is not None and plan.unit is not None and plan.before is not None
         unit = plan.unit[..., part]
         below = (plan.power[..., None, part] - unit[..., None]).clamp(max=0.0)
-        mask = torch.exp2(below) * self.lower[: below.shape[-1], : below.shape[-1]]
+        products = torch.exp2(below)
         row_rescale = torch.exp2(plan.before[:, :, number, None] - unit)
         repeat = (1, self.groups, 1)
-        return mask.flatten(0, 1).repeat(repeat), row_rescale.flatten(0, 1)[..., None].repeat(repeat)
+        return products.flatten(0, 1).repeat(repeat), row_rescale.flatten(0, 1)[..., None].repeat(repeat)
 
     def rows(self, x: Tensor, part: slice) -> Tensor:
         """Cut a chunk out of x [B, K, G, T, X] -> [N, G C, X] fp32."""
@@ -182,6 +184,13 @@ class _Chunks:
     def column(self, x: Tensor | None, part: slice) -> Tensor | None:
         """Cut a chunk out of x [B, K, T] -> [N, C, 1]."""
         return None if x is None else x[..., part].reshape(self.n, -1, 1)
+
+    def lower(self, scores: Tensor, chunk: _Chunk) -> Tensor:
+        """Clear products with later keys [N, G C, C] in place, whatever they are: zero times NaN would be NaN."""
+        if chunk.powers is not None:
+            scores.mul_(chunk.powers)
+        scores.view(self.n, self.groups, -1, scores.shape[-1]).tril_()
+        return scores
 
     def divide(self, mixed: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         """Return a chunk's outputs [B, K, G, C, V] and guarded row sums [B, K, G, C, 1] from sums [N, G C, V + 1]."""
@@ -206,7 +215,7 @@ class _Causal(torch.autograd.Function):
         sums = v.new_empty(*shape, 1, dtype=torch.float32) if keep else None
         kv = start.reshape(chunks.n, *start.shape[2:]).clone()
         for chunk in chunks.walk():
-            scores = torch.bmm(chunk.q, chunk.k.transpose(1, 2)).mul_(chunk.mask)
+            scores = chunks.lower(torch.bmm(chunk.q, chunk.k.transpose(1, 2)), chunk)
             mixed = _read(chunk.q, kv, chunk).baddbmm_(scores, chunk.v_intra)
             kv.baddbmm_(chunk.k.transpose(1, 2), chunk.v_state)
             found, total = chunks.divide(mixed, chunk.part)
@@ -267,7 +276,7 @@ def _query_gradients(chunks: _Chunks, rows: Tensor, start: Tensor) -> Tensor:
     kv = start.reshape(chunks.n, *start.shape[2:]).transpose(1, 2).contiguous()
     for chunk in chunks.walk():
         row = chunks.rows(rows, chunk.part)
-        scores = torch.bmm(row, chunk.v_intra.transpose(1, 2)).mul_(chunk.mask)
+        scores = chunks.lower(torch.bmm(row, chunk.v_intra.transpose(1, 2)), chunk)
         found = _read(row, kv, chunk).baddbmm_(scores, chunk.k)
         kv.baddbmm_(chunk.v_state.transpose(1, 2), chunk.k)
         grad[:, :, :, chunk.part] = found.view(*grad.shape[:3], -1, grad.shape[-1])
@@ -282,10 +291,10 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
     shape, size = chunks.k.shape[:2], chunks.v.shape[-1]
     for chunk in chunks.walk(backwards=True):
         row = chunks.rows(rows, chunk.part)
-        scores = torch.bmm(row, chunk.v_intra.transpose(1, 2)).mul_(chunk.mask)
+        scores = chunks.lower(torch.bmm(row, chunk.v_intra.transpose(1, 2)), chunk)
         found = torch.bmm(chunk.v_state, state.transpose(1, 2)).baddbmm_(scores.transpose(1, 2), chunk.q)
         grad_k[:, :, chunk.part] = found.view(*shape, -1, found.shape[-1])
-        scores = torch.bmm(chunk.q, chunk.k.transpose(1, 2)).mul_(chunk.mask)
+        scores = chunks.lower(torch.bmm(chunk.q, chunk.k.transpose(1, 2)), chunk)
         found = torch.bmm(chunk.k, state)
         found = (found if chunk.key_rescale is None else found.mul_(chunk.key_rescale)).baddbmm_(
             scores.transpose(1, 2), row
