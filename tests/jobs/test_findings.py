@@ -24,7 +24,7 @@ from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.jobs.trend import trend
 from linearize.modeling.plan import LayerPlan, Plan
-from linearize.registry import kernel_infos, make_config
+from linearize.registry import Hybrid, kernel_infos, make_config
 
 STEPS = range(100, 1001, 100)
 
@@ -101,7 +101,7 @@ def test_only_the_last_part_of_a_run_is_judged():
 
 def layer(index, kernel="flexformer_n", window=None, size=32):
     return LayerPlan(f"encoder.layer.{index}.attention.self", index, kernel, HeadShape(2, 2, size, size, False),
-                     window=window)  # fmt: skip
+                     hybrid=Hybrid(window=window))  # fmt: skip
 
 
 def measured(*kl, kernel="flexformer_n", negative=0.0):

@@ -44,7 +44,7 @@ def test_inputs(switch, info, arguments, direction, window, which, native):
     assert out[touched].isnan().all()
     # Of a query or a key, no other row is.
     assert which == "v" or torch.equal(out.isnan(), touched)
-    # Of a value, earlier rows of a chunk may fall with it: they are multiplied with zeros there. None becomes another number.
+    # Of a value, earlier rows of a chunk may fall with it: they meet zeros there. None becomes another number.
     assert torch.equal(out[~out.isnan()], clean[~out.isnan()])
     assert not out[0].isnan().any() and not out[1, heads[0] - 1].isnan().any()
 

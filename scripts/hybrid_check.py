@@ -1,0 +1,173 @@
+"""What each part of a hybrid is worth on a language model: perplexity by position, copying, needles, next tokens.
+
+    python scripts/hybrid_check.py SMOLLM2 CONVERTED --text test.txt --choose validation.txt --output hybrid.json
+
+SMOLLM2 is the softmax original, CONVERTED what `linearize convert` made of it with a window. Every row but the first is
+CONVERTED with parts added or taken away without further training; "window only" is the control. Heads that stay softmax
+are chosen on --choose, the figures are taken on --text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import linearize  # noqa: F401  (loads converted checkpoints)
+from linearize.attention.interface import linear_attentions
+from linearize.fidelity.ablate import ablated
+from linearize.fidelity.heads import keep_heads
+from linearize.modeling.plan import Plan
+
+EDGES = (0, 64, 128, 256, 512, 1024)
+QUESTIONS = (
+    "What is the capital of France?", "Why is the sky blue?", "Write a short poem about the sea.",
+    "How do I boil an egg?", "Name three planets.", "What is a noun?", "Explain gravity to a child.",
+    "List four fruits.", "Who wrote Hamlet?", "What is the boiling point of water?", "Give me a tip for sleeping well.",
+    "What does a bee make?", "Tell me a fact about whales.", "How many days are in a week?",
+    "Write a sentence with the word 'river'.", "What is photosynthesis?", "Suggest a name for a cat.",
+    "What is the opposite of hot?", "How do plants drink?", "What is a prime number?",
+)  # fmt: skip
+NEW_TOKENS = 64
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits [T, vocabulary] of one row [T]."""
+    found: Tensor = model(ids[None], use_cache=False).logits[0]
+    return found
+
+
+def perplexity(model: Any, ids: Tensor, rows: int, length: int) -> dict[str, Any]:
+    """Return the perplexity over rows of a length, and the loss by position in nats per token."""
+    losses = []
+    for row in ids[: rows * length].view(rows, length):
+        losses.append(F.cross_entropy(logits(model, row)[:-1], row[1:], reduction="none"))
+    loss = torch.stack(losses)
+    parts = {f"{a}-{b - 1}": float(loss[:, max(0, a - 1) : b - 1].mean()) for a, b in itertools.pairwise(EDGES)}
+    return {"perplexity": math.exp(float(loss.mean())), "nats": parts}
+
+
+def copying(model: Any, ids: Tensor, rows: int, length: int) -> float:
+    """Return the share of tokens that are right when a passage is read for the second time."""
+    right = []
+    for passage in ids[: rows * length].view(rows, length):
+        said = logits(model, torch.cat([passage, passage])).argmax(dim=-1)
+        right.append((said[length:-1] == passage[1:]).float().mean())
+    return float(torch.stack(right).mean())
+
+
+def needles(model: Any, tokenizer: Any, ids: Tensor, length: int, count: int) -> float:
+    """Return the share of five-digit numbers, hidden at different depths of a row, that are said digit by digit."""
+    draw = torch.Generator().manual_seed(0)
+    found = 0
+    for number in range(count):
+        secret = "".join(str(int(x)) for x in torch.randint(10, (5,), generator=draw))
+        needle = tokenizer(f" The secret number of the harbour is {secret} .", add_special_tokens=False)["input_ids"]
+        question = tokenizer(" The secret number of the harbour is ", add_special_tokens=False)["input_ids"]
+        answer = tokenizer(secret, add_special_tokens=False)["input_ids"]
+        fill = length - len(needle) - len(question) - len(answer)
+        hay = ids[number * fill : (number + 1) * fill].tolist()
+        place = int((number + 0.5) / count * fill)
+        row = torch.tensor([*hay[:place], *needle, *hay[place:], *question, *answer])
+        said = logits(model, row).argmax(dim=-1)[-len(answer) - 1 : -1]
+        found += said.tolist() == answer
+    return found / count
+
+
+def answers(model: Any, tokenizer: Any) -> list[tuple[Tensor, int]]:
+    """Return the original's greedy answers: prompt and answer [T], and where the answer begins."""
+    rows = []
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        prompt = prompt if torch.is_tensor(prompt) else prompt["input_ids"]
+        out = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+        rows.append((out[0], prompt.shape[1]))
+    return rows
+
+
+def agreement(model: Any, rows: list[tuple[Tensor, int]]) -> float:
+    """Return the share of the original's next tokens that a model would say too, given the original's text so far."""
+    same = total = 0
+    for row, start in rows:
+        said = logits(model, row).argmax(dim=-1)[start - 1 : -1]
+        same, total = same + int((said == row[start:]).sum()), total + len(said)
+    return same / total
+
+
+def change(model: Any, **values: Any) -> None:
+    """Change what all converted layers have in addition to their kernels."""
+    for layer in linear_attentions(model).values():
+        mixer: Any = layer.mixer
+        mixer.hybrid = replace(mixer.hybrid, **values)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("original")
+    parser.add_argument("converted")
+    parser.add_argument("--text", required=True, help="text to measure on")
+    parser.add_argument("--choose", required=True, help="text to choose heads on")
+    parser.add_argument("--heads", type=int, default=14)
+    parser.add_argument("--exact-keys", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--needles", type=int, nargs="*", default=[1024, 2048], help="lengths")
+    parser.add_argument("--needle-rows", type=int, default=5)
+    parser.add_argument("--output", required=True)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.original)
+    read = Path(args.text).read_text(encoding="utf-8")[:400_000]
+    ids = torch.tensor(tokenizer(read)["input_ids"])
+    chosen_on = torch.tensor(tokenizer(Path(args.choose).read_text(encoding="utf-8")[:40_000])["input_ids"])
+    original = AutoModelForCausalLM.from_pretrained(args.original).eval()
+    said = answers(original, tokenizer)
+    table: dict[str, Any] = {}
+
+    def measure(name: str, model: Any) -> None:
+        table[name] = {
+            **perplexity(model, ids, args.rows, 1024),
+            "copying": copying(model, ids[args.rows * 1024 :], args.rows, 256),
+            "needles": {str(n): needles(model, tokenizer, ids, n, args.needle_rows) for n in args.needles},
+            "agreement": agreement(model, said),
+        }
+        settings = {name: value for name, value in vars(args).items() if name in ("heads", "exact_keys", "rows")}
+        text = json.dumps({"settings": settings, "rows": table}, indent=2)
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+        print(name, json.dumps(table[name]), flush=True)
+
+    measure("softmax", original)
+    del original
+    model = AutoModelForCausalLM.from_pretrained(args.converted).eval()
+    rows: dict[str, Callable[[], None]] = {
+        "kernel and window": lambda: None,
+        "exact keys": lambda: change(model, exact_keys=args.exact_keys),
+    }
+    with ablated(model, "kernel"):
+        measure("window only", model)
+    for name, prepare in rows.items():
+        prepare()
+        measure(name, model)
+    change(model, exact_keys=0)
+    batches = [{"input_ids": row[None]} for row in chosen_on[:1024].view(2, 512)]
+    keep_heads(model, Plan.from_dict(model.config.linearize), args.heads, batches)
+    with ablated(model, "kernel"):
+        measure("window only, softmax heads", model)
+    measure("softmax heads", model)
+    change(model, exact_keys=args.exact_keys)
+    measure("softmax heads and exact keys", model)
+
+
+if __name__ == "__main__":
+    main()
