@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.ops.causal_plan import CHUNK, Plan, cut, make_plan, powers
+from linearize.ops.causal_plan import Plan, cut, make_plan, powers
 from linearize.ops.causal_traced import traced_attention
 from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, guarded, masked_log_scale
 from linearize.ops.tracing import is_tracing

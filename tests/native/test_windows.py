@@ -1,8 +1,11 @@
 """Softmax windows joined to kernels in the native op: outputs and the state after equal those of the ops in PyTorch."""
 
+import random
+
 import pytest
 import torch
 from support.native_cases import CASES, D, V, close, learned, padding, tokens
+from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.attention.call import AttentionCall
 from linearize.native import engine
@@ -100,6 +103,63 @@ def test_gradients_equal_those_of_the_ops_in_pytorch(switch, name, args, masked,
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 close(ours, theirs, 2e-5 if mixer.positive else 3e-3)
+
+
+@torch.no_grad()
+def random_case(seed):
+    """Draw a mixer, inputs, mask and gradient: holes in the mask, sinks beyond the row, single tokens, odd sizes."""
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    name, args = dice.choice(CASES)
+    heads, batch, size, value = (
+        dice.choice(some) for some in ((1, 2, 3), (1, 2), (1, 7, 16, 20, 40), (1, 3, 16, 24, 64, 65))
+    )
+    key_heads, causal = dice.choice([n for n in range(1, heads + 1) if heads % n == 0]), dice.random() < 0.5
+    count, window, sinks = (dice.choice(some) for some in ((1, 1, 2, 7, 47, 50, 100), (1, 2, 8, 33), (0, 0, 1, 5, 40)))
+    sizes = {"heads": heads, "key_heads": key_heads, "size": size, "value": value}
+    mixer = learned(name, args, causal=causal, window=window, sinks=sinks, **sizes)
+    q, k, v = (dice.choice((0.5, 1.0, 4.0)) * x for x in tokens(count, batch=batch, **sizes))
+    mask = torch.rand(batch, count, generator=generator) < dice.choice((0.2, 0.7, 0.95))
+    mask = mask if dice.random() < 0.6 else None
+    towards = torch.randn(batch, heads, count, value, generator=generator)
+    towards = towards if mask is None else towards * mask[:, None, :, None]
+    return mixer, (q, k, v), mask, towards
+
+
+def check_random_case(switch, seed):
+    """The output and all gradients, natively and in PyTorch: both against written-out weights in fp64."""
+    mixer, inputs, mask, towards = random_case(seed)
+    scaling, count = inputs[0].shape[-1] ** -0.5, inputs[0].shape[2]
+    terms = inputs[0].shape[-1] + mixer.feature_dim + inputs[2].shape[-1] + 16 * count
+    # At every size of rounding up to the bound: a key may change sides at relu's kink, or at a sum that is held.
+    written_out = gradients_in_double(mixer, mask, scaling)
+    given = [*inputs, towards, *mixer.parameters()]
+    exact, moves = deviation(written_out, given)
+    _, far = deviation(written_out, given, roundings=allowed(1.0, terms))
+    real = slice(None) if mask is None else mask[:, None].expand(towards.shape[:3])
+    for on in (True, False):
+        switch(on)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, _ = mixer(AttentionCall(*leaves, scaling, mask))
+        asked = [*leaves, *mixer.parameters()]
+        found = torch.autograd.grad(out, asked, towards, allow_unused=True, materialize_grads=True)
+        for number, (one, wanted, move, whole) in enumerate(zip((out, *found), exact, moves, far, strict=True)):
+            difference = (one.detach().double() - wanted)[real if number == 0 else slice(None)]
+            limit = max(allowed(move, terms), whole)
+            assert torch.isfinite(one).all() or mask is not None
+            assert not difference.numel() or difference.abs().max() <= limit, (seed, on, number)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_cases(switch, block):
+    for seed in range(10 * block, 10 * block + 10):
+        check_random_case(switch, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(1, 20))
+def test_many_random_cases(switch, block):
+    for seed in range(100 * block, 100 * block + 100):
+        check_random_case(switch, seed)
 
 
 @DIRECTIONS
