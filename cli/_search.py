@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 def show_search(out: Console, result: SearchResult) -> None:
     """Print each layer's choice with its reason, and the points."""
     from linearize.cli._output import table
+    from linearize.kernel_search.result import WORTH
 
     rows = [
         [one.layer, one.module, one.label, f"{one.error:.3f}", f"{one.share:.3g}", one.why] for one in result.layers
@@ -33,10 +34,17 @@ def show_search(out: Console, result: SearchResult) -> None:
         for one in result.points
     ]
     columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds", "MiB"]
-    title = f"Whole model against its original, not aligned; error: {result.figure}; *: nothing is closer and cheaper"
+    title = f"Whole model against its original, not aligned; error: {result.figure}"
     out.print(table(title, columns, points, right=(2, 3, 4, 5, 6)))
-    if result.gain is not None:
-        plan = f"The plan's error is {result.gain:.1%} below that of {result.reference} everywhere"
+    out.print("*: nothing else is both closer and cheaper. -: memory was not measured.", markup=False)
+    uniform = result.uniform
+    if uniform is not None:
+        kernel = uniform.name.removesuffix(" everywhere")
+        text = f"{uniform.name} is as good: error {uniform.error:.4g}, at {uniform.share:.3g} of softmax's time"
+        out.print(f"{text}; the simpler choice is: --kernel {kernel.partition('(')[0].strip()}", markup=False)
+    elif result.gain is not None:
+        how = f"{result.gain:.1%} below" if result.gain >= WORTH else "as large as"
+        plan = f"The plan's error is {how} that of {result.reference} everywhere"
         out.print(f"{plan}, at {result.points[0].share:.3g} of softmax's time.", markup=False)
     out.print(
         f"Search: {result.steps} steps, {result.tried} plans tried in swaps, {result.seconds:.0f} s.", markup=False

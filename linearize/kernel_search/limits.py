@@ -21,12 +21,14 @@ def cost_limit(layout: Layout, costs: Mapping[int, Mapping[str, Cost]], config: 
     """
     times = {n: next(iter(own.values())).softmax_seconds for n, own in costs.items()}
     total = sum(times.values())
+    own = {n: times[n] / total * costs[n][layout.reference].share for n in costs}
     if config.cost is None:
-        own = {n: times[n] / total * costs[n][layout.reference].share for n in costs}
         dearer = sorted((max(0.0, times[n] / total - own[n]) for n in costs), reverse=True)
         limit = sum(own.values()) + sum(dearer[: config.softmax_layers])
     else:
-        limit = config.cost
+        # A cost that was read off a table has three digits: the reference that takes it meets it.
+        same = f"{sum(own.values()):.3g}" == f"{config.cost:.3g}"
+        limit = max(config.cost, sum(own.values())) if same else config.cost
     least = {n: min(layout.labels, key=lambda x: costs[n][x].share) for n in costs}
     nearest = sum(times[n] / total * costs[n][label].share for n, label in least.items())
     if nearest > limit * (1 + 1e-9):

@@ -164,6 +164,20 @@ class SearchResult:
         errors = [one.error for one in self.points if one.name in (reference, f"the plan, {reference}")]
         return 1 - self.points[0].error / errors[0] if errors and errors[0] > 0 else None
 
+    @property
+    def uniform(self) -> Point | None:
+        """One kernel in every layer that is as good as the plan: no dearer, and not further by `WORTH` or more."""
+        plan, *others = self.points
+        alike = [
+            one
+            for one in others
+            if one.name.endswith(" everywhere")
+            and one.name != f"{SOFTMAX} everywhere"
+            and one.share <= self.limit * (1 + 1e-9)
+            if one.error - plan.error < max(LEAST, WORTH * one.error)
+        ]
+        return min(alike, key=lambda one: one.share, default=None)
+
     def load_kernels(self, model: PreTrainedModel) -> None:
         """Give a model that the plan was applied to what the search has taught its kernels."""
         from linearize.attention.interface import linear_attentions
@@ -190,6 +204,10 @@ class SearchResult:
             "seconds": self.seconds,
             **({} if self.ranks is None else {"ranks": {str(n): rank for n, rank in self.ranks.items()}}),
         }
+
+
+WORTH, LEAST = 0.01, 1e-6
+"""A gain is worth a mixed plan if it is this share of the error, and this much: less is the rounding of sums."""
 
 
 def short(choice: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from linearize.kernel_search.candidates import parse_candidate, parse_candidates
 from linearize.kernel_search.choose import Option, choose
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.costs import Cost, cost_of
+from linearize.kernel_search.limits import cost_limit
+from linearize.kernel_search.result import Point, SearchResult
 from linearize.kernel_search.swaps import Chooser
 from linearize.kernel_search.table import Entry, Table, rung_steps
 from linearize.kernel_search.whole import WholeError
@@ -191,3 +194,35 @@ def test_widths_share_the_total_by_rank():
 )
 def test_the_argument_of_a_width(kernel, given, argument):
     assert width_argument(kernel_info(kernel), given) == argument
+
+
+def point(name, error, share):
+    return Point(name, "", error, 0.0, 1.0, share, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("points", "uniform"),
+    [
+        # 1e-9 nats were called a gain.
+        ([point("the plan", 0.1, 0.2), point("elu everywhere", 0.1 + 1e-9, 0.2)], "elu everywhere"),
+        ([point("the plan", 1e-9, 0.2), point("elu everywhere", 3e-9, 0.1)], "elu everywhere"),
+        ([point("the plan", 0.1, 0.2), point("elu everywhere", 0.11, 0.2)], None),
+        ([point("the plan", 0.1, 0.2), point("softmax everywhere", 0.0, 1.0)], None),
+        ([point("the plan", 0.0, 1.0), point("softmax everywhere", 0.0, 0.2)], None),
+        ([point("the plan, elu everywhere", 0.1, 0.2), point("softmax everywhere", 0.0, 1.0)], None),
+    ],
+)
+def test_a_uniform_kernel_that_is_as_good_is_named(points, uniform):
+    found = SearchResult.uniform.fget(SimpleNamespace(points=tuple(points), limit=0.25))
+    assert (None if found is None else found.name) == uniform
+
+
+def test_a_reference_meets_the_budget_that_it_is_shown_with():
+    """0.0667 of softmax's time, as a table has it, was refused where the reference takes 0.06674."""
+    cost = SimpleNamespace(softmax_seconds=1.0, share=0.06674)
+    layout = SimpleNamespace(reference="elu", labels=["elu"])
+    config = SimpleNamespace(cost=0.0667, softmax_layers=0, length=128)
+    assert cost_limit(layout, {0: {"elu": cost}, 1: {"elu": cost}}, config) == pytest.approx(0.06674)
+    config.cost = 0.06
+    with pytest.raises(ConfigError, match=r"no plan meets cost=0\.06"):
+        cost_limit(layout, {0: {"elu": cost}}, config)
