@@ -17,6 +17,7 @@ class AttendOptions(NamedTuple):
         mask: key padding mask [B, T] or None.
         log_scale: [B, K, T] to add to that of the keys' features, or None.
         query_scale: [B, H, T] for the queries, or None; only a window reads it.
+        priority: [B, K, T] by which exact keys are chosen, or None.
         exact: leave the weights as they are: where gradients are taken.
     """
 
@@ -26,6 +27,7 @@ class AttendOptions(NamedTuple):
     mask: Tensor | None = None
     log_scale: Tensor | None = None
     query_scale: Tensor | None = None
+    priority: Tensor | None = None
     exact: bool = False
 
 
@@ -61,6 +63,10 @@ class Gradients(NamedTuple):
     log_scale: Tensor | None
 
 
+NEVER = 2**31 - 1
+"""In `WindowAttended.until`: always exact."""
+
+
 class WindowAttended(NamedTuple):
     """What `WindowCalls.window` returns.
 
@@ -70,6 +76,8 @@ class WindowAttended(NamedTuple):
         log_scale: the same, [B, K].
         tops: [B, H, T] in fp32: a row's weights were taken relative to exp(top).
         sums: [B, H, T] in fp32: the sum of a row's weights, so taken.
+        until: [B, K, T] in int32: from which query on a key outside the window is not exact, `NEVER` or 0 where that
+            depends on no query; None without exact keys.
     """
 
     out: Tensor
@@ -77,6 +85,7 @@ class WindowAttended(NamedTuple):
     log_scale: Tensor
     tops: Tensor
     sums: Tensor
+    until: Tensor | None
 
 
 class Attending(NamedTuple):

@@ -1,8 +1,8 @@
 /* Softmax near, a feature map far: tile after tile, all weights of a tile in cache. See `linearize.ops.window`.
 
-   Real tokens lie in front, padding behind them. A tile's queries have exact weights for the keys of their windows and
-   for the sinks; keys near the tile but outside a query's window get the kernel's weights one by one; those before and
-   behind them come as states. Four parts, each under a scale of its own, are joined row by row. */
+   Real tokens lie in front, padding behind them. A tile's queries have exact weights for the keys of their windows, for
+   the sinks, and for exact keys; other keys near the tile but outside a query's window get the kernel's weights one by
+   one; those before and behind them come as states. Four parts, each under a scale of its own, are joined row by row. */
 
 #ifndef LINEARIZE_WINDOW_H
 #define LINEARIZE_WINDOW_H
@@ -15,7 +15,12 @@ typedef struct {
     float *memory, *q, *k, *scores, *products;             /* [D, TILE], [D, near], and [TILE, near] */
     float *exact, *linear, *exact_sums, *linear_sums;      /* [TILE, width], [TILE] */
     float *exact_levels, *linear_levels, *query_scale;     /* [TILE] */
-    float *sink_k, *sink_v, *sink_scores;                  /* [D, sinks], [sinks, width], [TILE, sinks] */
+    float *other_k, *other_v, *other_scores;               /* sinks, then slots: [D, others], [others, width], [TILE, others] */
+    float *slot_phi, *slot_scale, *slot_products;          /* causally: [F, slots], [slots], [TILE, slots] */
+    /* A slot holds an exact key that is not near: until which query, 0 for an empty one; and which token it is. */
+    int32_t *slot_until, *slot_token;
+    long sinks, slots, others, losing;                     /* how many; losing: slots, 0 if a tile changes none */
+    const int32_t *until;                                  /* of the head's keys, see `contest`; or null */
     float *ahead, *ahead_sums, *ahead_levels;              /* [T, width], [T]; not causally */
     float *row;                                            /* [width] */
 } near_t;
@@ -27,7 +32,11 @@ INLINE long reach_behind(const window_t *w) { return w->causal ? 0 : w->size / 2
 static int prepare_window(const call_t *c, const window_t *w, near_t *m) {
     long size = c->keys.size, f = c->features, width = padded(c->value_size), rows = w->causal ? 0 : c->tokens;
     scratch_t *s = &m->s;
-    long near = padded(TILE + reach_before(w) + reach_behind(w)), sinks = padded(w->sinks);
+    long near = padded(TILE + reach_before(w) + reach_behind(w)), slots = least(w->exact_keys, c->tokens);
+    m->sinks = least(w->sinks, c->tokens);
+    m->slots = slots;
+    m->others = padded(m->sinks + slots);
+    slots = padded(slots);
     const part_t parts[] = {
         {&s->x, size * near}, {&s->phi_k, f * near}, {&s->phi_q, f * TILE}, {&s->other, f * near},
         {&s->scale, near}, {&s->weight, near}, {&s->values, near * width}, {&s->mixed, TILE * width}, {&s->sums, TILE},
@@ -35,7 +44,9 @@ static int prepare_window(const call_t *c, const window_t *w, near_t *m) {
         {&m->q, size * TILE}, {&m->k, size * near}, {&m->scores, TILE * near}, {&m->products, TILE * near},
         {&m->exact, TILE * width}, {&m->linear, TILE * width}, {&m->exact_sums, TILE}, {&m->linear_sums, TILE},
         {&m->exact_levels, TILE}, {&m->linear_levels, TILE}, {&m->query_scale, TILE},
-        {&m->sink_k, size * sinks}, {&m->sink_v, sinks * width}, {&m->sink_scores, TILE * sinks},
+        {&m->other_k, size * m->others}, {&m->other_v, m->others * width}, {&m->other_scores, TILE * m->others},
+        {&m->slot_phi, f * slots}, {&m->slot_scale, slots}, {&m->slot_products, TILE * slots},
+        {(float **)&m->slot_until, slots}, {(float **)&m->slot_token, slots},
         {&m->ahead, rows * width}, {&m->ahead_sums, rows}, {&m->ahead_levels, rows}, {&m->row, width},
     };
     s->rounded_head[0] = s->rounded_head[1] = -1;
@@ -45,47 +56,130 @@ static int prepare_window(const call_t *c, const window_t *w, near_t *m) {
     return m->memory != 0;
 }
 
-/* Features and values of keys; those that are padding or sinks get no weight among the linear ones, and no scale. */
-static void near_keys(const call_t *c, const window_t *w, long b, long h, long first, long count, scratch_t *s) {
+/* How many tokens are there. */
+INLINE long real_tokens(const call_t *c, long b) {
+    long real = 0;
+    while (real < c->tokens && !is_padding(c, b, real)) real++;
+    return real;
+}
+
+/* Let the keys of a head compete for its places: `until` is for every key the first query outside its window for which it
+   is not exact. Causally key j competes when query j + size comes; otherwise all do at once, and it is NEVER or 0. See
+   linearize/ops/exact_keys.py. */
+static void contest(const call_t *c, const window_t *w, long n, int32_t *kept) {
+    const float *priority = w->priority + n * c->tokens;
+    int32_t *until = w->until + n * c->tokens;
+    long held = 0, last = real_tokens(c, n / c->key_heads) - (w->causal ? w->size : 0), weakest = 0;
+    memset(until, 0, c->tokens * sizeof *until);
+    for (long j = w->sinks; j < last; j++) {
+        if (held == w->exact_keys) {
+            if (!(rank_of(priority[j]) > rank_of(priority[kept[weakest]]))) continue;
+            until[kept[weakest]] = w->causal ? j + w->size : 0;
+            held--;
+            memmove(kept + weakest, kept + weakest + 1, (held - weakest) * sizeof *kept);
+        }
+        until[j] = NEVER;
+        kept[held++] = j;
+        if (held < w->exact_keys) continue;
+        weakest = 0;
+        for (long i = 1; i < held; i++)
+            if (rank_of(priority[kept[i]]) <= rank_of(priority[kept[weakest]])) weakest = i;
+    }
+}
+
+/* Whether a key outside the window of query t is exact. */
+INLINE int is_exact(const near_t *m, long t, long key) { return m->until && t < m->until[key]; }
+
+/* Put an exact key into a free slot; causally with column j of the features, for when it goes into the state. */
+static void fill_slot(const call_t *c, const window_t *w, long b, long h, long token, long j, long wide, near_t *m) {
+    const void *k = token_at(c->k, c->type, c->k_stride, b, h, token);
+    long slot = 0;
+    while (m->slot_until[slot]) slot++;
+    m->slot_until[slot] = m->until[token];
+    m->slot_token[slot] = token;
+    for (long d = 0; d < c->keys.size; d++) m->other_k[d * m->others + m->sinks + slot] = number(k, c->type, d);
+    read_row(token_at(c->v, c->value_type, c->v_stride, b, h, token), c->value_type, c->value_size, 1.0f,
+             m->other_v + (m->sinks + slot) * m->s.width);
+    if (!w->causal) return;
+    m->slot_scale[slot] = m->s.scale[j];
+    for (long i = 0; i < c->features; i++) m->slot_phi[i * padded(m->slots) + slot] = m->s.phi_k[i * wide + j];
+}
+
+/* Raise the state's log-scale `top` to `scale` if that is larger. */
+static void raise_state(const call_t *c, float scale, scratch_t *s, float *top) {
+    float before = *top;
+    *top = highest(scale, before);
+    if (*top != before) decay_state(c, s->width, s->kv, s->z, expf(before - *top));
+}
+
+/* Move the keys that are not exact any more for query t from their slots into the state. */
+static void empty_slots(const call_t *c, long t, near_t *m, float *top) {
+    scratch_t *s = &m->s;
+    for (long slot = 0; slot < m->slots; slot++) {
+        if (!m->slot_until[slot] || t < m->slot_until[slot]) continue;
+        const float *value = m->other_v + (m->sinks + slot) * s->width;
+        raise_state(c, m->slot_scale[slot], s, top);
+        float weight = expf(m->slot_scale[slot] - *top);
+        for (long i = 0; i < c->features; i++) {
+            float phi = m->slot_phi[i * padded(m->slots) + slot] * weight, *row = s->kv + i * s->width;
+            for (long j = 0; j < s->width; j += W) store(row + j, load(row + j) + phi * load(value + j));
+            s->z[i] += phi;
+        }
+        m->slot_until[slot] = 0;
+    }
+}
+
+/* Features and log-scales of keys outside the window of query t; those that are padding, sinks or exact get no weight
+   among the linear ones, and no scale. */
+static void far_keys(const call_t *c, const window_t *w, long b, long h, long t, long first, long count, near_t *m) {
+    scratch_t *s = &m->s;
     key_features(c, b, h, first, count, s);
     for (long j = 0; j < padded(count); j++) {
-        if (first + j < w->sinks) s->weight[j] = 0.0f;
+        int exact = j < count && is_exact(m, t, first + j);
+        if (exact && w->causal) fill_slot(c, w, b, h, first + j, j, padded(count), m);
+        if (exact || first + j < w->sinks) s->weight[j] = 0.0f;
         if (s->weight[j] == 0.0f) s->scale[j] = FLOOR;
     }
 }
 
-/* Add keys from `first` to `last` to the state, whose log-scale is `top`. */
-static void add_keys(const call_t *c, const window_t *w, long b, long h, long first, long last, scratch_t *s,
+/* Add keys from `first` to `last` to the state for query t, whose log-scale is `top`. */
+static void add_keys(const call_t *c, const window_t *w, long b, long h, long t, long first, long last, near_t *m,
                      float *top) {
-    for (long t = first; t < last; t += TILE) {
-        long count = least(TILE, last - t);
-        float before = *top;
-        near_keys(c, w, b, h, t, count, s);
-        for (long j = 0; j < count; j++) *top = highest(s->scale[j], *top);
-        if (*top != before) decay_state(c, s->width, s->kv, s->z, expf(before - *top));
+    scratch_t *s = &m->s;
+    for (; first < last; first += TILE) {
+        long count = least(TILE, last - first);
+        float largest = FLOOR;
+        far_keys(c, w, b, h, t, first, count, m);
+        for (long j = 0; j < count; j++) largest = highest(s->scale[j], largest);
+        raise_state(c, largest, s, top);
         scale_weights(s, count, *top);
-        weighted_values(c, b, h, t, count, s);
+        weighted_values(c, b, h, first, count, s);
         accumulate_keys(c, s, count);
     }
 }
 
 /* Tokens side by side [size, wide], times a factor; zeros for padding. */
 static void pack_tokens(const call_t *c, const void *x, const int64_t *stride, long b, long h, long first, long count,
-                        float factor, float *to) {
-    long size = c->keys.size, wide = padded(count);
+                        float factor, float *to, long wide) {
+    long size = c->keys.size;
     pack_transposed(token_at(x, c->type, stride, b, h, first), c->type, stride[2], count, size, factor, to, wide);
     clear_padding(c, b, first, count, to, size, wide);
 }
 
-static void load_sinks(const call_t *c, const window_t *w, long b, long h, near_t *m) {
-    long width = m->s.width, count = least(w->sinks, c->tokens);
-    if (!count) return;
-    pack_tokens(c, c->k, c->k_stride, b, h, 0, count, 1.0f, m->sink_k);
-    memset(m->sink_v, 0, padded(w->sinks) * width * sizeof(float));
-    for (long j = 0; j < count; j++)
+/* Bring in the sinks and, where all are known from the start, the exact keys. */
+static void load_others(const call_t *c, const window_t *w, long b, long h, near_t *m) {
+    long width = m->s.width;
+    m->until = w->exact_keys ? w->until + (b * c->key_heads + h) * c->tokens : 0;
+    memset(m->slot_until, 0, m->slots * sizeof *m->slot_until);
+    memset(m->other_v, 0, m->others * width * sizeof(float));
+    if (m->sinks) pack_tokens(c, c->k, c->k_stride, b, h, 0, m->sinks, 1.0f, m->other_k, m->others);
+    for (long j = 0; j < m->sinks; j++)
         if (!is_padding(c, b, j))
             read_row(token_at(c->v, c->value_type, c->v_stride, b, h, j), c->value_type, c->value_size, 1.0f,
-                     m->sink_v + j * width);
+                     m->other_v + j * width);
+    for (long j = 0; j < m->slots; j++) m->slot_token[j] = -1;
+    for (long j = 0; m->until && !w->causal && j < c->tokens; j++)
+        if (m->until[j]) fill_slot(c, w, b, h, j, 0, 0, m);
 }
 
 /* Turn a row's scores into weights exp(score - top), those from `first` to `last`, and zeros around them. */
@@ -106,38 +200,76 @@ INLINE float sum_of(const float *row, long wide) {
     return total(sum);
 }
 
-/* The exact weights of row r, the token `t`: of the keys first to last of the near ones, and of `sinks` sinks. */
-static void exact_row(const window_t *w, near_t *m, long r, long t, long first, long last, long wide, long sinks) {
-    long wide_sinks = padded(sinks), before = least(sinks, t - reach_before(w)), behind = sinks;
-    float *row = m->scores + r * wide, *more = m->sink_scores + r * wide_sinks;
-    /* Sinks in the window are there already: left are those before it and, not causally, those behind it. */
-    if (before < 0) before = 0;
-    if (!w->causal) behind = least(sinks, t + reach_behind(w) + 1);
-    float top = largest(more, behind, sinks, largest(more, 0, before, largest(row, first, last, FLOOR)));
-    weigh_row(row, wide, first, last, top);
-    m->exact_sums[r] = sum_of(row, wide);
-    m->exact_levels[r] = top;
-    if (!sinks) return;
-    weigh_row(more, wide_sinks, 0, sinks, top);
-    memset(more + before, 0, (behind - before) * sizeof(float));
-    m->exact_sums[r] += sum_of(more, wide_sinks);
+/* The near keys that row r, the query `t`, sees: in its window those from `first` to `last`, outside it `near`. */
+typedef struct {
+    long r, t, from, first, last, near;
+} seen_t;
+
+/* Key j, or the first one behind the window. */
+INLINE long outside(const seen_t *n, long j) { return j == n->first ? n->last : j; }
+
+/* Write `value` to the near keys outside the window that are exact, or to those that are not. */
+INLINE void write_outside(const near_t *m, const seen_t *n, int exact, float value, float *row) {
+    for (long j = outside(n, 0); m->until && j < n->near; j = outside(n, j + 1))
+        if (is_exact(m, n->t, n->from + j) == exact) row[j] = value;
 }
 
-/* The kernel's weights of row r: of the near keys before `first` and from `last` on, up to `seen`. */
-static void linear_row(near_t *m, long r, long first, long last, long seen, long wide) {
-    float *row = m->products + r * wide;
+/* Write `value` to the slots that are not exact for query t. */
+INLINE void write_slots(const near_t *m, long t, float value, float *row) {
+    for (long j = 0; j < m->slots; j++)
+        if (t >= m->slot_until[j]) row[m->sinks + j] = value;
+}
+
+/* The exact weights of a row: of its window, of the near exact keys, of `sinks` sinks and of the slots. */
+static void exact_row(const window_t *w, near_t *m, const seen_t *n, long wide, long sinks) {
+    long before = least(sinks, n->t - reach_before(w)), behind = sinks, filled = m->sinks + m->slots;
+    long first = m->until ? 0 : n->first, last = m->until ? n->near : n->last;
+    float *row = m->scores + n->r * wide, *more = m->other_scores + n->r * m->others;
+    /* Sinks in the window are there already: left are those before it and, not causally, those behind it. */
+    if (before < 0) before = 0;
+    if (!w->causal) behind = least(sinks, n->t + reach_behind(w) + 1);
+    write_outside(m, n, 0, FLOOR, row);
+    write_slots(m, n->t, FLOOR, more);
+    float top = largest(more, behind, sinks, largest(more, 0, before, largest(row, first, last, FLOOR)));
+    top = largest(more, m->sinks, filled, top);
+    weigh_row(row, wide, first, last, top);
+    write_outside(m, n, 0, 0.0f, row);
+    m->exact_sums[n->r] = sum_of(row, wide);
+    m->exact_levels[n->r] = top;
+    if (!filled) return;
+    weigh_row(more, m->others, 0, filled, top);
+    memset(more + before, 0, (behind - before) * sizeof(float));
+    memset(more + sinks, 0, (m->sinks - sinks) * sizeof(float));
+    write_slots(m, n->t, 0.0f, more);
+    m->exact_sums[n->r] += sum_of(more, m->others);
+}
+
+/* The kernel's weights of a row: of the near keys outside its window that are not exact, and of slots that no longer
+   are. */
+static void linear_row(near_t *m, const seen_t *n, long wide) {
     const scratch_t *s = &m->s;
-    float top = largest(s->scale, last, seen, largest(s->scale, 0, first, FLOOR));
+    long first = n->first, last = n->last, seen = n->near;
+    float *row = m->products + n->r * wide, *slots = m->slot_products + n->r * padded(m->slots), top = FLOOR;
+    for (long j = outside(n, 0); j < seen; j = outside(n, j + 1))
+        if (!is_exact(m, n->t, n->from + j)) top = highest(s->scale[j], top);
+    for (long j = 0; j < m->losing; j++)
+        if (m->slot_until[j] && n->t >= m->slot_until[j]) top = highest(m->slot_scale[j], top);
     /* Behind what is seen there may be larger scales: they are cleared before anything is made of them. */
     memset(row + first, 0, (last - first) * sizeof(float));
     memset(row + seen, 0, (wide - seen) * sizeof(float));
+    write_outside(m, n, 1, 0.0f, row);
     for (long j = 0; j < padded(seen); j += W) {
         vf scale = load(s->scale + j) - top, high = splat(0.0f);
         scale = -larger(-scale, high);
         store(row + j, load(row + j) * load(s->weight + j) * vexp(scale));
     }
-    m->linear_sums[r] = sum_of(row, wide);
-    m->linear_levels[r] = top;
+    m->linear_sums[n->r] = sum_of(row, wide);
+    m->linear_levels[n->r] = top;
+    for (long j = 0; j < m->losing; j++) {
+        int lost = m->slot_until[j] && n->t >= m->slot_until[j];
+        slots[j] = lost ? slots[j] * expf(m->slot_scale[j] - top) : 0.0f;
+        m->linear_sums[n->r] += slots[j];
+    }
 }
 
 /* Add a part, e^level times `row` and its sum, to `to`, whose own level is `top`; nothing where it counts as absent. */
@@ -192,7 +324,7 @@ static void read_ahead(const call_t *c, const window_t *w, long b, long h, long 
     load_state(c, 0, 0, 1.0f, s);
     for (long t = (c->tokens - 1) / TILE * TILE; t >= 0; t -= TILE) {
         long count = least(TILE, c->tokens - t), first = least(bound, t + count + reach_behind(w));
-        add_keys(c, w, b, key_head, first, bound, s, &top);
+        add_keys(c, w, b, key_head, t, first, bound, m, &top);
         bound = first;
         query_features(c, b, h, t, count, s);
         read_out(c, s, count);
@@ -208,7 +340,13 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     scratch_t *s = &m->s;
     long count = least(TILE, c->tokens - t), wide_q = padded(count), size = c->keys.size, width = s->width;
     long from = t - reach_before(w) > 0 ? t - reach_before(w) : 0, to = least(c->tokens, t + count + reach_behind(w));
-    long near = to - from, wide = padded(near), sinks = least(w->sinks, real);
+    long near = to - from, wide = padded(near), sinks = least(w->sinks, real), slots = padded(m->slots);
+    m->losing = 0;
+    for (long j = 0; j < m->slots; j++) {
+        /* Both ways, keys that are near are not taken from their slots. */
+        if (!w->causal) m->slot_until[j] = m->slot_token[j] < 0 || (from <= m->slot_token[j] && m->slot_token[j] < to) ? 0 : NEVER;
+        if (m->slot_until[j] && m->slot_until[j] < t + count) m->losing = m->slots;
+    }
     prefetch_out(c, b, h, t, count);
     query_features(c, b, h, t, count, s);
     for (long r = 0; r < count; r++) {
@@ -216,8 +354,8 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
         if (c->query_scale) m->query_scale[r] += c->query_scale[(b * c->heads + h) * c->tokens + t + r];
     }
     read_out(c, s, count);
-    pack_tokens(c, c->q, c->q_stride, b, h, t, count, w->scaling, m->q);
-    pack_tokens(c, c->k, c->k_stride, b, key_head, from, near, 1.0f, m->k);
+    pack_tokens(c, c->q, c->q_stride, b, h, t, count, w->scaling, m->q, wide_q);
+    pack_tokens(c, c->k, c->k_stride, b, key_head, from, near, 1.0f, m->k, wide);
     key_features(c, b, key_head, from, near, s);
     weighted_values(c, b, key_head, from, near, s);
     for (long j = 0; j < wide; j++) {
@@ -226,44 +364,50 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     }
     product(0, count, wide, size, m->q, 1, wide_q, m->k, wide, m->scores, wide);
     product(0, count, wide, c->features, s->phi_q, 1, wide_q, s->phi_k, wide, m->products, wide);
-    if (sinks) product(0, count, padded(sinks), size, m->q, 1, wide_q, m->sink_k,
-                       padded(least(w->sinks, c->tokens)), m->sink_scores, padded(sinks));
+    product(0, count, m->others, size, m->q, 1, wide_q, m->other_k, m->others, m->other_scores, m->others);
+    if (m->losing)
+        product(0, count, slots, c->features, s->phi_q, 1, wide_q, m->slot_phi, slots, m->slot_products, slots);
     for (long r = 0; r < count; r++) {
         long first = t + r - reach_before(w) - from, last = least(least(t + r + reach_behind(w) + 1, real), to) - from;
         if (first < 0) first = 0;
         if (last < first) last = first = least(first, near);
-        exact_row(w, m, r, t + r, first, last, wide, sinks);
-        linear_row(m, r, first, last, w->causal ? last : near, wide);
+        const seen_t n = {r, t + r, from, first, last, w->causal ? last : near};
+        exact_row(w, m, &n, wide, sinks);
+        linear_row(m, &n, wide);
     }
     product(0, count, width, wide, m->scores, wide, 1, s->values, width, m->exact, width);
-    if (sinks) product(1, count, width, padded(sinks), m->sink_scores, padded(sinks), 1, m->sink_v, width, m->exact, width);
+    product(1, count, width, m->others, m->other_scores, m->others, 1, m->other_v, width, m->exact, width);
     product(0, count, width, wide, m->products, wide, 1, s->values, width, m->linear, width);
+    if (m->losing)
+        product(1, count, width, m->slots, m->slot_products, slots, 1, m->other_v + m->sinks * width, width, m->linear,
+                width);
     for (long r = 0; r < count; r++) join_row(c, w, m, b, h, r, t + r, behind);
 }
 
 /* One head of queries; the first of a group leaves the state after, causally. */
 static void window_head(const call_t *c, const window_t *w, long i, near_t *m) {
     long b = i / c->heads, h = i % c->heads, group = c->heads / c->key_heads, key_head = h / group;
-    long real = 0, bound = 0;
+    long real = real_tokens(c, b), bound = 0;
     float top = FLOOR;
-    while (real < c->tokens && !is_padding(c, b, real)) real++;
-    load_sinks(c, w, b, key_head, m);
+    load_others(c, w, b, key_head, m);
     if (!w->causal) read_ahead(c, w, b, h, key_head, real, m);
     load_state(c, 0, 0, 1.0f, &m->s);
     for (long t = 0; t < c->tokens; t += TILE) {
         /* Causally no farther than what will have left the window at the end: behind it comes padding. */
         long last = least(t - reach_before(w), w->causal ? real - w->size : real);
-        add_keys(c, w, b, key_head, bound, last, &m->s, &top);
+        empty_slots(c, t, m, &top);
+        add_keys(c, w, b, key_head, t, bound, last, m, &top);
         if (last > bound) bound = last;
         window_tile(c, w, b, h, key_head, real, t, top, m);
     }
     if (!w->causal || h % group) return;
-    add_keys(c, w, b, key_head, bound, real - w->size, &m->s, &top);
+    empty_slots(c, real - 1, m, &top);
+    add_keys(c, w, b, key_head, real - 1, bound, real - w->size, m, &top);
     store_state(c, &m->s, b * c->key_heads + key_head, 1.0f, c->kv);
     c->log_scale[b * c->key_heads + key_head] = top;
 }
 
-/* Softmax inside a window and for the sinks, the kernel outside. Returns DONE, or NO_MEMORY. */
+/* Softmax inside a window, for the sinks and for the exact keys, the kernel elsewhere. Returns DONE, or NO_MEMORY. */
 int linearize_window(const call_t *c, const window_t *w) {
     int failed = DONE;
     advise_huge_pages(c);
@@ -272,6 +416,8 @@ int linearize_window(const call_t *c, const window_t *w) {
         near_t m;
         int ready = prepare_window(c, w, &m);
         if (all_ready(ready, &failed)) {
+#pragma omp for schedule(dynamic)
+            for (long n = 0; n < (w->exact_keys ? c->batch * c->key_heads : 0); n++) contest(c, w, n, m.slot_token);
 #pragma omp for schedule(dynamic)
             for (long i = 0; i < c->batch * c->heads; i++) window_head(c, w, i, &m);
         }

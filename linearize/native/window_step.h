@@ -5,20 +5,26 @@
 
 #include "step.h"
 
+#define NEVER INT32_MAX
 #define TINY 1e-30f /* a part of smaller magnitude counts as absent, as in `linearize.ops.window_parts` */
 
-/* What is remembered beside the linear state, all of it in one piece: the last `size` tokens, the newest last, and the
-   first `sinks` ones. */
+/* What is remembered beside the linear state, all of it in one piece: the last `size` tokens, the newest last, the first
+   `sinks` ones, and up to `exact_keys` others, the oldest first. */
 typedef struct {
-    int64_t size, sinks;
+    int64_t size, sinks, exact_keys;
     char *ring_k, *ring_v;        /* [B, K, size, D] and [B, K, size, V], in the types of k and v */
     float *ring_phi, *ring_scale; /* [B, K, size, F] and [B, K, size] */
     uint8_t *ring_mask;           /* [B, size] */
     char *sink_k, *sink_v;        /* [B, K, sinks, D] and [B, K, sinks, V], or null */
     int64_t *tokens;              /* [B], how many there were, or null */
+    char *kept_k, *kept_v;        /* [B, K, exact_keys, D] and [B, K, exact_keys, V], or null, as what follows */
+    float *kept_phi, *kept_scale; /* [B, K, exact_keys, F] and [B, K, exact_keys] */
+    uint8_t *kept_mask;           /* [B, exact_keys], those that are there in front */
     float scaling;                /* of softmax's scores */
     int32_t causal;
     float *tops, *row_sums;       /* [B, H, T]: of every row what its weights were taken relative to, and their sum; or null */
+    const float *priority;        /* [B, K, T]: the largest become exact keys; or null */
+    int32_t *until;               /* [B, K, T], see `contest`; or null */
 } window_t;
 
 /* A thread's arrays for one head: weights of exact tokens, sums of their values, what leaves, sums of the linear state. */
@@ -32,7 +38,7 @@ static window_buffers_t window_buffers_at(const call_t *c, const window_t *w, fl
     long wide = padded(c->value_size + 1) + W;
     window_buffers_t f = {.query = memory};
     f.weights = f.query + padded(c->keys.size) + W;
-    f.exact = f.weights + padded(w->size + w->sinks) + W;
+    f.exact = f.weights + padded(w->size + w->sinks + w->exact_keys) + W;
     f.leaving = f.exact + wide;
     f.value = f.leaving + padded(c->features) + W;
     f.linear = f.value + wide;
@@ -89,28 +95,68 @@ INLINE void join_parts(float *near, float near_level, const float *far, float fa
     for (long j = 0; j < count; j++) near[j] = near[j] * factors[0] + (absent[1] ? 0.0f : far[j] * factors[1]);
 }
 
-/* Take the oldest token out of the ring, into `leaving` and `value`, times its weight in the state; returns by what the
-   state decays. Where it is none, or a sink, nothing is added. */
-static float take_leaving(const call_t *c, const window_t *w, long n, long place, const window_buffers_t *f) {
-    long b = n / c->key_heads, v = c->value_size;
-    const char *from = w->ring_v + n * w->size * v * type_size(c->value_type);
-    int real = w->ring_mask[b * w->size] && (!w->sinks || place - w->size >= w->sinks);
-    float own = real ? w->ring_scale[n * w->size] : FLOOR, before = c->log_scale[n], shift = highest(own, before);
-    float weight = real ? expf(own - shift) : 0.0f;
-    c->log_scale[n] = shift;
-    memset(f->value, 0, (v + 1) * sizeof(float));
-    memset(f->leaving, 0, c->features * sizeof(float));
-    if (!real) return 1.0f;
-    memcpy(f->leaving, w->ring_phi + n * w->size * c->features, c->features * sizeof(float));
-    for (long d = 0; d < v; d++) f->value[d] = number(from, c->value_type, d) * weight;
-    f->value[v] = weight;
-    return shift > before ? expf(before - shift) : 1.0f;
-}
-
 /* Move a ring's rows of `bytes` forward by one, and put a new one behind them. */
 INLINE void push(char *ring, long count, long bytes, const void *row) {
     memmove(ring, ring + bytes, (count - 1) * bytes);
     memcpy(ring + (count - 1) * bytes, row, bytes);
+}
+
+/* What keys compete by; what is no number loses. */
+INLINE float rank_of(float priority) { return priority != priority ? -INFINITY : priority; }
+
+/* How many exact keys a batch entry has. */
+INLINE long kept_count(const window_t *w, long b) {
+    long held = 0;
+    while (held < w->exact_keys && w->kept_mask[b * w->exact_keys + held]) held++;
+    return held;
+}
+
+/* Whether the oldest token of the ring leaves it for the state or the exact keys. */
+INLINE int leaves(const window_t *w, long b) {
+    return w->ring_mask[b * w->size] && (!w->sinks || w->tokens[b] - w->size >= w->sinks);
+}
+
+/* The place of the exact key that loses against the oldest token of the ring, the newest of several; -1 if none does. */
+static long weakest_of(const window_t *w, long n) {
+    const float *kept = w->kept_scale + n * w->exact_keys;
+    long weakest = 0;
+    for (long i = 1; i < w->exact_keys; i++)
+        if (rank_of(kept[i]) <= rank_of(kept[weakest])) weakest = i;
+    return rank_of(w->ring_scale[n * w->size]) > rank_of(kept[weakest]) ? weakest : -1;
+}
+
+/* Put the oldest token of the ring behind the exact keys up to `last`, in whose line the one at `place` is left out. */
+static void keep(const call_t *c, const window_t *w, long n, long place, long last) {
+    long to = n * w->exact_keys + place, from = n * w->size, count = last - place + 1, f = c->features * sizeof(float);
+    long k = c->keys.size * type_size(c->type), v = c->value_size * type_size(c->value_type);
+    push(w->kept_k + to * k, count, k, w->ring_k + from * k);
+    push(w->kept_v + to * v, count, v, w->ring_v + from * v);
+    push((char *)w->kept_phi + to * f, count, f, (char *)w->ring_phi + from * f);
+    push((char *)(w->kept_scale + to), count, sizeof(float), w->ring_scale + from);
+}
+
+/* Let the oldest token of the ring go, for the exact keys or the state. What goes into the state is left in `leaving` and
+   `value`, times its weight there; returns by what the state decays. */
+static float take_leaving(const call_t *c, const window_t *w, long n, const window_buffers_t *f) {
+    long b = n / c->key_heads, v = c->value_size, held = kept_count(w, b), place = -1, full = held == w->exact_keys;
+    int real = leaves(w, b);
+    if (real && w->exact_keys) place = full ? weakest_of(w, n) : held;
+    int from_ring = place < 0;
+    long at = from_ring ? n * w->size : n * w->exact_keys + place;
+    const char *from = (from_ring ? w->ring_v : w->kept_v) + at * v * type_size(c->value_type);
+    int folds = real && full;
+    float own = folds ? (from_ring ? w->ring_scale : w->kept_scale)[at] : FLOOR, before = c->log_scale[n];
+    float shift = highest(own, before), weight = folds ? expf(own - shift) : 0.0f;
+    c->log_scale[n] = shift;
+    memset(f->value, 0, (v + 1) * sizeof(float));
+    memset(f->leaving, 0, c->features * sizeof(float));
+    if (folds) {
+        memcpy(f->leaving, (from_ring ? w->ring_phi : w->kept_phi) + at * c->features, c->features * sizeof(float));
+        for (long d = 0; d < v; d++) f->value[d] = number(from, c->value_type, d) * weight;
+        f->value[v] = weight;
+    }
+    if (place >= 0) keep(c, w, n, place, full ? held - 1 : held);
+    return folds && shift > before ? expf(before - shift) : 1.0f;
 }
 
 /* Bring the head's new token in, among the sinks too where it is one of the first. */
@@ -128,24 +174,26 @@ static void take_up(const call_t *c, const window_t *w, long n, long place, cons
 }
 
 /* Which tokens a query at `place` sees as softmax does: those of the ring that are there, the new one last, and behind
-   them the sinks that lie before the ring. */
+   them the sinks that lie before the ring, and the exact keys. */
 static void look(const call_t *c, const window_t *w, long b, long place, uint8_t *visible) {
     memcpy(visible, w->ring_mask + b * w->size + 1, w->size - 1);
     visible[w->size - 1] = 1;
     for (long s = 0; s < w->sinks; s++) visible[w->size + s] = place - s >= w->size;
+    long kept = kept_count(w, b) + leaves(w, b);
+    for (long s = 0; s < w->exact_keys; s++) visible[w->size + w->sinks + s] = s < kept;
 }
 
 static void window_step_head(const call_t *c, const window_t *w, long n, const token_buffers_t *tokens,
                              const window_buffers_t *f, uint8_t *visible) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, v = c->value_size;
-    long place = w->sinks ? w->tokens[b] : 0, whole = v / W;
+    long place = w->sinks ? w->tokens[b] : 0, whole = v / W, kept_at = w->size + w->sinks;
     float *kv = c->kv + n * c->features * (v + 1), scale, decay;
     if (is_padding(c, b, 0)) {
         memset(f->exact, 0, (v + 1) * sizeof(float));
         for (long g = 0; g < group; g++) write_row(c, f->exact, 1.0f, c->eps, b, h * group + g, 0);
         return;
     }
-    decay = take_leaving(c, w, n, place, f);
+    decay = take_leaving(c, w, n, f);
     token(c, c->k, c->type, c->k_stride, b, h, c->keys.size, c->keys.scale, tokens->x);
     map_tokens(c, &c->keys, h, tokens, 1, &scale);
     scale += learned_scale(&c->keys, h, token_at(c->k, c->type, c->k_stride, b, h, 0), c->type);
@@ -155,6 +203,8 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
     const char *values = w->ring_v + n * w->size * v * type_size(c->value_type);
     const char *sink_k = w->sinks ? w->sink_k + n * w->sinks * c->keys.size * type_size(c->type) : 0;
     const char *sink_v = w->sinks ? w->sink_v + n * w->sinks * v * type_size(c->value_type) : 0;
+    const char *kept_k = w->exact_keys ? w->kept_k + n * w->exact_keys * c->keys.size * type_size(c->type) : 0;
+    const char *kept_v = w->exact_keys ? w->kept_v + n * w->exact_keys * v * type_size(c->value_type) : 0;
     for (long g = 0; g < group; g++) {
         long head = h * group + g;
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, c->queries.scale, tokens->x);
@@ -169,9 +219,11 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, w->scaling, f->query);
         float top = scores_of(c, k, visible, w->size, f->query, f->weights, FLOOR);
         top = scores_of(c, sink_k, visible + w->size, w->sinks, f->query, f->weights + w->size, top);
+        top = scores_of(c, kept_k, visible + kept_at, w->exact_keys, f->query, f->weights + kept_at, top);
         memset(f->exact, 0, (v + 1) * sizeof(float));
         add_values(c, values, visible, w->size, f->weights, top, f->exact);
         add_values(c, sink_v, visible + w->size, w->sinks, f->weights + w->size, top, f->exact);
+        add_values(c, kept_v, visible + kept_at, w->exact_keys, f->weights + kept_at, top, f->exact);
         join_parts(f->exact, top, f->linear, scale + c->log_scale[n], v + 1);
         write_row(c, f->exact, f->exact[v], c->eps, b, head, 0);
     }
@@ -181,6 +233,8 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
 static void count_token(const call_t *c, const window_t *w, long b) {
     if (is_padding(c, b, 0)) return;
     uint8_t there = 1;
+    if (w->exact_keys && leaves(w, b) && kept_count(w, b) < w->exact_keys)
+        w->kept_mask[b * w->exact_keys + kept_count(w, b)] = 1;
     push((char *)w->ring_mask + b * w->size, w->size, 1, &there);
     if (w->tokens) w->tokens[b]++;
 }
@@ -188,7 +242,7 @@ static void count_token(const call_t *c, const window_t *w, long b) {
 /* One more token, in the state's own memory; a token of padding changes nothing and gets zeros. Returns DONE, or
    NO_MEMORY before anything was changed. */
 int linearize_window_step(const call_t *c, const window_t *w) {
-    long heads = c->batch * c->key_heads, visible = padded(w->size + w->sinks);
+    long heads = c->batch * c->key_heads, visible = padded(w->size + w->sinks + w->exact_keys);
     long each = padded(token_buffers_size(c, 1) + window_buffers_size(c, w)) + visible;
     float *memory = malloc(c->threads * each * sizeof(float));
     if (!memory) return NO_MEMORY;

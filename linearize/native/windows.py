@@ -50,7 +50,7 @@ class WindowCalls(abc.ABC):
             k: keys.
             v: values.
             options: how to attend; its mask has each row's real tokens in front.
-            form: the window.
+            form: the window; with exact keys the options have their priority.
 
         Returns:
             Output, the state of the tokens that have left the window (causal; otherwise it says nothing), and of every
@@ -65,11 +65,16 @@ class WindowCalls(abc.ABC):
         kv, log_scale = torch.zeros(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.zeros(batch, k.shape[1])
         extra = (*masks(q, k, options), None, None, kv, log_scale)
         tops, sums = torch.empty(batch, heads, tokens), torch.empty(batch, heads, tokens)
-        buffers = WindowBuffers(form.size, form.sinks, scaling=form.scaling, causal=form.causal)
+        buffers = WindowBuffers(form.size, form.sinks, form.exact_keys, scaling=form.scaling, causal=form.causal)
         buffers.tops, buffers.row_sums = tops.data_ptr(), sums.data_ptr()
+        priority = until = None
+        if options.priority is not None:
+            priority = options.priority.float().contiguous()
+            until = torch.empty(priority.shape, dtype=torch.int32)
+            buffers.priority, buffers.until = priority.data_ptr(), until.data_ptr()
         if self.library.linearize_window(call(ready, q, k, v, out, extra, (form.eps, self.threads, True)), buffers):
             raise MemoryError("native op: no memory for a tile")
-        return WindowAttended(out, kv, log_scale, tops, sums)
+        return WindowAttended(out, kv, log_scale, tops, sums, until)
 
     def window_gradient(
         self, inputs: Attending, grad: Tensor, slope: Tensor, tops: Tensor, real: Tensor, form: Window
@@ -136,8 +141,9 @@ class WindowCalls(abc.ABC):
         """
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         mask = None if mask is None else mask.to(torch.bool).contiguous()
-        ring, sinks = state["ring_mask"], state.get("sink_k")
-        buffers = WindowBuffers(ring.size(1), 0 if sinks is None else sinks.size(2), scaling=scaling, causal=True)
+        ring, sinks, kept = state["ring_mask"], state.get("sink_k"), state.get("kept_mask")
+        sizes = (ring.size(1), 0 if sinks is None else sinks.size(2), 0 if kept is None else kept.size(1))
+        buffers = WindowBuffers(*sizes, scaling=scaling, causal=True)
         for name, tensor in state.items():
             if name not in ("kv", "log_scale"):
                 setattr(buffers, name, tensor.data_ptr())

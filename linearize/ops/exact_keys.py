@@ -49,7 +49,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
     """
     batch, heads, count = priority.shape
     steps, device = count - slots, priority.device
-    values, real = priority.detach().float().nan_to_num(nan=-torch.inf).cpu().tolist(), there.cpu().tolist()
+    values, real = _ranks(priority).cpu().tolist(), there.cpu().tolist()
     losers, losts, kept = [], [], []
     for entry, head in ((b, h) for b in range(batch) for h in range(heads)):
         row, exists = values[entry][head], real[entry]
@@ -64,7 +64,8 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
                 loser[t] = out = -heapq.heappushpop(heap, (row[j], -j))[1]
                 lost[out] = t
             if t % every == 0 or t == steps - 1:
-                places = [-j for _, j in heap]
+                # In their order, so that of equal ones the newest loses after a state was handed over, too.
+                places = sorted(-j for _, j in heap)
                 kept.append(places + [-1] * (slots - len(places)))
                 if t == steps - 1 and t % every == 0:
                     kept.append(kept[-1])
@@ -78,7 +79,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
 
 def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
     """Tell which keys are among the `slots` strongest candidates of their row: [..., T] bool from [..., T]."""
-    priority = priority.float().nan_to_num(nan=-torch.inf).masked_fill(~candidates, -torch.inf)
+    priority = _ranks(priority).masked_fill(~candidates, -torch.inf)
     # A candidate comes before what is none, whatever its priority.
     order = priority.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, candidates.gather(-1, order).long().argsort(dim=-1, descending=True, stable=True))
@@ -86,6 +87,15 @@ def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
     return candidates & (rank < slots)
+
+
+def places_of(chosen: Tensor, slots: int) -> Tensor:
+    """Return the places of the chosen keys [B, K, T] in their order, [B, K, S]; other places where there are fewer."""
+    return chosen.long().argsort(dim=-1, descending=True, stable=True)[..., :slots]
+
+
+def _ranks(priority: Tensor) -> Tensor:
+    return priority.detach().float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 class NearKeys:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.exact_keys import strongest
+from linearize.ops.exact_keys import places_of, strongest
 from linearize.ops.state import FLOOR, with_ones
 from linearize.ops.window_parts import Keys, Part, Queries, Sinks, Window, collect, exact, pick, weigh
 
@@ -91,8 +91,7 @@ def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Pa
         far_keys = far_keys & (place >= window.sinks)
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far_keys.expand_as(keys.scale), window.exact_keys)
-        # [B, K, S]: the chosen ones first, in their order.
-        index = chosen.long().argsort(dim=-1, descending=True, stable=True)[..., : window.exact_keys]
+        index = places_of(chosen, window.exact_keys)
         kept = Sinks(pick(keys.k, index), pick(keys.v, index), keys.mask, place)
         outside = (place[:, None] - index[:, :, None]).abs() > half
         parts.append(exact(queries.q, kept, outside & chosen.gather(2, index)[:, :, None], window.scaling))

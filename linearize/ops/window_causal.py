@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.compact import take
-from linearize.ops.exact_keys import Contest, contest
+from linearize.ops.exact_keys import Contest, contest, places_of
 from linearize.ops.recurrent import recurrent_attention
 from linearize.ops.state import (
     LinearOp,
@@ -24,7 +24,7 @@ from linearize.ops.state import (
     without_padding,
 )
 from linearize.ops.tracing import overlapping, running_max
-from linearize.ops.window_parts import Keys, Queries, Window, WindowState, collect, exact, weigh
+from linearize.ops.window_parts import Keys, Queries, Window, WindowState, collect, exact, pick, weigh
 
 
 def causal_parts(
@@ -59,7 +59,7 @@ def causal_parts(
     if sinks is not None:
         state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
     if window.exact_keys:
-        state = state._replace(**{f"kept_{name}": tensor for name, tensor in kept._asdict().items()})
+        state = _keeping(state, kept)
     return [far, near, *parts], state
 
 
@@ -70,6 +70,7 @@ def state_after(
     window: Window,
     past: State,
     features: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    kept: Tensor | None = None,
 ) -> WindowState:
     """Return the state after the tokens k [B, K, T, D], v [B, K, T, V] of a whole sequence.
 
@@ -80,6 +81,7 @@ def state_after(
         window: its form.
         past: of the tokens that have left the window.
         features: maps keys [B, K, W, D] -> features [B, K, W, F] and log-scales [B, K, W] or None.
+        kept: [B, K, T] bool, which are exact keys now, equally many for all heads; None without exact keys.
     """
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
@@ -87,15 +89,27 @@ def state_after(
     count = mask.sum(dim=1)
     place = count[:, None] - window.size + torch.arange(window.size, device=k.device)
     there, order = place >= 0, place.clamp(min=0)
-    ring_k, ring_v = (without_padding(take(x, order), there) for x in (k, v))
-    phi, scale = features(ring_k)
-    phi = without_padding(phi.float(), there)
-    scale = torch.zeros(phi.shape[:3], device=k.device) if scale is None else scale.float()
-    state = WindowState(*past, ring_k, ring_v, phi, scale.masked_fill(~there[:, None], 0.0), there)
+
+    def remember(k: Tensor, v: Tensor, there: Tensor) -> Keys:
+        k, v = without_padding(k, there), without_padding(v, there)
+        phi, scale = features(k)
+        phi = without_padding(phi.float(), there)
+        scale = torch.zeros(phi.shape[:3], device=k.device) if scale is None else scale.float()
+        return Keys(k, v, phi, scale.masked_fill(~there[:, None], 0.0), there)
+
+    state = WindowState(*past, *remember(take(k, order), take(v, order), there))
+    if kept is not None:
+        index = F.pad(places_of(kept, window.exact_keys), (0, max(0, window.exact_keys - kept.shape[-1])))
+        there = torch.arange(window.exact_keys, device=k.device) < kept[:, 0].sum(dim=-1, keepdim=True)
+        state = _keeping(state, remember(pick(k, index), pick(v, index), there))
     if not window.sinks:
         return state
     sinks = collect(Keys(k, v, k, k[..., 0], mask), window.sinks, None)
     return state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=count)
+
+
+def _keeping(state: WindowState, kept: Keys) -> WindowState:
+    return state._replace(**{f"kept_{name}": tensor for name, tensor in kept._asdict().items()})
 
 
 def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys, Keys, State]:

@@ -30,7 +30,7 @@ OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=
 TOKENS = (1, 2, 47, 48, 49, 100)
 SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 """Sizes of heads and of values."""
-WINDOW = {"window": 5, "sinks": 3}
+WINDOWS = ({"window": 5, "sinks": 3}, {"window": 5, "sinks": 3, "exact_keys": 4}, {"window": 60, "exact_keys": 60})
 
 
 def compiled() -> Path:
@@ -62,6 +62,11 @@ def preloaded() -> str:
             raise SystemExit(f"sanitize: the compiler has no {name}, expected gcc with its sanitizers; set CC=gcc")
         found.append(os.path.realpath(path))
     return " ".join(found)
+
+
+def hybrid(number: int, positive: bool) -> dict[str, object]:
+    """Choose one of the windows, and scales for maps that take them."""
+    return WINDOWS[number % len(WINDOWS)] | {"scale": ("linear", "network")[number % 2] if positive else "none"}
 
 
 def behind_window(mixer: Mixer, call: AttentionCall, token: Sequence[Tensor], mask: Tensor | None) -> None:
@@ -119,7 +124,7 @@ def run() -> int:
                         token = inputs(1, size, value, key_heads, dtype)
                         mixer(AttentionCall(*token, 1.0, masks(1)[count % 2], state=state, needs_state=True))
                     sizes = {"key_heads": key_heads, "size": size, "value": value}
-                    windowed = learned(name, args, causal=causal, **sizes, **WINDOW)
+                    windowed = learned(name, args, causal=causal, **sizes, **hybrid(count + number, mixer.positive))
                     behind_window(windowed, call, inputs(1, size, value, key_heads, dtype), masks(1)[count % 2])
                 calls += 7 + 5 * causal
         print(f"{name} {args} {'causal' if causal else 'bidirectional'}: {calls} calls", flush=True)

@@ -14,7 +14,7 @@ from linearize.attention.call import AttentionCall, MixerState, linear_state
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.native import engine, loaded
 from linearize.native.gradient import attend_with_gradient, map_with_gradient
-from linearize.native.options import AttendOptions
+from linearize.native.options import NEVER, AttendOptions
 from linearize.native.window_autograd import attend_window_with_gradient
 from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.compact import put_back, real_first, take
@@ -76,8 +76,8 @@ class NativeWindow:
         """See `contract.Backend`."""
         if mixer.window is None or call.state is not None:
             return False
-        if torch.is_grad_enabled() and call.needs_state:
-            # Through states, the ops in PyTorch know the gradient.
+        if torch.is_grad_enabled() and (call.needs_state or mixer.hybrid.exact_keys):
+            # Through states and with exact keys, the ops in PyTorch know the gradient.
             return False
         native = engine()
         return native is not None and _has_maps(mixer) and bool(native.supports(call.q, call.k, call.v))
@@ -95,19 +95,22 @@ class NativeWindow:
         scales = mixer.log_scales(ordered)
         scale = mixer.input_scale(call.scaling)
         options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
+        if form.exact_keys:
+            options = options._replace(priority=_priority(mixer, k, call.scaling, scales[1]))
         if torch.is_grad_enabled():
-            found = mixer.features(ordered, scales)
-            out = attend_window_with_gradient(_maps(mixer), (q, k, v), found, options, form)
+            features = mixer.features(ordered, scales)
+            out = attend_window_with_gradient(_maps(mixer), (q, k, v), features, options, form)
             return out if order is None else put_back(out, order), None
-        out, kv, log_scale, *_ = loaded().window(_maps(mixer), q, k, v, options, form)
-        out = out if order is None else put_back(out, order)
+        found = loaded().window(_maps(mixer), q, k, v, options, form)
+        out = found.out if order is None else put_back(found.out, order)
         if not call.needs_state or not form.causal:
             return out, None
 
-        def features(kept: Tensor) -> Features:
-            return mixer.key_features(kept, call.scaling, None)
+        def key_features(keys: Tensor) -> Features:
+            return mixer.key_features(keys, call.scaling, None)
 
-        return out, state_after(k, v, mask, form, State(kv, log_scale), features).present()
+        kept = None if found.until is None else found.until == NEVER
+        return out, state_after(k, v, mask, form, State(found.kv, found.log_scale), key_features, kept).present()
 
 
 class Native:
@@ -156,10 +159,18 @@ def _has_maps(mixer: MappingMixer) -> bool:
     if found is None:
         plain = mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
         plain = plain and mixer.keys.normalize and not mixer.info.positional
-        plain = plain and not mixer.hybrid.exact_keys
         found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
         mixer.memory["native.has_maps"] = found
     return bool(found)
+
+
+def _priority(mixer: MappingMixer, k: Tensor, scaling: float, learned: Tensor | None) -> Tensor:
+    """Return what exact keys are chosen by, the log-scales [B, K, T] of the keys' features."""
+    if _maps(mixer)[0].scaled:
+        found = mixer.key_features(k, scaling, None).log_scale
+        assert found is not None
+        return found
+    return torch.zeros(k.shape[:3]) if learned is None else learned
 
 
 def _feature_maps(mixer: MappingMixer) -> list[FeatureMap]:

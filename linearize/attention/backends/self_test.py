@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall
-from linearize.attention.factory import build_mixer
+from linearize.attention.factory import build_mixer, default_scale
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError
 from linearize.kernels.base import FeatureMap
 from linearize.native import SWITCH
-from linearize.registry import PLAIN, Hybrid, kernel_infos
+from linearize.registry import PLAIN, Hybrid, kernel_info, kernel_infos, make_config
 
 MOST = 1e-4
 """Largest difference, over the largest output, that rounding explains."""
 
 TOKENS, HEADS, KEY_HEADS, SIZE = 150, 4, 2, 48
 
-WINDOW = Hybrid(window=64, sinks=4)
-"""A softmax window, and sinks."""
+WINDOW = Hybrid(window=64, sinks=4, exact_keys=8)
+"""A softmax window, sinks and exact keys."""
 
 
 class Agreement(NamedTuple):
@@ -86,6 +86,8 @@ def check_agreement(rows: list[Agreement]) -> None:
 
 
 def _mixer(name: str, causal: bool, generator: torch.Generator, hybrid: Hybrid) -> Mixer:
+    info = kernel_info(name)
+    hybrid = replace(hybrid, scale=default_scale(info, make_config(info, {}), hybrid.window))
     mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), hybrid)
     mixer.reset_parameters(torch.Generator().manual_seed(1))
     for parameter in mixer.parameters():
