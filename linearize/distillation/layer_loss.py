@@ -15,7 +15,7 @@ from linearize.distillation.features import LayerFeatures
 from linearize.distillation.losses import output_loss
 from linearize.distillation.targets import Targets
 from linearize.errors import ConfigError
-from linearize.registry import StageOne
+from linearize.registry import SCALES, StageOne
 from linearize.teacher.observe import has_rows, softmax_output
 
 
@@ -104,7 +104,9 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     walkable = info.normalized and has_rows(layer) and (layer.mixer.positive or layer.hybrid.window is None)
     kind = config.loss
     if kind == "auto":
-        kind = own.loss if walkable else "output"
+        # Without scales a kernel beside a window cannot have softmax's size: its outputs are what it can match.
+        unscaled = layer.hybrid.window is not None and layer.hybrid.scale == SCALES[0]
+        kind = own.loss if walkable and not unscaled else "output"
     if kind in ("weights", "both") and not walkable:
         raise ConfigError(
             f"stage one: kernel {info.name!r} has no normalised weights to compare with softmax's; use --loss output"

@@ -57,7 +57,7 @@ LOCAL_AS_FULL = (
     "then, so that the result equals the original at most up to the window's length"
 )
 PRESET = (
-    "kernel, window and first tokens that were measured to work well together; what is given beside it comes first: "
+    "kernel, window and sinks that were measured to work well together; options given explicitly take precedence: "
     f"{', '.join(PRESETS)}"
 )
 KEPT_HEADS = (

@@ -14,7 +14,7 @@ class Preset:
     """Options of a conversion, and the models they are for.
 
     Args:
-        options: by name; what somebody gives beside the preset comes first.
+        options: by name; options given explicitly take precedence.
         causal: whether they are for attention that sees no token behind its own, or for attention that sees all.
     """
 
@@ -28,11 +28,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "encoder": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=False),
     }
 )
-"""By name; docs/benchmarks.md has what was measured.
+"""By name. Both have learned log-scales, the default with a window.
 
-`causal`, for language models: its perplexity came within 1 % of softmax's, where the kernel alone was 2 % above
-(recipe `llama-small-wikitext2`). `encoder`, for models that see both sides: texts of 65 tokens or fewer come out as
-before, so that GLUE keeps its scores; of longer ones the kernel carries what is far apart.
+`causal` is for language models: docs/benchmarks.md has what its parts are worth. `encoder` is for models that see both
+sides: texts of up to 65 tokens come out as before, which is the window's merit; in longer texts the kernel carries what
+is farther apart.
 """
 
 
