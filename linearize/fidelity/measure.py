@@ -224,7 +224,7 @@ def weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float
 ) -> Callable[[Rows], Tensor]:
     """Return a function that gives the signed normalised weights [B, K, G, C, seen] of a block of rows."""
-    if not has_rows(layer) or layer.hybrid.window is not None:
+    if not has_rows(layer) or layer.hybrid.window is not None or layer.hybrid.softmax_heads:
         whole = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         return lambda rows: whole[:, :, :, rows.part, : rows.seen]
     mixer: Any = layer.mixer

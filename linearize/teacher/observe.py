@@ -66,7 +66,7 @@ def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], observ
 
 def has_rows(layer: LinearAttention) -> bool:
     """Tell whether a layer's weights come from features alone, so that they can be walked in blocks of rows."""
-    return isinstance(layer.mixer, FeatureMapMixer) and layer.mixer.softmax_heads is None
+    return isinstance(layer.mixer, FeatureMapMixer)
 
 
 @torch.no_grad()

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from support.tiny import converted
 from support.weights_loss import weights_loss
 
 import linearize.distillation.blocks as blocks
+from linearize.attention.interface import linear_attentions
+from linearize.distillation.config import DistillConfig
+from linearize.distillation.layer_loss import layer_loss
 from linearize.distillation.losses import output_loss
 from linearize.distillation.row_loss import KNEE
 from linearize.distillation.targets import Targets
@@ -152,3 +156,14 @@ def test_sampled_queries_beside_a_window_are_the_same_rows():
     losses = -(softmax_weights(targets) * weights.clamp(min=1e-30).log()).sum(-1)
     keep = torch.zeros(37).index_fill(0, picked, 1.0)
     check_equal(got, (losses * targets.valid_queries()[:, None] * keep).sum(), [phi_q, phi_k, scale])
+
+
+def test_the_loss_by_default_is_what_a_hybrid_can_match():
+    """With scales a kernel beside a window has softmax's size and matches weights; without them, outputs."""
+    kinds = {}
+    for hybrid in ({}, {"window": 4}, {"window": 4, "scale": "none"}, {"window": 4, "softmax_heads": {0: [1]}}):
+        model = converted("llama", "AutoModelForCausalLM", "hedgehog", **hybrid)
+        layer = next(iter(linear_attentions(model).values()))
+        loss = layer_loss("first", layer, DistillConfig())
+        kinds[str(hybrid)] = "weights" if loss.weights else "output"
+    assert list(kinds.values()) == ["weights", "weights", "output", "weights"]
