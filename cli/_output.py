@@ -277,8 +277,14 @@ def fidelity_table(before: Fidelity, after: Fidelity) -> Group:
         )
     rows.append(["mean", "", *(pair(f, before.mean, after.mean) for f in figures)])
     columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
+    if after.mean("window_error") is not None:
+        # The control: what softmax has outside the window, and the error of the window alone.
+        for row, layer in zip(rows, after.layers, strict=False):
+            row += [number(layer.far_mass), number(layer.window_error)]
+        rows[-1] += [number(after.mean("far_mass")), number(after.mean("window_error"))]
+        columns += ["far mass", "window alone"]
     title = f"Kernel against softmax, before > after stage one ({before.queries} held-out queries)"
-    return table(title, columns, rows, right=(2, 3, 4, 5))
+    return table(title, columns, rows, right=tuple(range(2, len(columns))))
 
 
 def closeness_table(result: AlignResult) -> Group:

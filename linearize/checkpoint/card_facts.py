@@ -79,6 +79,12 @@ def limits(plan: Plan, provenance: Mapping[str, object], length: int | None) -> 
             f"It takes {length:,} tokens; it was taught and measured on rows of up to {seen:,}. Beyond these it has "
             "not been measured."
         )
+    merit = provenance.get("kernel_merit")
+    if isinstance(merit, dict) and all(isinstance(merit.get(name), float) for name in ("error", "window_only")):
+        found.append(
+            f"After stage one the error of its last hidden state was {merit['error']:.3f}; with its softmax windows "
+            f"alone, without the kernel, it was {merit['window_only']:.3f}."
+        )
     if kept:
         found.append(f"{len(kept)} of {len(plan.layers)} attentions are softmax still, with its cost.")
     found += [f"{text[0].upper()}{text[1:]}." for text in expectations(plan)]

@@ -107,6 +107,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         LinearizeError: one of its children, for everything the user can put right.
     """
     from linearize.checkpoint.inspect import inspect_checkpoint, weights_were_trained
+    from linearize.fidelity.ablate import kernel_merit
     from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.spread import measure_spread
     from linearize.fidelity.whole import output_difference
@@ -124,6 +125,8 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     notes = list(inputs.notes)
     if weights_were_trained(info.provenance):
         notes.append(OTHER_SOFTMAX)
+    elif (merit := kernel_merit(loaded.model, inputs.batches)) is not None:
+        notes.append(f"Control: {merit.text}.")
     left_out: list[str] = []
     original, missing = find_original(options.original, loaded, device)
     notes += cut_notes(original, inputs.batches)

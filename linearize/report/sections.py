@@ -94,9 +94,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+_CONTROLS = {"far_mass": "far mass", "window_error": "output error, window alone"}
+
+
 def _fidelity(found: Gathered) -> Iterator[Section]:
-    names = list(plots.FIDELITY_FIGURES)
     layers = found.fidelity.layers
+    controls = {name: text for name, text in _CONTROLS.items() if found.fidelity.mean(name) is not None}
+    titles = plots.FIDELITY_FIGURES | controls
+    names = list(titles)
     rows = [
         [name, layer.kernel, *(_number(getattr(layer, figure)) for figure in names)]
         for name, layer in zip(layer_names([layer.module for layer in layers]), layers, strict=True)
@@ -104,13 +109,18 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
     rows.append(["mean", "", *(_number(found.fidelity.mean(figure)) for figure in names)])
     table = Table(
         f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)",
-        ["layer", "kernel", *plots.FIDELITY_FIGURES.values()],
+        ["layer", "kernel", *titles.values()],
         rows,
     )
     text = (
         "Every layer gets the hidden states of the frozen softmax model. KL divergence and total variation compare the "
         "weights (0: equal), the output error is the norm of the difference over the norm of softmax's output."
     )
+    if controls:
+        text += (
+            " Far mass is softmax's weight outside the window. The window alone is the control: a kernel brings what "
+            "its error lies below that one."
+        )
     if found.outputs is not None:
         text += (
             f" Whole models, last hidden states of {found.outputs.tokens:,} tokens against the original's: mean cosine "

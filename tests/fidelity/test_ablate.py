@@ -5,9 +5,11 @@ import torch
 from support.tiny import converted, inputs_of
 
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.card_facts import limits
 from linearize.errors import ConfigError
 from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
 from linearize.fidelity.measure import measure_layers
+from linearize.modeling.plan import Plan
 
 CAUSAL = "AutoModelForCausalLM"
 
@@ -108,3 +110,10 @@ def test_far_mass_is_softmax_outside_the_window(name):
         assert layer.window_error is not None
     plain = measure_layers(converted("llama", CAUSAL, "hedgehog"), [inputs_of(converted("llama", CAUSAL, "hedgehog"))])
     assert all(layer.far_mass is None and layer.window_error is None for layer in plain.layers)
+
+
+def test_the_card_states_the_control():
+    plan = Plan.from_dict(hybrid(window=3).config.linearize)
+    said = limits(plan, {"kernel_merit": {"error": 0.25, "window_only": 0.5}}, None)
+    assert any("was 0.250; with its softmax windows alone, without the kernel, it was 0.500" in text for text in said)
+    assert not any("windows alone" in text for text in limits(plan, {}, None))
