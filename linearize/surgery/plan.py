@@ -81,7 +81,7 @@ def plan(
     found = _attentions(model, calls, local_as_full)
     reachable = [layer for layer in found if layer.index is not None]
     if not reachable:
-        raise UnsupportedModelError(_why_none(model, found, calls))
+        raise UnsupportedModelError(_why_none(model, [*found, *_unreached(model, calls)] if found else [], calls))
     chosen = assign(len(reachable), kernel, kernel_args or {}, layers, keep_softmax)
     if all(name == SOFTMAX for name, _ in chosen):
         raise UnsupportedModelError(

@@ -34,8 +34,12 @@ def reason(result: dict[str, Any]) -> str:
     if found := re.search(r"cannot be reached: (\w+),? ([^;]*)", message):
         # One row for all classes that do the same.
         return found[2].removesuffix(", which a kernel cannot honour")
-    found = re.search(r"can be converted: ([^;]*)", message)
-    return found[1].removesuffix(", which a kernel cannot honour") if found else message.split(";")[0]
+    found = re.search(r"can be converted: (.*)", message)
+    reasons = found[1].split("; ") if found else [message.split(";")[0]]
+    # Of several, what an attention does that a kernel cannot.
+    chosen = next((one for one in reasons if one.endswith("which a kernel cannot honour")), reasons[0])
+    chosen = re.sub(r" \(\w+\)", "", chosen) if "code of its own" in chosen or "did not run" in chosen else chosen
+    return chosen.removesuffix(", which a kernel cannot honour")
 
 
 def render(results: list[dict[str, Any]]) -> str:
