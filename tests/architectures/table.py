@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,12 @@ def render(results: list[dict[str, Any]]) -> str:
         }[status]
         groups[order[status], what].append(result["name"].removeprefix("timm/"))
     counts = {status: sum(r["status"] == status for r in results) for status in order}
-    commits = sorted({result["commit"] for result in results if "commit" in result})
+    commits = Counter(result["commit"] for result in results if "commit" in result)
+    at = "".join(f", {count} tried at commit {commit}" for commit, count in sorted(commits.items()))
     lines = [
         f"{len(results)} models: "
         + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        + (f", at commit {', '.join(commits)}." if commits else "."),
+        + f"{at}.",
         "",
         "| outcome | models | which |",
         "|---|---:|---|",
