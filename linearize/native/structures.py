@@ -73,9 +73,9 @@ class WindowBack(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens")),
-        *((name, ctypes.c_int64) for name in ("size", "features", "value_size", "window", "sinks")),
+        *((name, ctypes.c_int64) for name in ("size", "features", "value_size", "window", "sinks", "exact_keys")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "grad", "slope", "top")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k", "real")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k", "real", "until")),
         *((name, ctypes.c_int32) for name in ("causal", "threads")),
     ]
 

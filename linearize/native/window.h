@@ -88,7 +88,7 @@ static void contest(const call_t *c, const window_t *w, long n, int32_t *kept) {
 }
 
 /* Whether a key outside the window of query t is exact. */
-INLINE int is_exact(const near_t *m, long t, long key) { return m->until && t < m->until[key]; }
+INLINE int is_exact(const int32_t *until, long t, long key) { return until && t < until[key]; }
 
 /* Put an exact key into a free slot; causally with column j of the features, for when it goes into the state. */
 static void fill_slot(const call_t *c, const window_t *w, long b, long h, long token, long j, long wide, near_t *m) {
@@ -135,7 +135,7 @@ static void far_keys(const call_t *c, const window_t *w, long b, long h, long t,
     scratch_t *s = &m->s;
     key_features(c, b, h, first, count, s);
     for (long j = 0; j < padded(count); j++) {
-        int exact = j < count && is_exact(m, t, first + j);
+        int exact = j < count && is_exact(m->until, t, first + j);
         if (exact && w->causal) fill_slot(c, w, b, h, first + j, j, padded(count), m);
         if (exact || first + j < w->sinks) s->weight[j] = 0.0f;
         if (s->weight[j] == 0.0f) s->scale[j] = FLOOR;
@@ -209,9 +209,9 @@ typedef struct {
 INLINE long outside(const seen_t *n, long j) { return j == n->first ? n->last : j; }
 
 /* Write `value` to the near keys outside the window that are exact, or to those that are not. */
-INLINE void write_outside(const near_t *m, const seen_t *n, int exact, float value, float *row) {
-    for (long j = outside(n, 0); m->until && j < n->near; j = outside(n, j + 1))
-        if (is_exact(m, n->t, n->from + j) == exact) row[j] = value;
+INLINE void write_outside(const int32_t *until, const seen_t *n, int exact, float value, float *row) {
+    for (long j = outside(n, 0); until && j < n->near; j = outside(n, j + 1))
+        if (is_exact(until, n->t, n->from + j) == exact) row[j] = value;
 }
 
 /* Write `value` to the slots that are not exact for query t. */
@@ -228,12 +228,12 @@ static void exact_row(const window_t *w, near_t *m, const seen_t *n, long wide, 
     /* Sinks in the window are there already: left are those before it and, not causally, those behind it. */
     if (before < 0) before = 0;
     if (!w->causal) behind = least(sinks, n->t + reach_behind(w) + 1);
-    write_outside(m, n, 0, FLOOR, row);
+    write_outside(m->until, n, 0, FLOOR, row);
     write_slots(m, n->t, FLOOR, more);
     float top = largest(more, behind, sinks, largest(more, 0, before, largest(row, first, last, FLOOR)));
     top = largest(more, m->sinks, filled, top);
     weigh_row(row, wide, first, last, top);
-    write_outside(m, n, 0, 0.0f, row);
+    write_outside(m->until, n, 0, 0.0f, row);
     m->exact_sums[n->r] = sum_of(row, wide);
     m->exact_levels[n->r] = top;
     if (!filled) return;
@@ -251,13 +251,13 @@ static void linear_row(near_t *m, const seen_t *n, long wide) {
     long first = n->first, last = n->last, seen = n->near;
     float *row = m->products + n->r * wide, *slots = m->slot_products + n->r * padded(m->slots), top = FLOOR;
     for (long j = outside(n, 0); j < seen; j = outside(n, j + 1))
-        if (!is_exact(m, n->t, n->from + j)) top = highest(s->scale[j], top);
+        if (!is_exact(m->until, n->t, n->from + j)) top = highest(s->scale[j], top);
     for (long j = 0; j < m->losing; j++)
         if (m->slot_until[j] && n->t >= m->slot_until[j]) top = highest(m->slot_scale[j], top);
     /* Behind what is seen there may be larger scales: they are cleared before anything is made of them. */
     memset(row + first, 0, (last - first) * sizeof(float));
     memset(row + seen, 0, (wide - seen) * sizeof(float));
-    write_outside(m, n, 1, 0.0f, row);
+    write_outside(m->until, n, 1, 0.0f, row);
     for (long j = 0; j < padded(seen); j += W) {
         vf scale = load(s->scale + j) - top, high = splat(0.0f);
         scale = -larger(-scale, high);

@@ -11,7 +11,7 @@ from torch import Tensor
 from linearize.kernels.base import Features, MapSpec
 from linearize.native import engine
 from linearize.native.gradient import differentiated
-from linearize.native.options import Attending, AttendOptions
+from linearize.native.options import NEVER, Attending, AttendOptions
 from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, without_padding
 
@@ -55,18 +55,19 @@ class _Windowed(torch.autograd.Function):
     ) -> Tensor:
         ctx.form, ctx.engine = form, engine()
         found = ctx.engine.window(maps, q, k, v, options, form)
-        ctx.save_for_backward(q, k, v, *features, options.mask, found.out, found.tops, found.sums)
+        ctx.save_for_backward(q, k, v, *features, options.mask, found.out, found.tops, found.sums, found.until)
         out: Tensor = found.out
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums = ctx.saved_tensors
+        q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until = ctx.saved_tensors
         form, groups = ctx.form, q.shape[1] // k.shape[1]
         if mask is None:
             mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
         linear = (mask & (torch.arange(k.shape[2]) >= form.sinks))[:, None]
+        linear = linear if until is None else linear & (until != NEVER)
         scale = torch.zeros(k.shape[:3]) if key_scale is None else key_scale.float()
         scale = scale.masked_fill(~linear, FLOOR)
         level = scale.amax(dim=-1, keepdim=True)
@@ -74,7 +75,7 @@ class _Windowed(torch.autograd.Function):
         exponent = level.repeat_interleave(groups, dim=1) - tops + (0.0 if query_scale is None else query_scale)
         if form.causal:
             # Queries that see nothing beyond their window.
-            seen = mask & (torch.arange(k.shape[2]) - form.size >= form.sinks)
+            seen = mask & (torch.arange(k.shape[2]) - form.size >= form.sinks + form.exact_keys)
             exponent = exponent.masked_fill(~seen[:, None], FLOOR)
             if key_scale is not None and bool((exponent > MOST).any()):
                 # One scale for all keys will not do: the largest is far above those that an early query sees.
@@ -93,7 +94,7 @@ class _Windowed(torch.autograd.Function):
         # Keys of padding are not looked at; its queries are, as zeros.
         exact_q = without_padding(q.float() * form.scaling, mask)
         inputs = Attending(exact_q, k, v, phi_q * query_factor, phi_k * key_factor)
-        back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form)
+        back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form, until)
         scales = [
             None if given is None else (of * made).sum(dim=-1)
             for given, of, made in ((query_scale, back.phi_q, inputs.phi_q), (key_scale, back.phi_k, inputs.phi_k))

@@ -175,7 +175,7 @@ static void take_up(const call_t *c, const window_t *w, long n, long place, cons
 
 /* Which tokens a query at `place` sees as softmax does: those of the ring that are there, the new one last, and behind
    them the sinks that lie before the ring, and the exact keys. */
-static void look(const call_t *c, const window_t *w, long b, long place, uint8_t *visible) {
+static void look(const window_t *w, long b, long place, uint8_t *visible) {
     memcpy(visible, w->ring_mask + b * w->size + 1, w->size - 1);
     visible[w->size - 1] = 1;
     for (long s = 0; s < w->sinks; s++) visible[w->size + s] = place - s >= w->size;
@@ -198,7 +198,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
     map_tokens(c, &c->keys, h, tokens, 1, &scale);
     scale += learned_scale(&c->keys, h, token_at(c->k, c->type, c->k_stride, b, h, 0), c->type);
     take_up(c, w, n, place, tokens->phi, scale);
-    look(c, w, b, place, visible);
+    look(w, b, place, visible);
     const char *k = w->ring_k + n * w->size * c->keys.size * type_size(c->type);
     const char *values = w->ring_v + n * w->size * v * type_size(c->value_type);
     const char *sink_k = w->sinks ? w->sink_k + n * w->sinks * c->keys.size * type_size(c->type) : 0;

@@ -77,7 +77,14 @@ class WindowCalls(abc.ABC):
         return WindowAttended(out, kv, log_scale, tops, sums, until)
 
     def window_gradient(
-        self, inputs: Attending, grad: Tensor, slope: Tensor, tops: Tensor, real: Tensor, form: Window
+        self,
+        inputs: Attending,
+        grad: Tensor,
+        slope: Tensor,
+        tops: Tensor,
+        real: Tensor,
+        form: Window,
+        until: Tensor | None,
     ) -> Attending:
         """Return the gradients of `inputs`.
 
@@ -88,6 +95,7 @@ class WindowCalls(abc.ABC):
             tops: of the forward.
             real: [B], how many tokens are there; padding lies behind them.
             form: the window.
+            until: of the forward.
 
         Raises:
             MemoryError: if there is no memory for a thread's tiles.
@@ -104,6 +112,8 @@ class WindowCalls(abc.ABC):
             setattr(back, name, tensor.data_ptr())
         for name, tensor in found._asdict().items():
             setattr(back, f"d{name}", tensor.data_ptr())
+        if until is not None:
+            back.exact_keys, back.until = form.exact_keys, until.data_ptr()
         if self.library.linearize_window_gradient(back):
             raise MemoryError("native op: no memory for a tile's gradients")
         return Attending(*(x[..., :size] for x, size in zip(found, sizes, strict=True)))

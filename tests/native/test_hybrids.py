@@ -72,15 +72,16 @@ RUN = [pytest.param(seed, marks=() if seed < 100 else pytest.mark.slow) for seed
 @pytest.mark.parametrize("seed", RUN)
 def test_random_layers(switch, watch, seed):
     mixer, inputs, mask = draw(seed)
-    count, causal, exact_keys = inputs[0].shape[2], mixer.shape.causal, mixer.hybrid.exact_keys
+    count, causal = inputs[0].shape[2], mixer.shape.causal
     real = slice(None) if mask is None else mask[:, None].expand(-1, 4, -1)
-    calls = watch("window", "attend", "window_step", "step")
+    calls = watch("window", "attend", "window_gradient", "gradients", "window_step", "step")
+    ways = ["window", "window_gradient"] if mixer.window else ["attend", "gradients"]
     written_out = gradients_in_double(mixer, mask, inputs[0].shape[-1] ** -0.5)
     names = ["out", "q", "k", "v", *(name for name, _ in mixer.named_parameters())]
     for on in (True, False):
         switch(on)
         out, towards, found = attend(mixer, *inputs, mask)
-        assert calls == (["window" if mixer.window else "attend"] if on and not exact_keys else [])
+        assert calls == (ways if on else [])
         if on:
             terms = sum(x.shape[-1] for x in (inputs[0], inputs[2])) + mixer.feature_dim + UNITS + 8 * count
             exact, moves = deviation(written_out, [*inputs, towards, *mixer.parameters()])

@@ -76,8 +76,8 @@ class NativeWindow:
         """See `contract.Backend`."""
         if mixer.window is None or call.state is not None:
             return False
-        if torch.is_grad_enabled() and (call.needs_state or mixer.hybrid.exact_keys):
-            # Through states and with exact keys, the ops in PyTorch know the gradient.
+        if torch.is_grad_enabled() and call.needs_state:
+            # Through states, the ops in PyTorch know the gradient.
             return False
         native = engine()
         return native is not None and _has_maps(mixer) and bool(native.supports(call.q, call.k, call.v))
