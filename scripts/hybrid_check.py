@@ -113,8 +113,8 @@ def change(model: Any, **values: Any) -> None:
         mixer.hybrid = replace(mixer.hybrid, **values)
 
 
-def main() -> None:
-    """Measure and write."""
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original")
     parser.add_argument("converted")
@@ -126,7 +126,12 @@ def main() -> None:
     parser.add_argument("--needles", type=int, nargs="*", default=[1024, 2048], help="lengths")
     parser.add_argument("--needle-rows", type=int, default=5)
     parser.add_argument("--output", required=True)
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure and write."""
+    args = parse(words)
     tokenizer = AutoTokenizer.from_pretrained(args.original)
     read = Path(args.text).read_text(encoding="utf-8")[:400_000]
     ids = torch.tensor(tokenizer(read)["input_ids"])

@@ -40,6 +40,7 @@ FOLDERS = {
     # Lines of recipes read chunks of 512 tokens.
     "MINILM": ("bert", "AutoModel", {"max_position_embeddings": 512}),
     "LLAMA": ("llama", "AutoModelForCausalLM", {}),
+    "SMOLLM2": ("llama", "AutoModelForCausalLM", {}),
     "llama-linear": ("llama", "AutoModelForCausalLM", {}),
     "VIT": ("vit", "AutoModelForImageClassification", {"image_size": 30, "patch_size": 15}),
     "gpt2": ("gpt2", "AutoModelForCausalLM", {}),
@@ -187,7 +188,8 @@ def write_texts(root, rows):
         # No text of one is in another: the same text would be left out of the training rows.
         own = "".join(json.dumps({"text": f"{name} {row['text']}"}) + "\n" for row in rows)
         (root / f"{name}.jsonl.gz").write_bytes(gzip.compress(own.encode()))
-    (root / "corpus.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    for name in ("corpus.txt", "wiki.valid.txt"):
+        (root / name).write_text("".join(row["text"] + "\n" for row in rows))
 
 
 def write_reviews(root, rows):
@@ -277,8 +279,8 @@ def quick(words):
 
 def run_example(line, file, words):
     name = Path(file).stem
-    if file == "scripts/search_check.py":
-        # It takes minutes; tests/kernel_search runs it.
+    if file in ("scripts/search_check.py", "scripts/hybrid_check.py"):
+        # They take minutes; tests/kernel_search and tests/fidelity run them.
         script(name).parse(words)
         return
     assert file == f"examples/{name}.py" and name in EXAMPLES, f"{line!r} is not covered; add the example to EXAMPLES"
