@@ -53,6 +53,11 @@ class AttentionSizes:
     key_heads: int | None = None
     value_dim: int | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.hybrid, dict):
+            # As plain data, from another process.
+            object.__setattr__(self, "hybrid", Hybrid.of(self.hybrid))
+
     def mixer(self, *, causal: bool) -> Mixer:
         """Build the kernel's mixer with its starting values.
 

@@ -55,6 +55,11 @@ class BenchModel:
     dtype: str = "float32"
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        if isinstance(self.hybrid, dict):
+            # As plain data, from another process.
+            object.__setattr__(self, "hybrid", Hybrid.of(self.hybrid))
+
     @classmethod
     def of(
         cls, model: PreTrainedModel, folder: str | None, *, longest: int = 512, image_size: int | None = None

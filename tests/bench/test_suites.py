@@ -337,7 +337,7 @@ def test_goals_are_judged():
 def test_pictures(tmp_path):
     for path in ("a.jpg", str(tmp_path / "none" / "a.png")):
         with pytest.raises(ConfigError, match="--plot"):
-            check_picture(path)
+            check_picture(path, overwrite=False)
     assert short_names(["elu, causal, float32", "luna, causal, float32"]) == ["elu", "luna"]
     assert short_names(["elu, causal"]) == [""]
 
