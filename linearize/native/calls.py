@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -295,28 +296,35 @@ def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, 
 @functools.lru_cache(maxsize=1)
 def _share_threads() -> bool:
     """Make torch's OpenMP library visible to the op, so that both work with the same threads; tell whether it is."""
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    for file in sorted({line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}):
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_end_threads)
+    for file in _openmp_files():
         try:
-            library = ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
-            if hasattr(library, "GOMP_parallel"):
-                _end_threads_before_forks(library)
+            if hasattr(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL), "GOMP_parallel"):
                 return True
         except OSError:
             continue
     return False
 
 
-def _end_threads_before_forks(openmp: ctypes.CDLL) -> None:
-    """End OpenMP's idle threads before each fork; parent and child start new ones with their next call.
+def _openmp_files() -> list[str]:
+    """Find the OpenMP libraries of this process, torch's first: other packages (scikit-learn) bring their own."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    files = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}
+    return sorted(files, key=lambda file: ("torch" not in file, file))
+
+
+def _end_threads() -> None:
+    """End the idle threads of every OpenMP library before a fork; parent and child start new ones with their next call.
 
     A child has none of its parent's threads, but OpenMP's list of them: it would wait for them forever, in torch too.
     """
-    if hasattr(os, "register_at_fork") and hasattr(openmp, "omp_pause_resource_all"):
-        os.register_at_fork(before=functools.partial(openmp.omp_pause_resource_all, OMP_PAUSE_HARD))
+    for file in _openmp_files():
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(file).omp_pause_resource_all(OMP_PAUSE_HARD)
 
 
 def load() -> Engine | None:
