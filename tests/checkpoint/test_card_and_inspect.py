@@ -150,7 +150,8 @@ def test_every_kernel_has_a_card():
 
     for info in kernel_infos():
         arguments = {"max_positions": 64} if info.maximum_positions else {}
-        model = converted("bert" if info.bidirectional else "gpt2", kernel=info.name, kernel_args=arguments)
+        near = {"window": 4} if info.needs_window else {}
+        model = converted("bert" if info.bidirectional else "gpt2", kernel=info.name, kernel_args=arguments, **near)
         assert f"[{info.source}]({info.url})" in model_card(model) or info.preset is not None
 
 
@@ -219,4 +220,4 @@ def test_inspect_bad_folders(saved, tmp_path):
 
 def test_card_says_window_and_sinks():
     text = model_card(converted("bert", window=8, sinks=2))
-    assert "| `encoder.layer.0.attention.self` | hedgehog | window=8, sinks=2 |" in text
+    assert "| `encoder.layer.0.attention.self` | hedgehog | window=8, sinks=2, scale=linear |" in text

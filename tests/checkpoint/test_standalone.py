@@ -98,7 +98,8 @@ def test_every_kernel_travels(python, tmp_path):
     for info in kernel_infos():
         name, head = ("bert", "AutoModel") if info.bidirectional else ("gpt2", "AutoModel")
         arguments = {"max_positions": 64} if info.maximum_positions else {}
-        write_job(tmp_path, info.name, converted(name, head, info.name, kernel_args=arguments), head)
+        near = {"window": 4} if info.needs_window else {}
+        write_job(tmp_path, info.name, converted(name, head, info.name, kernel_args=arguments, **near), head)
         jobs[info.name] = (head, "", False)
     write_job(tmp_path, "window", converted("llama", "AutoModelForCausalLM", window=4), "AutoModelForCausalLM")
     jobs["window"] = ("AutoModelForCausalLM", "", False)

@@ -128,13 +128,13 @@ def test_a_checkpoint_that_does_not_say_its_form_is_the_papers(kernel, tmp_path)
         layer["arguments"] = {}
     file.write_text(json.dumps(values))
     inputs = inputs_of(model)
-    for _ in range(2):
-        loaded = AutoModel.from_pretrained(tmp_path / "out")
+    for name in ("out", "again"):
+        loaded = AutoModel.from_pretrained(tmp_path / name)
         assert {layer.mixer.config.form for layer in linear_attentions(loaded).values()} == {"paper"}
         assert {layer.mixer.floor for layer in linear_attentions(loaded).values()} == {0.0}
         assert torch.equal(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
         # What it is saved as again.
-        linearize.save(loaded, tmp_path / "out", overwrite=True)
+        linearize.save(loaded, tmp_path / "again", overwrite=True)
 
 
 def test_a_checkpoint_says_the_default_form(tmp_path):
