@@ -86,10 +86,11 @@ def test_json(verb, place, capsys, monkeypatch):
     # graph down takes seconds (tests/export does).
     monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}, []))
     monkeypatch.setattr("linearize.demo.minilm_folder", lambda: place / "bert")
+    monkeypatch.setattr("linearize.demo._seconds_per_batch", lambda folder: 0.1)
     monkeypatch.setattr(
         "linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
     )
-    monkeypatch.setattr("linearize.checkpoint.push.push", lambda folder, repo, private=False: "https://example.org")
+    monkeypatch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
     words, keys = CASES[verb]
     assert "--json" in build_parser(verb).format_help()
     capsys.readouterr()

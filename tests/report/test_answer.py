@@ -179,7 +179,8 @@ def test_a_tasks_rows_are_those_it_is_measured_on(made, monkeypatch):
     chosen = task("text-classification", columns=("other", "text"))
     asked = DataOptions(max_length=20, seed=3)
     data = prepare(chosen, tokenizer(), asked, data=str(made / "rows.jsonl"))
-    result = SimpleNamespace(metrics={}, score=0.5, steps=1, best_step=1, selection=None, stopped="steps", seconds=1.0)
+    measured = {"metrics": {}, "score": 0.5, "interval": None, "chance": None}
+    result = SimpleNamespace(**measured, steps=1, best_step=1, selection=None, stopped="steps", seconds=1.0)
     record = tuning_record(data, TuneConfig(), result)
     linear = load_converted(str(made / "linear"))
     inputs = load_inputs(linear, InputOptions(inputs=4), provenance={"finetuning": json.loads(json.dumps(record))})
