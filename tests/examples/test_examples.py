@@ -41,7 +41,7 @@ def test_a_researcher_with_a_kernel(tmp_path, monkeypatch, capsys):
     ])  # fmt: skip
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert lines[0] == "|  | cola |" and [line.split("|")[1].strip() for line in lines[2:]] == [
-        "softmax", "squared\\_relu"
+        "softmax", "squared\\_relu", "chance"
     ]  # fmt: skip
     results = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
     assert len(results) == 4 and "4 of 4" in capsys.readouterr().out
