@@ -244,8 +244,13 @@ def test_ctrl_c_keeps_the_step_that_it_comes_in(bert, glue, tmp_path):
 
     whole, expected = run(tmp_path / "whole")
     assert expected.steps > 6
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", stop)
+    # A process that was started in the background ignores it otherwise.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "cut", stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert last_checkpoint(tmp_path / "cut").name == "checkpoint-2"
     seen = []
     # How often states are kept is not a part of what a run does.
