@@ -85,16 +85,17 @@ def behind_window(mixer: Mixer, call: AttentionCall, token: Sequence[Tensor], ma
 def run() -> int:
     """Call everything there is; returns how many calls that were."""
     import torch
-    from support.native_cases import CASES, learned
 
     import linearize.native as native
-    from linearize.attention.backends.native import NativeOp
-    from linearize.attention.call import AttentionCall
     from linearize.native.calls import Engine
 
-    engine = Engine(FOLDER / "native.so")
+    engine, calls = Engine(FOLDER / "native.so"), 0
+    # Before anything imports it.
     native.loaded = lambda: engine
-    calls = 0
+    from support.native_cases import CASES, learned
+
+    from linearize.attention.backends.native import NativeOp
+    from linearize.attention.call import AttentionCall
 
     def inputs(count, size, value, key_heads, dtype):
         shapes = ((4, size), (key_heads, size), (key_heads, value))
