@@ -28,6 +28,9 @@ def draw(seed):
     count = chance.choice([1, 2, 47, 48, 49, 97, chance.randint(1, 160)])
     mixer = learned(name, args, causal=chance.random() < 0.6, **sizes, **hybrid)
     mask = torch.rand(2, count, generator=torch.Generator().manual_seed(seed)) > 0.3 if chance.random() < 0.4 else None
+    if mask is not None and window is None:
+        # Rounding cannot be measured at a query that sees nothing: there the written-out weights come from -1e30.
+        mask[:, 0] = True
     while not distinct(mixer, inputs := tokens(count, seed=seed, **sizes), mask):
         seed += 10_000
     return mixer, inputs, mask
