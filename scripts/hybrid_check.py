@@ -110,7 +110,7 @@ def change(model: Any, **values: Any) -> None:
     """Change what all converted layers have in addition to their kernels."""
     for layer in linear_attentions(model).values():
         mixer: Any = layer.mixer
-        mixer.hybrid = replace(mixer.hybrid, **values)
+        mixer.change(replace(layer.hybrid, **values))
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

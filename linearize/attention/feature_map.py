@@ -43,8 +43,7 @@ class FeatureMapMixer(Mixer):
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid | None = None) -> None:
         super().__init__(info, config, shape)
-        self.hybrid = hybrid = hybrid or PLAIN
-        self.window = hybrid.window
+        hybrid = hybrid or PLAIN
         build: Any = info.build
         self.inputs: Inputs | None = build.inputs(config, shape.heads, shape.key_heads, shape.head_dim)
         self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
@@ -55,15 +54,19 @@ class FeatureMapMixer(Mixer):
             self.key_scale = LogScale(hybrid.scale, shape.key_heads, shape.head_dim, bias=False)
             if hybrid.window is not None:
                 self.query_scale = LogScale(hybrid.scale, shape.heads, shape.head_dim, bias=True)
-        groups = shape.heads // shape.key_heads
-        heads = hybrid.softmax_heads
-        self.softmax_heads = SoftmaxHeads(heads, groups, shape.causal) if heads else None
-        self.floor = self.keys.floor if self.window is None else 0.0
         self.eps = EPS if self.positive else SIGNED_EPS
         assert info.feature_dim is not None
         self.feature_dim = info.feature_dim(config, shape.head_dim)
         tied_inputs = self.queries is None and self.inputs is None and not info.positional
         self.symmetric = self.keys.symmetric and tied_inputs
+        self.change(hybrid)
+
+    def change(self, hybrid: Hybrid) -> None:
+        """Take other additions to the kernel, of the same scale; parameters stay."""
+        self.hybrid, self.window = hybrid, hybrid.window
+        heads, groups = hybrid.softmax_heads, self.shape.heads // self.shape.key_heads
+        self.softmax_heads = SoftmaxHeads(heads, groups, self.shape.causal) if heads else None
+        self.floor = self.keys.floor if hybrid.window is None else 0.0
         self.memory: dict[str, object] = {}
 
     def reset_parameters(self, generator: torch.Generator) -> None:

@@ -16,7 +16,7 @@ from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.ops.tracing import is_tracing
-from linearize.registry import PLAIN, Hybrid
+from linearize.registry import Hybrid
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
@@ -35,7 +35,6 @@ class LinearAttention(nn.Module):
     Attributes:
         mixer: what computes the outputs.
         shape: sizes and direction of the attention.
-        hybrid: what it has in addition to the kernel.
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
             observer: stage one and the reports listen to the frozen model in this way. Never saved.
         declares_direction: whether the host says at every call whether it is causal.
@@ -52,13 +51,17 @@ class LinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
-        self.hybrid = hybrid or PLAIN
         self.mixer: Mixer = build_mixer(kernel, arguments, shape, hybrid)
         self.observer: Observer | None = None
         self._handed: dict[int, LinearStateLayer] = {}
         self.declares_direction = False
         self.local_as_full = False
         self.cache_index: int | None = None
+
+    @property
+    def hybrid(self) -> Hybrid:
+        """What it has in addition to the kernel."""
+        return self.mixer.hybrid
 
     def reset_parameters(self, seed: int) -> None:
         """Initialise the kernel from a seed, always with the same numbers."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.shape import HeadShape
 from linearize.kernels.base import Kernel, Output
-from linearize.registry import KernelInfo, kernel_info
+from linearize.registry import PLAIN, Hybrid, KernelInfo, kernel_info
 
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
@@ -28,7 +28,10 @@ class Mixer(nn.Module, abc.ABC):
         shape: sizes and direction.
         positive: whether its weights can never be negative.
         output: what follows the weighted sum of the values, or None.
+        hybrid: what the layer has in addition to the kernel.
     """
+
+    hybrid: Hybrid = PLAIN
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
         super().__init__()

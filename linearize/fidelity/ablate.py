@@ -77,10 +77,14 @@ def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
             one()
 
 
+def _kernel_beside_window(layer: LinearAttention) -> bool:
+    return layer.hybrid.window is not None and not layer.mixer.info.needs_window
+
+
 def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
     """Take the kernel beside a window away and return what puts it back; None if there is no window, or no kernel."""
     mixer: Any = layer.mixer
-    if layer.hybrid.window is None or mixer.info.needs_window:
+    if not _kernel_beside_window(layer):
         return None
     keys, queries = mixer.keys, mixer.queries
     mixer.keys, mixer.queries = _NoFeatures(keys), None if queries is None else _NoFeatures(queries)
@@ -94,9 +98,7 @@ def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
 
 
 def _without_window(layer: LinearAttention) -> Callable[[], None] | None:
-    if layer.hybrid.window is None or layer.mixer.info.needs_window:
-        return None
-    return _changed(layer, window=None, sinks=0, exact_keys=0)
+    return _changed(layer, window=None, sinks=0, exact_keys=0) if _kernel_beside_window(layer) else None
 
 
 def _without_exact_keys(layer: LinearAttention) -> Callable[[], None] | None:
@@ -105,17 +107,9 @@ def _without_exact_keys(layer: LinearAttention) -> Callable[[], None] | None:
 
 def _changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
     mixer: Any = layer.mixer
-    before, floor = mixer.hybrid, mixer.floor
-    mixer.hybrid = replace(before, **values)
-    mixer.window = mixer.hybrid.window
-    mixer.floor = mixer.keys.floor if mixer.window is None else 0.0
-    mixer.memory.clear()
-
-    def undo() -> None:
-        mixer.hybrid, mixer.window, mixer.floor = before, before.window, floor
-        mixer.memory.clear()
-
-    return undo
+    before = mixer.hybrid
+    mixer.change(replace(before, **values))
+    return lambda: mixer.change(before)
 
 
 def _without_attention(layer: LinearAttention) -> Callable[[], None] | None:
@@ -173,7 +167,7 @@ def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
         None if no layer has a kernel joined to a window, or the model gives no hidden states.
     """
     layers = linear_attentions(model).values()
-    if not any(layer.hybrid.window is not None and not layer.mixer.info.needs_window for layer in layers):
+    if not any(map(_kernel_beside_window, layers)):
         return None
     device = next(model.parameters()).device
     sums: list[Tensor] = []

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
-from linearize.attention.softmax_heads import SoftmaxHeads
 from linearize.errors import ConfigError
 from linearize.fidelity.ablate import without_kernel
 from linearize.modeling.modes import evaluating
@@ -120,10 +119,7 @@ def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable
         if layer.module in chosen:
             heads = tuple(sorted(chosen[layer.module]))
             layer = replace(layer, hybrid=replace(layer.hybrid, softmax_heads=heads))
-            attention: Any = _layer(model, layer.module)
-            attention.hybrid = attention.mixer.hybrid = layer.hybrid
-            groups = layer.shape.heads // layer.shape.key_heads
-            attention.mixer.softmax_heads = SoftmaxHeads(heads, groups, layer.shape.causal)
+            _layer(model, layer.module).mixer.change(layer.hybrid)
         layers.append(layer)
     plan = replace(plan, layers=tuple(layers))
     model.config.linearize = {**model.config.linearize, **plan.to_dict()}
