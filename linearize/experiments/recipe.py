@@ -279,7 +279,8 @@ def _check_kernel(kernel: Kernel, where: str) -> None:
         return
     _check_arguments(kernel.everywhere, where)
     try:
-        parse_heads(kernel.softmax_heads) if kernel.softmax_heads is not None else None
+        if kernel.softmax_heads is not None:
+            parse_heads(kernel.softmax_heads)
         kept_layers(kernel.keep_softmax, 0)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -16,7 +16,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.errors import ConfigError, unknown_name
 from linearize.kernels.base import FeatureMap, Features
 from linearize.modeling.modes import evaluating
-from linearize.teacher.observe import run_body
+from linearize.teacher.observe import last_states
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
 """What can be taken away: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
@@ -201,10 +201,6 @@ def _errors(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the last hidden states [B, T, D] in fp64 on the CPU, zero where padded."""
-    states = getattr(run_body(model, batch), "last_hidden_state", None)
-    if not torch.is_tensor(states) or states.ndim != 3:
-        return None
-    states = states.double().cpu()
-    mask = batch.get("attention_mask")
-    return states if mask is None else states * mask[:, : states.shape[1], None].to(states)
+    """Return the last hidden states [B, T, D] in fp64 on the CPU."""
+    states = last_states(model, batch)
+    return None if states is None or states.ndim != 3 else states.double().cpu()

@@ -22,7 +22,7 @@ from linearize.errors import ConfigError
 from linearize.fidelity.ablate import without_kernel
 from linearize.modeling.modes import evaluating
 from linearize.modeling.plan import Plan
-from linearize.teacher.observe import run_body, softmax_heads_output
+from linearize.teacher.observe import last_states, softmax_heads_output
 
 POINTS = 4
 """Steps between softmax and the window."""
@@ -137,12 +137,9 @@ def _module(model: PreTrainedModel, name: str) -> str:
 
 
 def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    states = getattr(run_body(model, batch), "last_hidden_state", None)
-    if not torch.is_tensor(states):
+    states = last_states(model, batch)
+    if states is None:
         raise ConfigError(
             "keep-softmax-heads: the model gives no hidden states to judge heads by; name heads, such as 4:0,11:7"
         )
-    mask = batch.get("attention_mask")
-    if mask is None or states.ndim != 3:
-        return states.float()
-    return states.float() * mask[:, : states.shape[1], None]
+    return states.float()

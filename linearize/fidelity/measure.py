@@ -14,6 +14,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.ablate import without_kernel
+from linearize.ops import Window
 from linearize.ops.floored import held
 from linearize.teacher.observe import has_rows, show, softmax_output
 from linearize.teacher.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
@@ -181,7 +182,8 @@ def _add(
     out = layer(q, k, v, mask, scaling).float()
     sums.add("error", (out - target).square().sum(dim=-1) * valid)
     sums.add("power", target.square().sum(dim=-1) * valid)
-    window = layer.hybrid.window
+    mixer: Any = layer.mixer
+    window = mixer.form(scaling) if has_rows(layer) else None
     sums.windowed = window is not None
     undo = without_kernel(layer)
     if undo is not None:
@@ -202,22 +204,20 @@ def _add(
         kl = (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1)
         sums.add("kl", kl * keep)
         if window is not None:
-            sums.add("far", (t * _far(layer, mask, rows, t)).sum(dim=-1) * keep)
+            sums.add("far", (t * _far(window, mask, rows, t)).sum(dim=-1) * keep)
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1) * keep)
         sums.add("negative", ((w < 0) & visible).float().sum(dim=-1) * keep)
         sums.add("weights", visible.float().sum(dim=-1) * keep)
     return target
 
 
-def _far(layer: LinearAttention, mask: Tensor | None, rows: Rows, weights: Tensor) -> Tensor:
+def _far(window: Window, mask: Tensor | None, rows: Rows, weights: Tensor) -> Tensor:
     """Tell which keys of a block [B, K, G, C, S] lie outside the window and are no sinks: [B or 1, 1, 1, C, S]."""
-    hybrid, total = layer.hybrid, rows.seen if mask is None else mask.shape[1]
+    total = rows.seen if mask is None else mask.shape[1]
     real = torch.ones(1, max(total, rows.part.stop), device=weights.device) if mask is None else mask
     place = real.long().cumsum(dim=-1)
     distance = place[:, rows.part, None] - place[:, None, : rows.seen]
-    assert hybrid.window is not None
-    near = distance < hybrid.window if layer.shape.causal else distance.abs() <= hybrid.window // 2
-    return ~(near | (place <= hybrid.sinks)[:, None, : rows.seen])[:, None, None]
+    return ~(window.holds(distance) | (place <= window.sinks)[:, None, : rows.seen])[:, None, None]
 
 
 def weight_rows(

@@ -123,8 +123,7 @@ class NearKeys:
         keys = torch.arange(seen, device=places.device)
         distance = places[:, None] - keys
         window = self.window
-        near = distance < window.size if window.causal else distance.abs() <= window.size // 2
-        near = near | (keys < window.sinks)
+        near = window.holds(distance) | (keys < window.sinks)
         if self.kept is None:
             return near
         kept = self.kept[:, None, None, :seen]

@@ -26,7 +26,7 @@ def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding
     log_scale = None if log_scale is None else log_scale.float().masked_fill(~real[:, None], 0.0)
     place = real.long().cumsum(dim=-1)
     distance = place[:, -rows:, None] - place[:, None, :]
-    near = distance < window.size if window.causal else distance.abs() <= window.size // 2
+    near = window.holds(distance)
     sinks = (place <= window.sinks)[:, None]
     visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
     visible = (visible.tril(columns - rows) if window.causal else visible) & real[:, None]

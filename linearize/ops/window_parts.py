@@ -45,6 +45,10 @@ class Window:
     sinks: int = 0
     exact_keys: int = 0
 
+    def holds(self, distance: Tensor) -> Tensor:
+        """Tell whether a key lies in a query's window, by the query's place minus the key's (later keys are hidden)."""
+        return distance < self.size if self.causal else distance.abs() <= self.size // 2
+
 
 class Mapped(NamedTuple):
     """Queries or keys, and their features.

@@ -44,6 +44,15 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
     return module(**inputs)
 
 
+def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Run the body on a batch and return its last hidden states, [B, T, D] zero where padded; None if it gives none."""
+    states = getattr(run_body(model, batch), "last_hidden_state", None)
+    if not torch.is_tensor(states):
+        return None
+    mask = batch.get("attention_mask")
+    return states if mask is None or states.ndim != 3 else states * mask[:, : states.shape[1], None].to(states)
+
+
 def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], observer: Observer) -> int:
     """Run batches through a converted model's body in evaluation mode, its layers shown to an observer.
 
