@@ -306,10 +306,7 @@ def _check_arguments(kernel: LayerKernel, where: str) -> None:
     try:
         info = kernel_info(kernel.name)
         config = make_config(info, kernel.args)
-        if kernel.window is not None and not info.windowed:
-            raise ConfigError(f"kernel {kernel.name} cannot be joined to a softmax window; leave the window out")
-        if info.preset is None:
-            check_hybrid(info, config, Hybrid.of(kernel.arguments()), HeadShape(1, 1, 1, 1, info.causal))
+        check_hybrid(info, config, Hybrid.of(kernel.arguments()), HeadShape(1, 1, 1, 1, info.causal))
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
     if kernel.sinks is not None and (kernel.sinks < 1 or kernel.window is None):
