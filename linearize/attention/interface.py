@@ -77,12 +77,14 @@ def attention_forward(
 
 
 def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return a host's own mask of several images in a row as the documents [B, 1, T]; any other mask as it is."""
+    """Return a host's own mask of several images in a row as the documents [B, 1, T], one of padding as [B, S]."""
     layer = getattr(module, "linear_attention", None)
     if mask is None or mask.ndim != 4 or layer is None or layer.shape.causal or is_tracing():
         return mask
-    if key_padding(mask, causal=False) is not None:
-        return mask
+    padding = key_padding(mask, causal=False)
+    if padding is not None:
+        # Handed on as it was found: reading it takes a look at every pair of tokens.
+        return padding if SEGMENTS.get() is None else mask
     found = blocks(mask)
     return mask if found is None else found
 
