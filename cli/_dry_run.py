@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from linearize.jobs.dry_run import AnyJob
     from linearize.jobs.events import Event
+    from linearize.modeling.plan import Plan
 
 HELP = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
 
@@ -17,8 +21,13 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=HELP)
 
 
-def show_bill(job: AnyJob, *, as_json: bool) -> int:
+def show_bill(job: AnyJob, *, as_json: bool, planned: Callable[[Console, Plan], None] | None = None) -> int:
     """Check a job and print its plan and its bill.
+
+    Args:
+        job: the job.
+        as_json: whether stdout is for JSON.
+        planned: called with the console and the plan once the plan is made.
 
     Returns:
         0 where it fits; 2 where it does not.
@@ -34,6 +43,8 @@ def show_bill(job: AnyJob, *, as_json: bool) -> int:
         if isinstance(event, Planned):
             plans.append(event.plan)
             out.print(plan_table(event.plan))
+            if planned is not None:
+                planned(out, event.plan)
         elif isinstance(event, PositionsExtended):
             out.print(f"Inputs: {event.report.note}", markup=False)
         elif isinstance(event, Noted):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from linearize.jobs.convert import ConvertResult
     from linearize.jobs.events import Callback, Event
     from linearize.jobs.findings import Findings
+    from linearize.modeling.plan import Plan
 
 
 def kept_states(target: str, *endings: str) -> str:
@@ -34,7 +35,7 @@ def show(
     target: str,
     *,
     as_json: bool,
-    planned: Callable[[Console], None] | None = None,
+    planned: Callable[[Console, Plan], None] | None = None,
 ) -> int:
     """Run a conversion or distillation, show what happens, and print its result.
 
@@ -42,7 +43,7 @@ def show(
         work: what to run; gets a callback.
         target: the folder that it makes.
         as_json: whether stdout is for JSON.
-        planned: called with the console once the model is loaded and its plan is made.
+        planned: called with the console and the plan once the model is loaded and its plan is made.
     """
     from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, plan_table, print_json
     from linearize.jobs.events import Planned, PositionsExtended
@@ -56,7 +57,7 @@ def show(
         if isinstance(event, Planned):
             out.print(plan_table(event.plan))
             if planned is not None:
-                planned(out)
+                planned(out, event.plan)
         elif isinstance(event, PositionsExtended):
             out.print(f"Inputs: {event.report.note}", markup=False)
         else:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from linearize.bench.options import HOW, WHAT, BenchOptions
+from linearize.cli._backends import add_explain, explain_layers
 from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.options import options_of
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
     add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
     add_native(groups[HOW])
+    add_explain(groups[HOW])
     add_json(groups[HOW], "print every figure as JSON on stdout")
 
 
@@ -79,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.plot, overwrite=args.overwrite)
     out = console(to_stderr=args.json)
     prepare_native(args, options.device, out)
+    if args.explain_backend:
+        explain_suites(out, options)
     progress = Progress(out)
     try:
         result = run_goals(options, progress) if args.goals else run_bench(options, progress)
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 FREE = (
     *("model", "kernel", "kernel_arg", "window", "sinks", "lengths", "image_size", "causal", "backward"),
     *("features_given", "decode", "train", "stage_one", "alignment", "heads", "head_dim", "batch", "batch_tokens"),
-    *("layers", "dtype", "memory", "plot"),
+    *("layers", "dtype", "memory", "plot", "explain_backend"),
 )
 """Options that have no meaning beside --goals."""
 
@@ -177,6 +181,35 @@ class Progress:
         if self.status is not None:
             self.status.stop()
             self.status = None
+
+
+def explain_suites(out: Console, options: BenchOptions) -> None:
+    """Print the backends of all attentions that are measured, for inputs of the longest length.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right.
+    """
+    from linearize.attention.interface import linear_attentions
+    from linearize.bench.attention import SizedSuite
+    from linearize.bench.job import LENGTHS, checked, make_suites
+    from linearize.bench.machine import DTYPES
+    from linearize.bench.suite import check_lengths
+    from linearize.bench.whole_model import OfModel
+
+    options = checked(options)
+    longest = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)[-1]
+    for suite in make_suites(options, longest):
+        suite.check()
+        tokens, layers = longest, {}
+        if isinstance(suite, OfModel):
+            model = suite.model
+            tokens = longest if model.image_size is None else model.tokens
+            names = linear_attentions(model.linear)
+            layers = {str(number): layer.mixer for number, layer in enumerate(names.values())}
+        elif isinstance(suite, SizedSuite) and options.features is None:
+            causal = options.causal or options.suite == "decode"
+            layers = {"the attention": suite.sizes.mixer(causal=causal)}
+        explain_layers(out, layers, tokens, options.device, DTYPES[options.dtype])
 
 
 def show(out: Console, result: BenchResult | GoalsResult) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
+from linearize.cli._backends import add_explain, explain_plan
 from linearize.cli._dry_run import add_dry_run, show_bill
 from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.cli._progress import show
 from linearize.jobs.config import ConvertJob
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linearize.modeling.plan import Plan
 
 EPILOG = """examples:
   linearize convert roberta-base --kernel hedgehog --max-length 4096
@@ -30,6 +37,10 @@ Without --dataset, text models learn from a stated Hub data set or, offline, fro
 vision models likewise or from two sample photographs. The choice is printed."""
 
 
+EXPLAINED_TOKENS = 512
+"""Length of the inputs of --explain-backend without --max-length."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_options(parser, ConvertJob)
@@ -39,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--private", action="store_true", help="make a new repository on the Hub private")
     add_dry_run(parser)
     add_native(parser)
+    add_explain(parser)
     add_json(parser)
 
 
@@ -57,16 +69,20 @@ def run(args: argparse.Namespace) -> int:
         from linearize.checkpoint.push import check_repo
 
         check_repo(args.push_to_hub)
+
+    def explain(out: Console, plan: Plan) -> None:
+        if args.explain_backend:
+            explain_plan(out, plan, job.max_length or EXPLAINED_TOKENS, job.device)
+
+    def prepare(out: Console, plan: Plan) -> None:
+        prepare_native(args, job.device, out)
+        explain(out, plan)
+
     if args.dry_run:
         if args.no_native:
             prepare_native(args, job.device, None)
-        return show_bill(job, as_json=args.json)
-    show(
-        lambda on_event: convert_checkpoint(job, on_event),
-        job.target(),
-        as_json=args.json,
-        planned=lambda out: prepare_native(args, job.device, out),
-    )
+        return show_bill(job, as_json=args.json, planned=explain)
+    show(lambda on_event: convert_checkpoint(job, on_event), job.target(), as_json=args.json, planned=prepare)
     if args.finetune:
         from linearize.cli.finetune import tune_in_place
 

@@ -1,4 +1,4 @@
-"""One call of an attention: what a mixer is asked, whichever backend answers."""
+"""One call of an attention: what a mixer gets, whichever backend carries it out."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ MixerState = dict[str, Tensor]
 """What a mixer remembers between decoding steps: named tensors, batch first, of a size that does not grow."""
 
 
-# Not frozen, though nobody changes one: a frozen one takes three times as long to make, at every decoding step.
+# Not frozen, because a frozen one takes three times as long to make, at every decoding step. Nothing changes a call.
 @dataclass(slots=True, eq=False)
 class AttentionCall:
-    """Queries, keys and values, and what the host says about them. Decoding is a call of one token with a state.
+    """Queries, keys and values, with their scaling, mask and state. Decoding is a call of one token with a state.
 
     Attributes:
         q: queries [B, H, T, D].
         k: keys of the same tokens [B, K, T, D], K divides H.
         v: values of the same tokens [B, K, T, V].
-        scaling: what the host multiplies scores with.
-        key_padding_mask: [B, T], true where there is a token; None: everywhere.
-        positions: [B, T], counted from 0 without padding, where the kernel is positional; the mixer counts them.
-        state: what was seen before these tokens (causal only). It is given away: decoding without a gradient writes
-            the state after into the same memory.
-        needs_state: whether the state after these tokens is asked for.
+        scaling: the host's factor of the scores.
+        key_padding_mask: [B, T], true at tokens; None if there is no padding.
+        positions: [B, T], counted from 0 without padding, for positional kernels; the mixer counts them.
+        state: the state before these tokens (causal only). Decoding without a gradient overwrites its memory.
+        needs_state: whether the caller needs the state after these tokens.
     """
 
     q: Tensor
@@ -45,8 +44,13 @@ class AttentionCall:
         """Whether this is a decoding step that may write into the state's memory."""
         return self.state is not None and self.k.size(2) == 1 and not torch.is_grad_enabled() and not is_tracing()
 
+    @property
+    def linear_state(self) -> State | None:
+        """The state of the linear attention before these tokens, or None."""
+        return None if self.state is None else State(self.state["kv"], self.state["log_scale"])
+
     def part(self, tokens: slice) -> AttentionCall:
-        """Return the same for some of the tokens, without a state."""
+        """Return the call of some of the tokens, without a state."""
         mask, positions = self.key_padding_mask, self.positions
         return AttentionCall(
             self.q[:, :, tokens],
@@ -58,10 +62,5 @@ class AttentionCall:
         )
 
     def with_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        """Return the same call of other queries, keys and values."""
+        """Return the call with other queries, keys and values."""
         return replace(self, q=q, k=k, v=v)
-
-
-def linear_state(call: AttentionCall) -> State | None:
-    """Return the state of a linear attention that a call comes with."""
-    return None if call.state is None else State(call.state["kv"], call.state["log_scale"])

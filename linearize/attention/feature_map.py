@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.choose import choose, map_keys, map_queries
+from linearize.attention.backends.choose import choose, map_tokens
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.mixer import Mixer
 from linearize.attention.scale import LogScale, Scales
@@ -20,25 +20,28 @@ from linearize.ops.state import EPS, without_padding
 from linearize.registry import PLAIN, SCALES, Hybrid, KernelInfo
 
 SIGNED_EPS = 1e-6
-"""Smallest denominator of a map whose weights can be negative: there it can cross zero among ordinary numbers."""
+"""Smallest denominator of a map whose weights can be negative, so that it can cross zero among ordinary numbers."""
 
 
 class FeatureMapMixer(Mixer):
     """`o_i = phi(q_i) . sum_j phi(k_j) v_j / phi(q_i) . sum_j phi(k_j)`.
 
     The keys' map has one set of parameters per key/value head. Queries use the same map (each query head that of its
-    group), or one of their own per query head where the kernel's argument `tied` is false. With a window, near tokens
-    get softmax's weights instead, under the same denominator, and so do sinks and exact keys: see
-    `linearize.ops.window`.
+    group), or a separate one per query head if the kernel's argument `tied` is false. With a window, near tokens get
+    softmax's weights instead, under the same denominator, and so do sinks and exact keys; `linearize.ops.window` has
+    the formula.
 
     Attributes:
         hybrid: what the layer has in addition to the kernel.
         window: W of the softmax window, or None.
         key_scale: learned log-scales of the keys, or None.
-        query_scale: those of the queries; None without a window, where they would cancel.
+        query_scale: those of the queries; None without a window, because they would cancel.
         softmax_heads: the query heads that stay softmax, or None.
         eps: smallest magnitude of a denominator.
-        floor: c of `linearize.ops.floored`, 0 for none; with a window there is none.
+        feature_dim: size F of the features.
+        floor: c of `linearize.ops.floored`; 0 for none, and always 0 with a window.
+        symmetric: whether queries are mapped as keys are, so that both can be mapped at once.
+        memory: what a backend worked out for this mixer, by a name that begins with the backend's.
     """
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid | None = None) -> None:
@@ -62,7 +65,7 @@ class FeatureMapMixer(Mixer):
         self.change(hybrid)
 
     def change(self, hybrid: Hybrid) -> None:
-        """Take other additions to the kernel, of the same scale; parameters stay."""
+        """Replace the additions to the kernel by others with the same scale; parameters stay."""
         self.hybrid, self.window = hybrid, hybrid.window
         heads, groups = hybrid.softmax_heads, self.shape.heads // self.shape.key_heads
         self.softmax_heads = SoftmaxHeads(heads, groups, self.shape.causal) if heads else None
@@ -70,7 +73,7 @@ class FeatureMapMixer(Mixer):
         self.memory: dict[str, object] = {}
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill the maps and what is around them; an untied query map starts as the keys' one."""
+        """Fill the maps and what surrounds them; a separate query map starts as a copy of the keys' map."""
         self.keys.reset_parameters(generator)
         for around in (self.inputs, self.output):
             if around is not None:
@@ -84,56 +87,47 @@ class FeatureMapMixer(Mixer):
         with torch.no_grad():
             mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
             for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
-                # What all heads share has one entry on the head axis in both.
+                # A tensor that all heads share has one entry on the head axis in both maps.
                 shared = tensor.shape == mine[name].shape
                 tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
 
     @property
     def learnable(self) -> bool:
-        """See `Mixer.learnable`."""
         return self.info.learnable or self.key_scale is not None
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `Mixer.forward`; `linearize.attention.backends.choose` says how it is carried out."""
-        if self.softmax_heads is None:
-            return self._attend(call)
-        exact, cached = self.softmax_heads.attend(call)
-        if call.state is not None:
-            call = replace(call, state={name: x for name, x in call.state.items() if name not in CACHED})
-        out, after = self._attend(call)
-        index = torch.tensor(self.softmax_heads.heads, device=out.device)
-        out = out.index_copy(1, index, exact.to(out.dtype))
-        return out, None if after is None or cached is None else after | cached
-
-    def _attend(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Mix as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
+        if self.softmax_heads is None and not self.info.positional:
+            return choose(self, call).run(self, call)
+        exact, more = None, {}
+        if self.softmax_heads is not None:
+            exact, more = self.softmax_heads.attend(call)
+            if call.state is not None:
+                call = replace(call, state={name: x for name, x in call.state.items() if name not in CACHED})
         if self.info.positional:
-            return self._positional(call)
-        return choose(self, call).run(self, call)
-
-    def _positional(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Count the tokens of a positional kernel before the call, and how many there are after it."""
-        seen = None if call.state is None else call.state["seen"]
-        counted = _count(call.k, call.key_padding_mask, seen)
-        call = replace(call, positions=(counted - 1).clamp(min=0))
+            counted = _count(call.k, call.key_padding_mask, None if call.state is None else call.state["seen"])
+            call, more = replace(call, positions=(counted - 1).clamp(min=0)), more | {"seen": counted[:, -1]}
         out, after = choose(self, call).run(self, call)
-        return out, None if after is None else after | {"seen": counted[:, -1]}
+        if exact is not None and self.softmax_heads is not None:
+            out = out.index_copy(1, torch.tensor(self.softmax_heads.heads, device=out.device), exact.to(out.dtype))
+        return out, None if after is None else after | more
 
-    def features(self, call: AttentionCall, scales: Scales | None = None) -> tuple[Features, Features]:
+    def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
 
-        Padding is mapped as zeros are. The queries are the last tokens of the keys' where there are fewer. `scales` is
-        what `log_scales` gives, if it is known.
+        Padding is mapped like zeros. If there are fewer queries than keys, they are the last tokens.
+
+        Args:
+            call: the queries and keys.
+            learned: what `log_scales` returned for them, if it was called before.
         """
         q, k = _without_padding(call)
         positions = call.positions
         if self.inputs is not None:
             q, k = self.inputs(q.float(), k.float(), call.key_padding_mask)
         query_positions = None if positions is None else positions[:, -q.shape[2] :]
-        if scales is None:
-            queries = self.query_features(q, call.scaling, query_positions)
-            return queries, self.key_features(k, call.scaling, positions)
-        found = self._map_queries(q, call.scaling, query_positions), self._map_keys(k, call.scaling, positions)
-        return _scaled(found[0], scales[0]), _scaled(found[1], scales[1])
+        queries = self.query_features(q, call.scaling, query_positions, learned[0])
+        return queries, self.key_features(k, call.scaling, positions, learned[1])
 
     def log_scales(self, call: AttentionCall) -> Scales:
         """Return the learned log-scales of a kernel without `inputs`: of queries [B, H, T] and of keys [B, K, S]."""
@@ -142,57 +136,54 @@ class FeatureMapMixer(Mixer):
         q, k = _without_padding(call)
         return None if self.query_scale is None else self.query_scale(q), self.key_scale(k)
 
-    def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        """Map keys [B, K, T, D], behind what precedes the map."""
-        found = self._map_keys(k, scaling, positions)
-        return found if self.key_scale is None else _scaled(found, self.key_scale(k))
+    def key_features(
+        self, k: Tensor, scaling: float, positions: Tensor | None = None, learned: Tensor | None = None
+    ) -> Features:
+        """Map keys [B, K, T, D] that have been through `inputs`; their `learned` log-scales may be given."""
+        features = map_tokens(self.keys, k, self.input_scale(scaling), positions)
+        return _scaled(features, k, self.key_scale, learned)
 
-    def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        """Map queries [B, H, T, D], behind what precedes the map."""
-        found = self._map_queries(q, scaling, positions)
-        return found if self.query_scale is None else _scaled(found, self.query_scale(q))
-
-    def _map_keys(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        return map_keys(self.keys, k, self.input_scale(scaling), positions)
-
-    def _map_queries(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        """Map queries; with the keys' map, the query heads of a group go along as further batch entries."""
+    def query_features(
+        self, q: Tensor, scaling: float, positions: Tensor | None = None, learned: Tensor | None = None
+    ) -> Features:
+        """Map queries [B, H, T, D] that have been through `inputs`; their `learned` log-scales may be given."""
         scale, groups = self.input_scale(scaling), self.shape.heads // self.shape.key_heads
         if self.queries is not None or groups == 1:
             map = self.keys if self.queries is None else self.queries
-            return map_queries(map, q, scale, positions)
+            return _scaled(map_tokens(map, q, scale, positions, queries=True), q, self.query_scale, learned)
+        # With the keys' map, the query heads of a group are further batch entries.
         batch, _, tokens, size = q.shape
         folded = q.reshape(batch, -1, groups, tokens, size).transpose(1, 2).reshape(batch * groups, -1, tokens, size)
         repeated = None if positions is None else positions.repeat_interleave(groups, dim=0)
-        found = map_queries(self.keys, folded, scale, repeated)
-
-        def unfold(x: Tensor) -> Tensor:
-            return x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
-
-        return Features(unfold(found.phi), None if found.log_scale is None else unfold(found.log_scale))
+        phi, log_scale = (
+            None if x is None else x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
+            for x in map_tokens(self.keys, folded, scale, repeated, queries=True)
+        )
+        assert phi is not None
+        return _scaled(Features(phi, log_scale), q, self.query_scale, learned)
 
     def input_scale(self, scaling: float) -> float:
-        """Return what the map wants queries and keys multiplied with."""
+        """Return the factor of queries and keys before the map."""
         return scaling**0.5 if self.keys.scale_inputs else 1.0
 
     def mapped(
         self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None
     ) -> tuple[Features, Features]:
-        """Map a whole sequence: the features of the queries [B, H, T, F], and of the keys [B, K, S, F].
+        """Map a whole sequence -> the features of the queries [B, H, T, F] and of the keys [B, K, S, F].
 
-        The queries are the last tokens of the keys' if there are fewer. Stage one and the reports start here.
+        If there are fewer queries than keys, they are the last tokens. Stage one and the reports start here.
         """
         positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.info.positional else None
         return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
 
     def form(self, scaling: float) -> Window | None:
-        """Return the form of the window as the ops take it; None without a window."""
+        """Return the window as the ops take it; None without a window."""
         if self.window is None:
             return None
         return Window(self.window, scaling, self.shape.causal, self.eps, self.hybrid.sinks, self.hybrid.exact_keys)
 
     def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Do what follows the sums [B, H, T, V] in fp32, and cast the output to the host's dtype."""
+        """Apply the kernel's output to the sums [B, H, T, V] in fp32, and cast it to the host's dtype."""
         out = self.apply_output(mixed)
         if not self.positive and dtype == torch.float16:
             # Signed weights can be large, and fp16 ends at 65504.
@@ -201,7 +192,7 @@ class FeatureMapMixer(Mixer):
         return out.to(dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """See `Mixer.weights`; the queries are the last tokens of the keys' where there are fewer."""
+        """Write out the weights as `Mixer.weights` does; fewer queries than keys are the last tokens."""
         weights = self._weights(q, k, scaling, key_padding_mask)
         if self.softmax_heads is None:
             return weights
@@ -225,15 +216,17 @@ class FeatureMapMixer(Mixer):
         )
 
 
-def _scaled(features: Features, learned: Tensor | None) -> Features:
-    """Add learned log-scales [B, H, T] to those of the features."""
+def _scaled(features: Features, x: Tensor, scale: LogScale | None, learned: Tensor | None) -> Features:
+    """Add learned log-scales [B, H, T] of the tokens x to those of their features."""
     if learned is None:
-        return features
+        if scale is None:
+            return features
+        learned = scale(x)
     return Features(features.phi, learned if features.log_scale is None else features.log_scale + learned)
 
 
 def _without_padding(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, padding as zeros."""
+    """Return queries and keys with zeros at padding."""
     mask = call.key_padding_mask
     if mask is None:
         return call.q, call.k
@@ -241,7 +234,7 @@ def _without_padding(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Count the tokens up to and with each one [B, T], padding left out, behind the `seen` [B] ones."""
+    """Count the tokens up to each one, itself included [B, T], without padding, after `seen` [B] earlier ones."""
     real = torch.ones(k.shape[0], k.shape[2], device=k.device) if mask is None else mask.float()
     counted = real.cumsum(dim=-1)
     return counted if seen is None else seen[:, None] + counted

@@ -1,4 +1,4 @@
-"""The module that is put into a host's attention, and through which the host's attention call goes."""
+"""The module that conversion puts into a host's attention; the host's attention call passes through it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from linearize.registry import Hybrid
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
 
-What it returns, [B, H, T, V], goes on as the layer's output; None: softmax's output does."""
+It returns the layer's output [B, H, T, V]; None makes that softmax's output."""
 
 
 def _thread() -> int:
-    # While tracing there is one thread, and its number must not become part of the graph.
+    # A traced graph must not contain the thread's number; tracing uses one thread.
     return 0 if is_tracing() else threading.get_ident()
 
 
@@ -36,10 +36,10 @@ class LinearAttention(nn.Module):
         mixer: what computes the outputs.
         shape: sizes and direction of the attention.
         observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
-            observer: stage one and the reports listen to the frozen model in this way. Never saved.
-        declares_direction: whether the host says at every call whether it is causal.
-        local_as_full: whether its masks may be those of a window, which is left out.
-        cache_index: number of its state in a generation cache; None: it has none there.
+            observer. Stage one and the reports read the frozen model in this way. Never saved.
+        declares_direction: whether the host passes its direction with every call.
+        local_as_full: whether the host's masks may be those of a sliding window, which is then ignored.
+        cache_index: number of its state in a generation cache; None without one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LinearAttention(nn.Module):
 
     @property
     def hybrid(self) -> Hybrid:
-        """What it has in addition to the kernel."""
+        """What the layer has in addition to the kernel."""
         return self.mixer.hybrid
 
     def reset_parameters(self, seed: int) -> None:
@@ -68,9 +68,9 @@ class LinearAttention(nn.Module):
         self.mixer.reset_parameters(torch.Generator().manual_seed(seed))
 
     def hand_over(self, state: LinearStateLayer | None) -> None:
-        """Take the state of the running generation for this thread's next call; the host's pre-hook gives it.
+        """Take the state of the running generation for this thread's next call; the host's pre-hook calls this.
 
-        By thread, because several may run one model at a time, each with a cache of its own.
+        Per thread, because several threads may run one model at a time, each with its own cache.
         """
         if state is not None:
             self._handed[_thread()] = state
@@ -85,45 +85,33 @@ class LinearAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scaling: float) -> Tensor:
         """Mix q [B, H, T, D], k [B, K, S, D], v [B, K, S, V] -> [B, H, T, V] in v's dtype.
 
-        S > T where a cache of plain keys stands before the queries: they are then the last T tokens.
+        S > T if a cache of plain keys comes before the queries, which are then the last T tokens. A state that was
+        handed over holds the tokens before these; the state after them is stored in it.
         """
+        if torch.is_autocast_enabled(q.device.type):
+            # Sums and features are fp32 by design; autocast would lower them silently.
+            with torch.autocast(device_type=q.device.type, enabled=False):
+                return self.forward(q, k, v, key_padding_mask, scaling)
         cache = self._handed.pop(_thread(), None) if self._handed else None
         if key_padding_mask is not None:
             # A cache of states hands over the new keys only, but the mask covers all tokens so far.
             key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()
-            # Looking costs little on the CPU; elsewhere it would wait for the device.
-            seen = key_padding_mask.device.type == "cpu" and not is_tracing()
-            if seen and bool(key_padding_mask.all()):
+            # Reading the mask costs little on the CPU; on other devices it would wait for the device.
+            readable = key_padding_mask.device.type == "cpu" and not is_tracing()
+            if readable and bool(key_padding_mask.all()):
                 key_padding_mask = None
-        # Sums and features are fp32 by design; autocast would lower them silently.
-        if torch.is_autocast_enabled(q.device.type):
-            with torch.autocast(device_type=q.device.type, enabled=False):
-                return self._mix(q, k, v, key_padding_mask, scaling, cache)
-        return self._mix(q, k, v, key_padding_mask, scaling, cache)
-
-    def _mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_padding_mask: Tensor | None,
-        scaling: float,
-        cache: LinearStateLayer | None,
-    ) -> Tensor:
-        """Mix the tokens; with a cache they follow what it has seen, and the state after them is stored."""
-        if cache is not None and cache.is_croppable:
+        if cache is None:
+            missing = k.shape[2] - q.shape[2]
+            padded = F.pad(q, (0, 0, missing, 0)) if missing else q
+            return self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
+        if cache.is_croppable:
             return self._mix_recorded(AttentionCall(q, k, v, scaling, key_padding_mask), cache)
-        if cache is not None:
-            out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True))
-            cache.store(after)
-            return out
-        missing = k.shape[2] - q.shape[2]
-        padded = F.pad(q, (0, 0, missing, 0)) if missing else q
-        out, _ = self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))
-        return out[:, :, missing:]
+        out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True))
+        cache.store(after)
+        return out
 
     def _mix_recorded(self, call: AttentionCall, cache: LinearStateLayer) -> Tensor:
-        """Mix the tokens of a call behind a cache that can be cropped."""
+        """Mix the tokens of a call after those of a cache that can be cropped."""
 
         def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
             q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
@@ -132,7 +120,7 @@ class LinearAttention(nn.Module):
             return after
 
         state, count = cache.before(fold), call.k.shape[2]
-        # Of a long prompt only the end is kept.
+        # Only the end of a long prompt is kept.
         cut = max(0, count - cache.window) if count > 2 * cache.window else 0
         outputs = []
         for part in (slice(0, cut), slice(cut, count)) if cut else (slice(0, count),):

@@ -27,8 +27,8 @@ class SoftmaxHeads:
         self.key_heads = sorted({head // groups for head in heads})
         self.key_of = [self.key_heads.index(head // groups) for head in heads]
 
-    def attend(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Return the heads' outputs [B, n, T, V], and the keys and values so far if the call needs a state."""
+    def attend(self, call: AttentionCall) -> tuple[Tensor, MixerState]:
+        """Return the heads' outputs [B, n, T, V], and the keys and values so far; empty unless `call.needs_state`."""
         k, v, mask = call.k[:, self.key_heads], call.v[:, self.key_heads], call.key_padding_mask
         before = 0
         if call.state is not None or call.needs_state:
@@ -45,7 +45,7 @@ class SoftmaxHeads:
         q, keys, values = call.q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
         out = F.scaled_dot_product_attention(q, keys, values, visible, is_causal=causal, scale=call.scaling)
         if mask is None or not call.needs_state:
-            return out, None
+            return out, {}
         return out, {"softmax_k": k, "softmax_v": v, "softmax_mask": mask}
 
     def weights(self, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> Tensor:

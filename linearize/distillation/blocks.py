@@ -19,7 +19,7 @@ from linearize.distillation.row_loss import positive_rows, signed_rows
 from linearize.distillation.targets import Targets
 from linearize.kernels.base import Features
 from linearize.ops import Window
-from linearize.ops.exact_keys import NearKeys
+from linearize.ops.window import NearKeys
 from linearize.ops.state import FLOOR
 from linearize.teacher.rows import pieces, put, take
 

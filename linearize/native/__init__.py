@@ -1,7 +1,7 @@
 """The native op: linear attention on the CPU in C, map included. Optional; `linearize native --build` compiles it.
 
-Of this package only what needs no compiled code travels with a checkpoint: there, and wherever nothing was built,
-`engine` says None and the ops in PyTorch do the work.
+The modules that call the compiled code do not travel with checkpoints. If they are missing, or nothing was built,
+`engine` returns None and the ops in PyTorch do the work.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from typing import Any
 from linearize.ops.tracing import is_tracing
 
 SWITCH = "LINEARIZE_NATIVE"
-"""Environment variable: 0 leaves the native op alone though it is built."""
+"""Environment variable: with 0 the native op is not used even if it is built."""
 
 
 def engine() -> Any:
-    """Return the `linearize.native.calls.Engine` that was built for this machine, or None; None while compiling too."""
+    """Return the `linearize.native.calls.Engine` that was built for this machine; None without one or while tracing."""
     return None if is_tracing() or os.environ.get(SWITCH) == "0" else loaded()
+
+
+def absence() -> str:
+    """Say why `engine` returns None."""
+    if is_tracing():
+        return "a graph is being traced"
+    return f"{SWITCH} is 0" if os.environ.get(SWITCH) == "0" else "it is not built (linearize native --build)"
 
 
 @functools.lru_cache(maxsize=1)
 def loaded() -> Any:
-    """Return the same whatever the environment variable says: for who has just asked `engine`."""
-    # By name, and only if it is there: code that travels with a checkpoint comes without the package.
+    """Return the engine whatever the environment variable is: for callers that have just called `engine`."""
+    # By name and only if it is installed: code that travels with a checkpoint comes without that module.
     try:
         module = importlib.import_module("linearize.native.calls")
     except ImportError:
@@ -34,5 +41,5 @@ def loaded() -> Any:
 
 
 def forget() -> None:
-    """Look again at the next call: something was built or removed."""
+    """Load again at the next call: something was built or removed."""
     loaded.cache_clear()

@@ -8,8 +8,7 @@ from linearize.ops.naive import kernel_weights, naive_attention
 from linearize.ops.recurrent import advance, recurrent_attention
 from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
 from linearize.ops.window import window_attention
-from linearize.ops.window_naive import window_weights
-from linearize.ops.window_parts import Mapped, Window, WindowState
+from linearize.ops.window_parts import Mapped, Window, WindowState, window_weights
 
 __all__ = [
     "BlockState",

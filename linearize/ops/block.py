@@ -1,7 +1,7 @@
 """Attention inside non-overlapping blocks of w tokens: linear in T, and decoding remembers one block.
 
-Token number n, counted from 0 without padding, is in block n // w and sees its own block only; causally only what is
-not after it. Weights are softmax of the scores, or their ReLU (not normalised).
+Token number n, counted from 0 without padding, is in block n // w and sees its own block only, causally no later token.
+Weights are softmax of the scores, or their ReLU (not normalised).
 
 Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, section 4.3.
 """
@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.compact import put_back, real_first, take
-from linearize.ops.state import FLOOR, without_padding
+from linearize.ops.state import FLOOR, put_back, real_first, take, without_padding
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class BlockState(NamedTuple):
     Attributes:
         block_k: [B, K, w, D], filled from the front.
         block_v: [B, K, w, V].
-        filled: [B], how many there are; less than w.
+        filled: [B], how many tokens that is; less than w.
     """
 
     block_k: Tensor
@@ -65,12 +64,12 @@ def block_attention(
         k: [B, K, T, D], K divides H.
         v: [B, K, T, V].
         blocks: their size, direction and weights.
-        scaling: what scores are multiplied with.
-        key_padding_mask: [B, T], true or 1 where there is a token.
-        initial_state: what was seen before these tokens (causal only).
+        scaling: factor of the scores.
+        key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
+        initial_state: the state before these tokens (causal only).
 
     Returns:
-        Output [B, H, T, V] in fp32 and the state after the last token, from which a causal attention goes on.
+        Output [B, H, T, V] in fp32 and the state after the last token, from which a causal attention continues.
     """
     tokens, size = q.shape[2], blocks.size
     mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
@@ -92,7 +91,7 @@ def block_attention(
 
 
 def _last_block(k: Tensor, v: Tensor, mask: Tensor, size: int) -> BlockState:
-    """Return the tokens of the block that is not full; those of `mask` [B, T] lie in front."""
+    """Return the tokens of the block that is not full; the padding of `mask` [B, T] comes last."""
     count = mask.sum(dim=1)
     index = (count // size * size)[:, None] + torch.arange(size, device=k.device)
     absent = (index >= count[:, None])[:, None, :, None]
@@ -119,7 +118,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Blocks) -> Te
 
 
 def _activate(scores: Tensor, visible: Tensor, softmax: bool) -> Tensor:
-    """Turn scores into weights that are 0 where nothing is visible."""
+    """Turn scores into weights, 0 for keys that are not visible."""
     if not softmax:
         return scores.relu().masked_fill(~visible, 0.0)
     # A row that sees nothing is zero, not an average: FLOOR minus FLOOR is 0.

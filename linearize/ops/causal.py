@@ -1,90 +1,54 @@
 """Causal linear attention in chunks: quadratic inside a chunk, a running state between chunks, linear in T.
 
-One loop over the chunks serves all heads, in place, and the backward is written out: it walks the chunks again instead
-of keeping what the forward made.
+One loop over the chunks serves all heads, in place. The backward pass is written out: it walks the chunks again instead
+of keeping the forward pass's intermediate results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from linearize.ops.causal_plan import Plan, cut, make_plan, powers
 from linearize.ops.causal_traced import traced_attention
-from linearize.ops.state import EPS, FLOOR, State, empty_state, group_queries, guarded, masked_log_scale
+from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries, guarded
 from linearize.ops.tracing import is_tracing
 
 
-def causal_attention(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    log_scale: Tensor | None = None,
-    initial_state: State | None = None,
-    normalize: bool = True,
-    eps: float = EPS,
-) -> tuple[Tensor, State]:
+def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
     """Attend from query i to keys up to i; arguments and results as in `naive_attention(causal=True)`.
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]. Sums and states are fp32.
-    Under `torch.compile` and `torch.export` the same chunks are written as plain tensor operations.
+    Under `torch.compile` and `torch.export` the same chunks are plain tensor operations.
     """
-    state = initial_state
-    if state is None:
-        state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
     if is_tracing():
-        return traced_attention(
-            phi_q,
-            phi_k,
-            v,
-            key_padding_mask=key_padding_mask,
-            log_scale=log_scale,
-            initial_state=state,
-            normalize=normalize,
-            eps=eps,
-        )
-    padding = None if key_padding_mask is None else ~key_padding_mask[:, None, :, None].bool()
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
-    if scale is not None:
-        return _scaled(phi_q, phi_k, v, padding, scale, state, normalize, eps)
-    plan = Plan(cut(v.shape[2]), normalize, eps, padding)
-    out, kv = _Causal.apply(phi_q, phi_k, v, None, state.kv, plan)
-    return out, State(kv, state.log_scale)
-
-
-def _scaled(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    scale: Tensor,
-    state: State,
-    normalize: bool,
-    eps: float,
-) -> tuple[Tensor, State]:
-    """Take log-scales apart, attend, and put the state together again."""
+        return traced_attention(phi_q, phi_k, v, **options)
+    given = Options(**options)
+    state, mask = given.start(phi_k, v), given.key_padding_mask
+    padding = None if mask is None else ~mask[:, None, :, None].bool()
+    scale = given.scale(phi_k)
+    if scale is None:
+        plan = Plan(cut(v.shape[2]), given.normalize, given.eps, padding)
+        out, kv = _Causal.apply(phi_q, phi_k, v, None, state.kv, plan)
+        return out, State(kv, state.log_scale)
+    # Take log-scales apart, attend, and put the state together again.
     # A key of unknown size would reach earlier rows through the power that its chunk has in common.
     lost = scale.isnan()
     phi_k, scale = phi_k.masked_fill(lost[..., None], torch.nan), scale.masked_fill(lost, FLOOR)
     power, rest = powers(scale)
     start_power, start_rest = powers(state.log_scale)
-    weight = torch.exp(rest)
-    plan = make_plan(power.detach(), start_power.detach(), normalize, eps, padding)
+    plan = make_plan(power.detach(), start_power.detach(), given.normalize, given.eps, padding)
     start = state.kv * torch.exp(start_rest)[..., None, None]
-    out, kv = _Causal.apply(phi_q, phi_k, v, weight, start, plan)
-    if not normalize:
+    out, kv = _Causal.apply(phi_q, phi_k, v, torch.exp(rest), start, plan)
+    if not given.normalize:
         top = torch.maximum(scale.detach().cummax(dim=-1).values, state.log_scale[..., None])
-        out = out * torch.exp(-powers(top)[1]).repeat_interleave(phi_q.shape[1] // phi_k.shape[1], dim=1)[..., None].to(
-            v.dtype
-        )
+        factor = torch.exp(-powers(top)[1]).repeat_interleave(phi_q.shape[1] // phi_k.shape[1], dim=1)
+        out = out * factor[..., None].to(v.dtype)
     last = torch.maximum(scale.detach().amax(dim=-1), state.log_scale)
-    kv = kv * torch.exp(-powers(last)[1])[..., None, None]
-    return out, State(kv, last)
+    return out, State(kv * torch.exp(-powers(last)[1])[..., None, None], last)
 
 
 class _Chunk(NamedTuple):
@@ -95,11 +59,11 @@ class _Chunk(NamedTuple):
         q: query features [N, G C, F].
         k: key features [N, C, F].
         v_intra: values as the chunk's own rows see them [N, C, V (+ 1)], the last column that of the denominator.
-        v_state: values as the state takes them up.
-        powers: [N, G C, C], what a steep chunk's products are multiplied with, or None.
-        decay: [N, 1, 1] what brings the state here, or None.
-        row_rescale: [N, G C, 1] what a steep chunk's rows multiply the state's part with, or None.
-        key_rescale: [N, C, 1] v_state over v_intra, or None where they are the same.
+        v_state: values as they are added to the state.
+        powers: [N, G C, C], factors of a steep chunk's products, or None.
+        decay: [N, 1, 1] factor that brings the state to this chunk's power, or None.
+        row_rescale: [N, G C, 1] factors of the state's part in a steep chunk's rows, or None.
+        key_rescale: [N, C, 1] v_state over v_intra, or None if they are the same.
         factor: [N, C, 1] v_intra over the plain values, or None.
     """
 
@@ -186,7 +150,7 @@ class _Chunks:
         return None if x is None else x[..., part].reshape(self.n, -1, 1)
 
     def lower(self, scores: Tensor, chunk: _Chunk) -> Tensor:
-        """Clear products with later keys [N, G C, C] in place, whatever they are: zero times NaN would be NaN."""
+        """Clear products with later keys [N, G C, C] in place: multiplying by zero would keep NaN."""
         if chunk.powers is not None:
             scores.mul_(chunk.powers)
         scores.view(self.n, self.groups, -1, scores.shape[-1]).tril_()
@@ -202,7 +166,7 @@ class _Chunks:
 
 
 class _Causal(torch.autograd.Function):
-    """Forward and backward over chunks; nothing but inputs, output and row sums is kept between them."""
+    """Forward and backward over chunks; only inputs, output and row sums are kept between them."""
 
     @staticmethod
     def forward(
@@ -231,7 +195,7 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_kv: Tensor) -> tuple[Tensor | None, ...]:
         phi_q, phi_k, v, weight, start, out, sums = ctx.saved_tensors
         chunks = _Chunks(phi_q, phi_k, v, weight, ctx.plan)
-        # Sums are fp32 by design; autocast, where a backward runs in it, would lower them.
+        # Sums are fp32 by design; a backward pass under autocast would lower them.
         with torch.autocast(device_type=v.device.type, enabled=False):
             rows = _row_gradients(chunks, grad_out, out, sums)
             grad_q = _query_gradients(chunks, rows, start)
@@ -258,13 +222,13 @@ def _read(rows: Tensor, kv: Tensor, chunk: _Chunk) -> Tensor:
 
 
 def _row_gradients(chunks: _Chunks, grad_out: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
-    """Return the gradient to the undivided rows [B, K, G, T, V (+ 1)], each in its unit."""
+    """Return the gradient to the rows before division [B, K, G, T, V (+ 1)], each in its unit."""
     grad, plan = grad_out.reshape(*chunks.q.shape[:4], -1).float(), chunks.plan
     if sums is None or out is None:
         return grad if plan.top is None else grad * plan.own(slice(None))
     rows = grad.new_empty(*grad.shape[:-1], chunks.width)
     torch.div(grad, sums, out=rows[..., :-1])
-    # Where the sum's magnitude was held at its least, it is a constant.
+    # A sum that was held at its least magnitude is a constant.
     held = sums[..., 0].abs() <= plan.least(slice(None))
     rows[..., -1] = -(rows[..., :-1] * out.float()).sum(dim=-1).masked_fill(held, 0.0)
     return rows
@@ -284,7 +248,7 @@ def _query_gradients(chunks: _Chunks, rows: Tensor, start: Tensor) -> Tensor:
 
 
 def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Walk backward, with the state's gradient, for those to keys, values, weights and the first state."""
+    """Walk backward, with the state's gradient, for the gradients to keys, values, weights and the first state."""
     grad_k, grad_v = rows.new_empty(chunks.k.shape), rows.new_empty(chunks.v.shape)
     weights = None if chunks.weight is None else rows.new_empty(chunks.weight.shape)
     state = grad_kv.reshape(chunks.n, *grad_kv.shape[2:]).float().clone()
@@ -314,12 +278,12 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
 def _weight_gradient(chunks: _Chunks, found: Tensor, chunk: _Chunk) -> Tensor:
     """Return the gradient to a chunk's weights [B, K, C] from that to its weighted values [N, C, V (+ 1)]."""
     size = chunks.v.shape[-1]
-    # By the values as they were before the weight, which may be zero.
+    # With the values before the weight, because the weight may be zero.
     plain = chunks.real(chunks.v[:, :, chunk.part], chunk.part).reshape(chunks.n, -1, size).float()
     total = (found[..., :size] * plain).sum(dim=-1)
     total = total + found[..., -1] if chunks.plan.normalize else total
     total = total.view(*chunks.k.shape[:2], -1)
-    # A steep chunk's key_rescale is in `found` already.
+    # `found` of a steep chunk contains key_rescale already.
     return (
         total
         if chunks.plan.key_rescale is None or chunk.key_rescale is not None

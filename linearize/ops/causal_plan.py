@@ -1,8 +1,8 @@
-"""What a causal call in chunks knows before it multiplies: its chunks, and powers of two in place of log-scales.
+"""The plan of a causal call in chunks: its chunks, and powers of two in place of log-scales.
 
-A key's log-scale is taken apart into a power of two and a factor between 1 and 2. Powers of two multiply without
-rounding, so a whole chunk can share one, the largest so far at its end, and yet no later token changes a bit of an
-earlier output. Where the running maximum climbs by more than `CLIMB` inside a chunk, its rows get a power each.
+A key's log-scale is split into a power of two and a factor between 1 and 2. Powers of two multiply without rounding. So
+a whole chunk can share one, the largest up to its end, and still no later token changes a bit of an earlier output. If
+the running maximum climbs by more than `CLIMB` inside a chunk, each of its rows gets its own power.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LN2_HIGH, LN2_LOW = 0.693359375, math.log(2.0) - 0.693359375
 
 
 def powers(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Take log-scales apart: exp(scale) = 2^n exp(r), n a whole number, 0 <= r < log 2 but for rounding."""
+    """Split log-scales: exp(scale) = 2^n exp(r) with a whole number n and 0 <= r < log 2, up to rounding."""
     n = torch.floor(scale.detach() / math.log(2.0))
     rest = (scale - n * LN2_HIGH) - n * LN2_LOW
     return n, torch.where(scale <= FLOOR / 2, 0.0, rest)
@@ -38,20 +38,20 @@ def cut(tokens: int) -> list[tuple[int, int]]:
 
 
 class Plan(NamedTuple):
-    """Everything about a call that has no gradient. All powers are of two.
+    """Everything about a call that has no gradient. All powers are powers of two.
 
     Attributes:
         spans: the chunks.
         normalize: whether rows are divided by their sums.
         eps: smallest magnitude of a sum, relative to the row's own maximum.
-        padding: [B, 1, T, 1] bool, true where there is no token, or None.
-        power: [B, K, T] the keys' powers, or None where nothing is scaled; so all that follow.
+        padding: [B, 1, T, 1] bool, true at padding, or None.
+        power: [B, K, T] the keys' powers; this and all that follows is None if nothing is scaled.
         top: [B, K, T] running maximum of the powers.
-        unit: [B, K, T] the power under which a row is summed: its chunk's, or its own where the chunk is steep.
+        unit: [B, K, T] the power under which a row is summed: its chunk's, or its own if the chunk is steep.
         key_rescale: [B, K, T] factor that brings a key to its chunk's power.
         before: [B, K, N] the state's power before chunk n.
         decay: [B, K, N] factor that brings the state to the power of chunk n.
-        steep: whether the rows of chunk n have powers of their own.
+        steep: whether each row of chunk n has its own power.
     """
 
     spans: list[tuple[int, int]]
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
         return (torch.exp2(self.top[..., part] - self.unit[..., part]) * self.eps).clamp(min=EPS)[:, :, None]
 
     def own(self, part: slice) -> Tensor:
-        """Return what brings rows from their unit to their own maximum [B, K, 1, C, 1]."""
+        """Return the factors that bring rows from their unit to their own maximum [B, K, 1, C, 1]."""
         assert self.top is not None and self.unit is not None
         # A row that has seen nothing is zero, and has no maximum.
         gap = (self.unit[..., part] - self.top[..., part]).clamp(max=CLIMB)
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
 
 @torch.no_grad()
 def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float, padding: Tensor | None) -> Plan:
-    """Choose the powers of two: `power` [B, K, T] of the keys, `start` [B, K] of the state before; see `Plan`."""
+    """Plan a call from the powers of the keys, `power` [B, K, T], and of the state before, `start` [B, K]."""
     spans = cut(power.shape[-1])
     top = torch.maximum(power.cummax(dim=-1).values, start[..., None])
     lengths = torch.tensor([stop - first for first, stop in spans], device=top.device)

@@ -1,48 +1,37 @@
-"""The causal chunks as plain tensor operations, for tracing compilers: no loop in place, no choice by numbers.
+"""The causal chunks as plain tensor operations, for tracing compilers: nothing in place, no branch on numbers.
 
-Batch and key heads are one dimension here, N = B K, and the query heads of a group lie behind each other, G C rows per
-chunk: so a chunk is written down without a size that may be unknown.
+Batch and key heads are one dimension here, N = B K. The query heads of a group follow one another, G C rows per chunk,
+so that no operation on a chunk needs a size that may be unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal_plan import CHUNK
-from linearize.ops.state import FLOOR, State, divide, group_queries, masked_log_scale, with_ones, without_padding
+from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries
 
 
-def traced_attention(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
-    *,
-    key_padding_mask: Tensor | None,
-    log_scale: Tensor | None,
-    initial_state: State,
-    normalize: bool,
-    eps: float,
-) -> tuple[Tensor, State]:
-    """Attend as `causal_attention` does, arguments and results as there; every row has a stabiliser of its own.
+def traced_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
+    """Attend as `causal_attention` does; every row has its own stabiliser.
 
-    Where the number of tokens is not known, as when torch.export is given a dynamic length, the chunks are the steps of
-    a `scan` instead of a loop written out.
+    If the number of tokens is not known, as when torch.export is given a dynamic length, the chunks are the steps of a
+    `scan` instead of a loop written out.
     """
-    shape = phi_k.shape[:2]
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+    given, shape = Options(**options), phi_k.shape[:2]
+    state, scale = given.start(phi_k, v), given.scale(phi_k)
     queries = group_queries(phi_q, phi_k.shape[1]).float().flatten(0, 1)
-    keys = without_padding(phi_k, key_padding_mask).float().flatten(0, 1)
-    values = with_ones(v, normalize, key_padding_mask).flatten(0, 1)
+    keys, values = given.keys(phi_k).flatten(0, 1), given.values(v).flatten(0, 1)
     tokens = [queries, keys, values] if scale is None else [queries, keys, values, scale.flatten(0, 1)]
     walk = _scan if isinstance(v.shape[2], torch.SymInt) else _loop
-    mixed, (kv, last) = walk(tokens, State(initial_state.kv.flatten(0, 1), initial_state.log_scale.flatten(0, 1)))
-    out = divide(mixed, eps) if normalize else mixed
+    mixed, (kv, last) = walk(tokens, State(state.kv.flatten(0, 1), state.log_scale.flatten(0, 1)))
     after = State(kv.unflatten(0, shape), last.unflatten(0, shape))
-    return out.unflatten(0, shape).flatten(1, 2).to(v.dtype), after
+    return given.divided(mixed).unflatten(0, shape).flatten(1, 2).to(v.dtype), after
 
 
 def _loop(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
@@ -57,12 +46,12 @@ def _loop(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
 
 
 def _scan(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
-    """Do what `_loop` does, for any number of tokens."""
-    # Not above: it brings in parts of PyTorch that nothing else here needs.
+    """Attend as `_loop` does, for any number of tokens."""
+    # Imported here, because it loads parts of PyTorch that nothing else needs.
     from torch._higher_order_ops.scan import scan
 
     groups, length = tokens[0].shape[1:3]
-    # One more than there are, so that there are always several: of one, the length would be taken for a constant.
+    # One chunk more than needed, so that there are at least two: with one, the length would become a constant.
     count = (length + CHUNK - 1) // CHUNK + 1
     rest = count * CHUNK - length
 
@@ -76,7 +65,7 @@ def _scan(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
 
     def step(before: Sequence[Tensor], piece: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         mixed, after = _chunk(piece, State(*before))
-        # What goes on may not be what came in.
+        # A carried output must not be one of the inputs.
         return [after.kv, after.log_scale.clone()], mixed
 
     (kv, log_scale), mixed = scan(step, [state.kv, state.log_scale], pieces)

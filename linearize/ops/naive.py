@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from linearize.ops.floored import held
-from linearize.ops.state import (
-    EPS,
-    FLOOR,
-    State,
-    divide,
-    empty_state,
-    group_queries,
-    masked_log_scale,
-    with_ones,
-    without_padding,
-)
+from linearize.ops.state import EPS, FLOOR, LinearOptions, Options, State, divide, group_queries, held
 
 
 def kernel_weights(
@@ -30,30 +21,30 @@ def kernel_weights(
     eps: float = EPS,
     floor: float = 0.0,
 ) -> Tensor:
-    """Write out the attention weights of a feature map; quadratic in T, for reference, reports and stage one.
+    """Write out the attention weights of a feature map; quadratic in T, for the reference and reports.
 
     Args:
         phi_q: query features [B, H, T, F].
         phi_k: key features [B, K, S, F]; with `causal`, S >= T and the queries are the last T tokens.
-        key_padding_mask: [B, S], true or 1 where there is a token.
-        log_scale: [B, K, S] or None, see `linearize.ops.state`.
+        key_padding_mask: [B, S], true or 1 at tokens; None if there is no padding.
+        log_scale: [B, K, S] log-scales of the keys (`linearize.ops.state` defines them); None: all 0.
         causal: whether query i sees keys up to its own position only.
         normalize: whether the rows are divided by their sums.
         eps: smallest magnitude of a row's sum.
-        floor: c of `linearize.ops.floored`, 0 for none.
+        floor: c of `linearize.ops.floored`; 0 for no floor.
 
     Returns:
         Weights [B, H, T, S] in fp32, zero at padded and later keys.
     """
-    groups = phi_q.shape[1] // phi_k.shape[1]
-    keys = without_padding(phi_k.float(), key_padding_mask).repeat_interleave(groups, dim=1)
+    groups, options = phi_q.shape[1] // phi_k.shape[1], Options(key_padding_mask, log_scale)
+    keys = options.keys(phi_k).repeat_interleave(groups, dim=1)
     scores = phi_q.float() @ keys.transpose(-1, -2)
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if causal:
         visible = visible.tril(scores.shape[-1] - scores.shape[-2])
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :].bool()
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+    scale = options.scale(phi_k)
     if scale is not None:
         scale = scale.repeat_interleave(groups, dim=1)[:, :, None, :]
         seen = scale.masked_fill(~visible, FLOOR)
@@ -78,39 +69,29 @@ def kernel_weights(
 
 
 def naive_attention(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    log_scale: Tensor | None = None,
-    initial_state: State | None = None,
-    normalize: bool = True,
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, *, causal: bool = False, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
-    """Kernel attention with its T x T weights (reference for `bidirectional`, `causal` and `recurrent`).
+    """Attend with the T x T weights written out: the reference for `bidirectional`, `causal` and `recurrent`.
 
         w_ij = exp(c_j - m_i) phi(q_i) . phi(k_j),   o_i = (sum_j w_ij v_j + rest) / (sum_j w_ij + rest)
 
-    over the keys j that query i sees; m_i is the largest of their log-scales c_j, and "rest" what the state before
-    adds. It cancels.
+    over the keys j that query i sees. m_i is the largest of their log-scales c_j and cancels; "rest" is the part of the
+    state before.
 
     Args:
         phi_q: [B, H, T, F].
         phi_k: [B, K, T, F], K divides H.
         v: [B, K, T, V].
         causal: whether query i sees keys up to its own position only.
-        key_padding_mask: [B, T], true or 1 where there is a token.
-        log_scale: [B, K, T] or None, see `linearize.ops.state`.
-        initial_state: what was seen before these tokens, or None.
-        normalize: whether to divide by the sum of the weights.
+        **options: as for every op, see `linearize.ops.state.Options`.
 
     Returns:
         Output [B, H, T, V] in `v`'s dtype and the `State` after the last token.
     """
-    state = initial_state or empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
-    queries, keys = group_queries(phi_q.float(), phi_k.shape[1]), without_padding(phi_k.float(), key_padding_mask)
-    values, scale = with_ones(v, normalize, key_padding_mask), masked_log_scale(phi_k, log_scale, key_padding_mask)
+    given = Options(**options)
+    state = given.start(phi_k, v)
+    queries, keys = group_queries(phi_q.float(), phi_k.shape[1]), given.keys(phi_k)
+    values, scale = given.values(v), given.scale(phi_k)
     scale = torch.zeros(keys.shape[:-1], device=keys.device) if scale is None else scale
     tokens, past = v.shape[2], state.log_scale
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device)
@@ -123,4 +104,4 @@ def naive_attention(
     last = torch.maximum(past, scale.detach().amax(dim=-1))
     kv = torch.einsum("bkj,bkjf,bkjv->bkfv", torch.exp(scale - last[..., None]), keys, values)
     kv = kv + state.kv * torch.exp(past - last)[..., None, None]
-    return (divide(mixed, EPS) if normalize else mixed).to(v.dtype), State(kv, last)
+    return given.divided(mixed).to(v.dtype), State(kv, last)

@@ -1,11 +1,11 @@
-"""What the linear attention ops share: the running state, its stabiliser and the guarded division.
+"""What the linear attention ops share: their options, the running state, its stabiliser and the guarded division.
 
 Shape letters of the whole package: B batch, H query heads, K key/value heads (K divides H), T tokens, D head size,
 F feature size, V value size.
 
-Keys may come with a *log-scale* `c` [B, K, T]: the feature vector of token j is then `exp(c_j) * phi_k[j]`, which is
-how maps whose size grows like an exponential stay finite. Every op subtracts a running maximum of `c` over the keys a
-query can see, never over later ones, and the maximum cancels between numerator and denominator.
+Keys may come with a *log-scale* `c` [B, K, T]: the feature vector of token j is then `exp(c_j) * phi_k[j]`, which keeps
+maps finite whose size grows like an exponential. Every op subtracts a running maximum of `c` over the keys that a query
+can see, never over later ones; the maximum cancels between numerator and denominator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-30
-"""Smallest magnitude of a denominator. Sums are fp32 always, so this is far from fp32's smallest number (1e-38)."""
+"""Smallest magnitude of a denominator. Sums are always fp32, so this is far from fp32's smallest number (1e-38)."""
 
 FLOOR = -1e30
 """Log-scale of "no key yet". Finite, because -inf minus -inf is NaN."""
@@ -28,7 +28,7 @@ class State(NamedTuple):
     Attributes:
         kv: [B, K, F, V + 1] fp32, sum over keys of `phi(k) [v, 1]^T`; the last column is the denominator's sum.
             Without normalisation the column is absent: [B, K, F, V].
-        log_scale: [B, K] fp32, the sums are to be read as `exp(log_scale) * kv`.
+        log_scale: [B, K] fp32; the sums mean `exp(log_scale) * kv`.
     """
 
     kv: Tensor
@@ -36,15 +36,7 @@ class State(NamedTuple):
 
 
 class LinearOptions(TypedDict, total=False):
-    """What every linear attention op takes beside features and values.
-
-    Attributes:
-        key_padding_mask: [B, T], true or 1 where there is a token; None: everywhere.
-        log_scale: the keys' [B, K, T], see above; None: all 0.
-        initial_state: the state before these tokens, or None.
-        normalize: whether rows are divided by their sums (the default).
-        eps: smallest magnitude of such a sum, `EPS` by default.
-    """
+    """The keyword arguments of every linear attention op; see `Options`."""
 
     key_padding_mask: Tensor | None
     log_scale: Tensor | None
@@ -53,10 +45,55 @@ class LinearOptions(TypedDict, total=False):
     eps: float
 
 
+class Options(NamedTuple):
+    """The options of a linear attention op, with their defaults.
+
+    Attributes:
+        key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
+        log_scale: the keys' log-scales [B, K, T] (see the module); None: all 0.
+        initial_state: the state before these tokens, or None.
+        normalize: whether rows are divided by their sums.
+        eps: smallest magnitude of such a sum.
+    """
+
+    key_padding_mask: Tensor | None = None
+    log_scale: Tensor | None = None
+    initial_state: State | None = None
+    normalize: bool = True
+    eps: float = EPS
+
+    def start(self, phi_k: Tensor, v: Tensor) -> State:
+        """Return the state before the tokens."""
+        if self.initial_state is not None:
+            return self.initial_state
+        return empty_state(phi_k, v, scaled=self.log_scale is not None, normalize=self.normalize)
+
+    def keys(self, phi_k: Tensor) -> Tensor:
+        """Return key features [B, K, T, F] in fp32 with zeros at padding."""
+        return without_padding(phi_k.float(), self.key_padding_mask)
+
+    def values(self, v: Tensor) -> Tensor:
+        """Return values in fp32 with the denominator's column of ones, [B, K, T, V (+ 1)], and zeros at padding."""
+        return with_ones(v, self.normalize, self.key_padding_mask)
+
+    def scale(self, phi_k: Tensor) -> Tensor | None:
+        """Return the log-scales [B, K, T] in fp32 with `FLOOR` at padding; None if nothing is scaled."""
+        if self.log_scale is None:
+            return None
+        log_scale = self.log_scale.float().expand(phi_k.shape[:-1])
+        if self.key_padding_mask is None:
+            return log_scale
+        return log_scale.masked_fill(~self.key_padding_mask[:, None, :].bool(), FLOOR)
+
+    def divided(self, mixed: Tensor) -> Tensor:
+        """Divide sums [..., V + 1] by their last column, or return sums [..., V] unchanged without `normalize`."""
+        return divide(mixed, self.eps) if self.normalize else mixed
+
+
 class LinearOp(Protocol):
     """The contract of the ops: phi_q [B, H, T, F], phi_k [B, K, T, F], v [B, K, T, V] -> [B, H, T, V] and the state.
 
-    The output has the dtype of `v`, the state after the last token is fp32.
+    The output has the dtype of `v`; the state after the last token is fp32.
     """
 
     def __call__(
@@ -66,9 +103,9 @@ class LinearOp(Protocol):
 
 
 def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = True) -> State:
-    """Make the state before the first token, on the device of `phi_k` [B, K, T, F] and for values `v` [B, K, T, V].
+    """Return the state before the first token, on the device of `phi_k` [B, K, T, F], for values `v` [B, K, T, V].
 
-    A map gives log-scales always or never (`scaled`); where it never does, the state's log-scale is 0 throughout.
+    A map gives log-scales always or never (`scaled`); if never, the state's log-scale stays 0.
     """
     batch, heads, _, features = phi_k.shape
     width = v.shape[-1] + int(normalize)
@@ -78,17 +115,17 @@ def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = Tru
 
 
 def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return x [B, H, T, D] with zeros at padded tokens, whatever they hold: 0 times NaN would be NaN.
+    """Return x [B, H, T, D] with zeros at padding, whatever it held: 0 times NaN would be NaN.
 
-    The mask [B, T] is true or 1 where there is a token.
+    The mask [B, T] is true or 1 at tokens.
     """
     return x if key_padding_mask is None else x.masked_fill(~key_padding_mask[:, None, :, None].bool(), 0.0)
 
 
 def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return `v` in fp32 with one more column, of ones, that gathers the denominator: [B, K, T, V (+ 1)].
+    """Return `v` in fp32 with one more column, of ones, that sums up the denominator: [B, K, T, V (+ 1)].
 
-    Padded rows are zero throughout.
+    Padded rows are zero.
     """
     v = without_padding(v.float(), key_padding_mask)
     if not normalize:
@@ -96,25 +133,19 @@ def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None
     return torch.cat([v, without_padding(v.new_ones(*v.shape[:-1], 1), key_padding_mask)], dim=-1)
 
 
-def masked_log_scale(phi_k: Tensor, log_scale: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return the keys' log-scale [B, K, T] in fp32 with padded keys at `FLOOR`; None where nothing is scaled."""
-    if log_scale is None:
-        return None
-    log_scale = log_scale.float().expand(phi_k.shape[:-1])
-    if key_padding_mask is None:
-        return log_scale
-    return log_scale.masked_fill(~key_padding_mask[:, None, :].bool(), FLOOR)
+def held(total: Tensor, least: Tensor | float) -> Tensor:
+    """Return sums with their magnitude held at `least` or more, which is then a constant; zero counts as positive."""
+    low = -least
+    return torch.where(total.abs() < least, torch.where(total < 0, low, least), total)
 
 
 def divide(mixed: Tensor, eps: float) -> Tensor:
     """Split the last column off `mixed` [..., V + 1] and divide by it, its magnitude kept at `eps` or more."""
-    numerator, denominator = mixed[..., :-1], mixed[..., -1:]
-    guard = torch.where(denominator < 0, -eps, eps)
-    return numerator / torch.where(denominator.abs() < eps, guard, denominator)
+    return mixed[..., :-1] / held(mixed[..., -1:], eps)
 
 
 def guarded(total: Tensor, least: float | Tensor) -> Tensor:
-    """Return row sums with their magnitude held at `least` or more; the in-place twin of the guard in `divide`."""
+    """Return what `held` does, in fewer passes over memory and without a gradient."""
     return total.abs().clamp_(min=least).copysign_(total)
 
 
@@ -122,3 +153,28 @@ def group_queries(phi_q: Tensor, key_heads: int) -> Tensor:
     """View query features [B, H, T, F] as [B, K, H / K, T, F]: query head h reads key/value head h // (H / K)."""
     batch, heads, tokens, features = phi_q.shape
     return phi_q.reshape(batch, key_heads, heads // key_heads, tokens, features)
+
+
+def real_first(mask: Tensor) -> Tensor:
+    """Return the order [B, T] that puts the tokens of `mask` [B, T] before the padding and keeps their order."""
+    real = mask.bool()
+    # By counting: ONNX has no sort that keeps the order of equals.
+    place = torch.where(real, real.cumsum(dim=-1), real.sum(dim=-1, keepdim=True) + (~real).cumsum(dim=-1)) - 1
+    return _inverse(place)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the order [B, T] that undoes another."""
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.zeros_like(order).scatter(1, order, places)
+
+
+def take(x: Tensor, order: Tensor) -> Tensor:
+    """Pick tokens `order` [B, N] of x [B, H, T, D] or [B, H, T] -> [B, H, N, D] or [B, H, N]."""
+    index = order[:, None] if x.ndim == 3 else order[:, None, :, None]
+    return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
+
+
+def put_back(x: Tensor, order: Tensor) -> Tensor:
+    """Undo `take` with a whole order: [B, H, T, D] -> [B, H, T, D]."""
+    return take(x, _inverse(order))

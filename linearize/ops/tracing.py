@@ -1,4 +1,4 @@
-"""Is a graph being written down, in which nothing may depend on numbers? And what stands for ops that ONNX lacks."""
+"""Whether a graph is being traced, in which nothing may depend on numbers; and replacements for ops that ONNX lacks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Numbers whose running maximum is written out at once."""
+"""How many numbers one step of a traced running maximum covers."""
 
 
 def is_tracing() -> bool:
-    """Tell whether torch.compile, torch.export or torch.jit.trace follows what is computed."""
+    """Tell whether torch.compile, torch.export or torch.jit.trace is tracing."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -22,7 +22,7 @@ def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor
     """
     if not isinstance(x.shape[dim], torch.SymInt):
         return x.unfold(dim, size, step).movedim(-1, dim + 1)
-    # `unfold` wants to know the length.
+    # `unfold` needs a known length.
     place = step * torch.arange(count, device=x.device)[:, None] + torch.arange(size, device=x.device)
     return x.index_select(dim, place.flatten()).unflatten(dim, (count, size))
 
@@ -32,7 +32,7 @@ def running_max(x: Tensor) -> Tensor:
     if not isinstance(x.shape[-1], torch.SymInt):
         return x if x.shape[-1] == 1 else x.cummax(dim=-1).values
     length = x.shape[-1]
-    # One chunk more than there are, so that there are always several: of one, the length would be taken for a constant.
+    # One chunk more than needed, so that there are at least two: with one, the length would become a constant.
     count = (length + CHUNK - 1) // CHUNK + 1
     least = torch.finfo(x.dtype).min
     chunks = F.pad(x, (0, count * CHUNK - length), value=least).unflatten(-1, (count, CHUNK))
@@ -42,6 +42,6 @@ def running_max(x: Tensor) -> Tensor:
 
 
 def _later(count: int, own: int, x: Tensor) -> Tensor:
-    """Tell [count, count] which columns lie behind a row's own, that one among them where `own` is 0."""
+    """Tell [count, count] which columns come after a row's own; with `own` 0 that one counts as later too."""
     place = torch.arange(count, device=x.device)
     return place >= place[:, None] + own

@@ -1,40 +1,108 @@
-"""Softmax near, a feature map far, causally: what lies beyond the window is summed up by a causal op, token by token.
+"""Causal attention with a softmax window: a causal op sums up the keys beyond the window, token by token.
 
-See `linearize.ops.window` for the weights.
+Exact keys are the S keys of each head, outside its window, that keep softmax's weights: those with the largest
+log-scales. Bidirectionally they are chosen from the whole row. Causally a key that leaves the window competes with the
+S keys kept so far. The loser is added to the linear state, so memory is constant and the choice depends on the past
+only. Of equal log-scales the older key is kept.
+
+`linearize.ops.window` has the formula of the weights. Related: Grigsby et al. 2025 (LoLA),
+https://arxiv.org/abs/2505.23666, keeps the keys that the state recalls badly.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.compact import take
-from linearize.ops.exact_keys import Contest, contest, places_of
 from linearize.ops.recurrent import recurrent_attention
-from linearize.ops.state import (
-    LinearOp,
-    State,
-    empty_state,
-    group_queries,
-    masked_log_scale,
-    with_ones,
-    without_padding,
-)
+from linearize.ops.state import FLOOR, LinearOp, State, empty_state, group_queries, take, with_ones, without_padding
 from linearize.ops.tracing import overlapping, running_max
-from linearize.ops.window_parts import Keys, Queries, Window, WindowState, collect, exact, pick, weigh
+from linearize.ops.window_parts import (
+    Keys,
+    Part,
+    Queries,
+    Window,
+    WindowState,
+    collect,
+    exact,
+    pick,
+    places_of,
+    ranks,
+    weigh,
+)
+
+
+class Contest(NamedTuple):
+    """The result of the competition of keys that leave the window. Candidates: the S kept before, then the T leaving.
+
+    Attributes:
+        loser: [B, K, T] the candidate that loses its place, or gets no place, at each step.
+        has_loser: [B, T] whether a candidate loses; the same for all heads.
+        lost: [B, K, S + T] the step at which a candidate loses; T if it never does, 0 if it does not exist.
+        kept: [B, K, N, S] the candidates kept after steps 0, `every`, 2 `every` ... and after the last one (N of them).
+        is_kept: [B, N, S] whether such a candidate exists; the same for all heads.
+    """
+
+    loser: Tensor
+    has_loser: Tensor
+    lost: Tensor
+    kept: Tensor
+    is_kept: Tensor
+
+
+@torch.compiler.disable
+def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
+    """Let candidates compete for `slots` places.
+
+    Args:
+        priority: [B, K, S + T].
+        there: [B, S + T] bool, which candidates exist.
+        slots: S.
+        every: steps between the reported places.
+    """
+    batch, heads, count = priority.shape
+    steps, device = count - slots, priority.device
+    values, real = ranks(priority).cpu().tolist(), there.cpu().tolist()
+    losers, losts, kept = [], [], []
+    for entry, head in ((b, h) for b in range(batch) for h in range(heads)):
+        row, exists = values[entry][head], real[entry]
+        heap = [(row[j], -j) for j in range(slots) if exists[j]]
+        heapq.heapify(heap)
+        lost, loser = [0 if not exists[j] else steps for j in range(count)], [-1] * steps
+        for t in range(steps):
+            j = slots + t
+            if exists[j] and len(heap) < slots:
+                heapq.heappush(heap, (row[j], -j))
+            elif exists[j]:
+                loser[t] = out = -heapq.heappushpop(heap, (row[j], -j))[1]
+                lost[out] = t
+            if t % every == 0 or t == steps - 1:
+                # In order, so that the newest of equal keys also loses after a state was handed over.
+                places = sorted(-j for _, j in heap)
+                kept.append(places + [-1] * (slots - len(places)))
+                if t == steps - 1 and t % every == 0:
+                    kept.append(kept[-1])
+        losers.append(loser)
+        losts.append(lost)
+    form = (batch, heads)
+    loser_, lost_ = (torch.tensor(x, device=device).view(*form, -1) for x in (losers, losts))
+    kept_ = torch.tensor(kept, device=device).view(*form, -1, slots)
+    return Contest(loser_.clamp(min=0), loser_[:, 0] >= 0, lost_, kept_.clamp(min=0), kept_[:, 0] >= 0)
 
 
 def causal_parts(
     queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None, op: LinearOp
-) -> tuple[list[tuple[Tensor, Tensor]], WindowState]:
-    """Return what lies beyond the window and inside it, as `join` takes them, and the state after."""
+) -> tuple[list[Part], WindowState]:
+    """Return the parts beyond the window and inside it, and the state after."""
     tokens = queries.q.shape[2]
     ring, kept, past = _resume(keys, window, initial_state)
     whole = ring.then(keys)
-    # The key that leaves the window when a token enters it; padding at the end lets none leave.
+    # The key that leaves the window when a token enters it; no key leaves for padding at the end.
     leaving = whole.part(slice(0, tokens))
     leaving = leaving._replace(mask=leaving.mask & keys.mask)
     parts, sinks = [], None
@@ -42,16 +110,16 @@ def causal_parts(
         sinks = collect(keys, window.sinks, initial_state)
         place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
-        behind = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
-        parts.append(exact(queries.q, sinks, (behind & sinks.mask[:, None])[:, None], window.scaling))
-    found = None
+        left = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
+        parts.append(exact(queries.q, sinks, (left & sinks.mask[:, None])[:, None], window.scaling))
+    chosen = None
     if window.exact_keys:
         candidates = kept.then(leaving)
-        found = contest(candidates.scale, candidates.mask, window.exact_keys, _block(tokens, window.size))
-        kept = candidates.picked(found.kept[:, :, -1], found.is_kept[:, -1])
-        leaving = candidates.picked(found.loser, found.has_loser)
+        result = contest(candidates.scale, candidates.mask, window.exact_keys, _block(tokens, window.size))
+        kept = candidates.picked(result.kept[:, :, -1], result.is_kept[:, -1])
+        leaving = candidates.picked(result.loser, result.has_loser)
+        chosen = candidates, result
     far, after = _linear(queries, leaving, past, op)
-    chosen = None if found is None else (candidates, found)
     near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling, chosen)
     count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
@@ -75,13 +143,13 @@ def state_after(
     """Return the state after the tokens k [B, K, T, D], v [B, K, T, V] of a whole sequence.
 
     Args:
-        k: keys; the real ones of `mask` lie in front.
+        k: keys; the padding of `mask` comes last.
         v: values.
         mask: [B, T] bool, or None.
         window: its form.
-        past: of the tokens that have left the window.
+        past: the linear state of the tokens that have left the window.
         features: maps keys [B, K, W, D] -> features [B, K, W, F] and log-scales [B, K, W] or None.
-        kept: [B, K, T] bool, which are exact keys now, equally many for all heads; None without exact keys.
+        kept: [B, K, T] bool, the exact keys after these tokens, equally many for all heads; None without exact keys.
     """
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
@@ -120,50 +188,41 @@ def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys
         return none.padded(window.size, 0), none.padded(window.exact_keys, 0), past
     ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
     kept = (state.kept_k, state.kept_v, state.kept_phi, state.kept_scale, state.kept_mask)
-    given = [x for x in kept if x is not None]
-    return Keys(*ring), Keys(*given) if given else none, State(state.kv, state.log_scale)
+    exact_keys = [x for x in kept if x is not None]
+    return Keys(*ring), Keys(*exact_keys) if exact_keys else none, State(state.kv, state.log_scale)
 
 
-def _linear(queries: Queries, keys: Keys, past: State | None, op: LinearOp) -> tuple[tuple[Tensor, Tensor], State]:
-    """Sum over the keys up to each query's place: ([B, H, T, V + 1], its log-scale [B, H, T]) and the state."""
+def _linear(queries: Queries, keys: Keys, past: State, op: LinearOp) -> tuple[Part, State]:
+    """Return the part of the keys up to each query's place, and the linear state after."""
     values = with_ones(keys.v, True)
-    past = empty_state(keys.phi, keys.v, scaled=True) if past is None else past
     mixed, after = (recurrent_attention if values.shape[2] == 1 else op)(
-        queries.phi,
-        keys.phi,
-        values,
+        *(queries.phi, keys.phi, values),
         key_padding_mask=keys.mask,
         log_scale=keys.scale,
         initial_state=past,
         normalize=False,
     )
-    scale = masked_log_scale(keys.phi, keys.scale, keys.mask)
-    assert scale is not None
+    scale = keys.scale.detach().float().masked_fill(~keys.mask[:, None], FLOOR)
     # The op's own stabiliser, which it does not return.
-    shift = torch.maximum(running_max(scale.detach()), past.log_scale[..., None])
+    shift = torch.maximum(running_max(scale), past.log_scale[..., None])
     groups = queries.phi.shape[1] // shift.shape[1]
     return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
 
 
 def _block(tokens: int, span: int) -> int:
-    """Return how many queries are taken together."""
+    """Return the number of queries in a block."""
     return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
 
 
-def _softmax(
-    q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sum softmax's weights over `span` keys per query, in blocks, and over the exact keys.
+def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
+    """Return the part of softmax's weights over `span` keys per query, in blocks, and over the exact keys.
 
     Query t [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
     before a block is a further column of it; one that leaves during the block is a column already.
-
-    Returns:
-        Sums [B, H, T, V + 1] and their log-scale [B, H, T].
     """
     tokens, key_heads = q.shape[2], keys.k.shape[1]
     block = _block(tokens, span)
-    # In a graph always several: of one, the length would be taken for a constant.
+    # At least two in a graph: with one, the length would become a constant.
     count = (tokens + block - 1) // block + int(isinstance(tokens, torch.SymInt))
     seen, rest = block + span - 1, count * block - tokens
     keys = keys.padded(0, rest)
@@ -176,21 +235,21 @@ def _softmax(
     visible = (distance >= 0) & (distance < span)
     visible = visible & overlapping(keys.mask, 1, count, seen, block)[:, None, :, None, None]
     if chosen is not None:
-        candidates, found = chosen
-        slots = found.kept.shape[-1]
+        candidates, result = chosen
+        slots = result.kept.shape[-1]
         step = torch.arange(count * block, device=q.device).view(count, 1, block, 1)
         # Key w of the ring and the tokens leaves at step w, and the first of `keys` is number 1.
-        lost = F.pad(found.lost[:, :, slots + 1 :], (0, span + rest))
+        lost = F.pad(result.lost[:, :, slots + 1 :], (0, span + rest))
         lost = overlapping(lost, 2, count, seen, block)[:, :, :, None, None]
         visible = visible | ((distance < 0) & (step < lost))
-        places = found.kept[:, :, :count].flatten(2)
-        older = candidates.picked(places, found.is_kept[:, :count].flatten(1))
+        places = result.kept[:, :, :count].flatten(2)
+        older = candidates.picked(places, result.is_kept[:, :count].flatten(1))
         near = torch.cat([near, older.k.float().unflatten(2, (count, slots))], dim=3)
         values = torch.cat([values, with_ones(older.v, True).unflatten(2, (count, slots))], dim=3)
-        lost = found.lost.gather(2, places).unflatten(2, (count, slots))[:, :, :, None, None]
-        still = (step < lost) & found.is_kept[:, None, :count, None, None]
+        lost = result.lost.gather(2, places).unflatten(2, (count, slots))[:, :, :, None, None]
+        still = (step < lost) & result.is_kept[:, None, :count, None, None]
         visible = torch.cat([visible.expand(*still.shape[:-1], -1), still], dim=-1)
-    # A matrix product for each key head and block, all queries of the group at once.
+    # One matrix product per key head and block, with all queries of the group.
     scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), near.flatten(0, 2).transpose(1, 2))
     weights, top = weigh(scores.view(*shape, -1), visible)
     mixed = torch.bmm(weights.view(scores.shape), values.flatten(0, 2)).view(*shape, -1)

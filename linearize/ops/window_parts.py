@@ -1,7 +1,7 @@
-"""What attention with a softmax window is made of, in either direction: form, tokens, sinks, and how parts are joined.
+"""The pieces of attention with a softmax window, in both directions: form, state, tokens, sums, and the reference.
 
-A *part* is a sum of weighted values [B, H, T, V + 1], the last column the sum of the weights, and its log-scale
-[B, H, T]: the sum is to be read as `exp(log-scale) * sum`.
+A *part* is a sum of weighted values [B, H, T, V + 1], whose last column is the sum of the weights, and its log-scale
+[B, H, T]: it means `exp(log-scale) * sum`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.compact import take
-from linearize.ops.state import EPS, FLOOR, group_queries, with_ones
+from linearize.ops.state import EPS, FLOOR, divide, group_queries, take, with_ones, without_padding
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
 
-
 Part = tuple[Tensor, Tensor]
-"""See above."""
+"""The sum and the log-scale of a part."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,12 @@ class Window:
     """The form of the attention.
 
     Attributes:
-        size: W, see `linearize.ops.window`.
-        scaling: what softmax's scores are multiplied with.
+        size: W tokens, as `linearize.ops.window` defines them.
+        scaling: factor of softmax's scores.
         causal: whether query i sees keys up to its own position only.
         eps: smallest magnitude of a row's sum, relative to its largest part.
         sinks: how many first tokens get softmax's weights.
-        exact_keys: S, see `linearize.ops.exact_keys`.
+        exact_keys: how many keys per head outside the window do so too (S in `linearize.ops.window_causal`).
     """
 
     size: int
@@ -71,24 +69,24 @@ class Mapped(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """What is remembered: a linear state of the tokens beyond the window, the last W tokens themselves, and the sinks.
+    """What decoding remembers: a linear state of the tokens beyond the window, the last W tokens, sinks and exact keys.
 
     Attributes:
-        kv: see `linearize.ops.state.State`.
-        log_scale: the same.
+        kv: as in `linearize.ops.state.State`.
+        log_scale: as there.
         ring_k: [B, K, W, D], the newest token last.
         ring_v: [B, K, W, V].
         ring_phi: [B, K, W, F] fp32.
         ring_scale: [B, K, W] fp32.
-        ring_mask: [B, W] bool, where there is a token.
+        ring_mask: [B, W] bool, true at tokens.
         sink_k: [B, K, S, D]; None without sinks.
         sink_v: [B, K, S, V]; None without sinks.
-        tokens: [B] how many there were; None without sinks.
-        kept_k: [B, K, S, D] the exact keys outside the window; None without exact keys, as all that follows.
+        tokens: [B] how many tokens came before; None without sinks.
+        kept_k: [B, K, S, D] the exact keys outside the window; this and all that follows is None without exact keys.
         kept_v: [B, K, S, V].
         kept_phi: [B, K, S, F] fp32.
         kept_scale: [B, K, S] fp32.
-        kept_mask: [B, S] bool, where there is one.
+        kept_mask: [B, S] bool, true at exact keys.
     """
 
     kv: Tensor
@@ -109,16 +107,16 @@ class WindowState(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
-        """Take what `present` gave, out of whatever else a layer keeps."""
+        """Read what `present` returned; other tensors of a layer's state are ignored."""
         return cls(**{name: tensor for name, tensor in tensors.items() if name in cls._fields})
 
     def present(self) -> dict[str, Tensor]:
-        """Return what there is by its name."""
+        """Return the tensors that are not None, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Queries(NamedTuple):
-    """All that belongs to the queries."""
+    """Queries [B, H, T, D], their features and log-scales."""
 
     q: Tensor
     phi: Tensor
@@ -133,7 +131,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """All that belongs to a run of keys."""
+    """Keys [B, K, T, D] with their values, features, log-scales and mask [B, T]."""
 
     k: Tensor
     v: Tensor
@@ -153,7 +151,7 @@ class Keys(NamedTuple):
         return self._each(lambda x: x[:, first:last], self.mask)
 
     def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
-        """Return tokens [B, K, N] that each head chose for itself, and which of them are there [B, N]."""
+        """Return tokens [B, K, N] that each head chose for itself; `mask` [B, N] is false where there is no token."""
         return self._each(lambda x: pick(x, tokens), mask)
 
     def taken(self, order: Tensor) -> Keys:
@@ -168,7 +166,7 @@ class Keys(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """The first S tokens, and how many there were before these keys [B]; mask [B, S]: which are there by now."""
+    """The first S tokens, the number of tokens before these keys [B], and which sinks exist by now (mask [B, S])."""
 
     k: Tensor
     v: Tensor
@@ -177,16 +175,16 @@ class Sinks(NamedTuple):
 
 
 def pick(x: Tensor, tokens: Tensor) -> Tensor:
-    """Pick tokens [B, K, N] of x [B, K, T, D] or [B, K, T], other ones for each head."""
+    """Pick tokens [B, K, N] of x [B, K, T, D] or [B, K, T], separately for each head."""
     return x.gather(2, tokens if x.ndim == 3 else tokens[..., None].expand(-1, -1, -1, x.shape[-1]))
 
 
 def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
-    """Take the sinks from the state where they came before, else from these keys, whose real tokens stand in front."""
+    """Take the sinks from the state if they came before, else from these keys, whose padding comes last."""
     count = keys.mask.sum(dim=1)
     slot = torch.arange(sinks, device=keys.mask.device).expand(count.shape[0], -1)
     before = torch.zeros_like(count) if state is None or state.tokens is None else state.tokens
-    # Tokens that are not there yet are masked; any will do in their place.
+    # Sinks that have not come yet are masked; any token will do in their place.
     order = (slot - before[:, None]).clamp(min=0, max=keys.k.shape[2] - 1)
     k, v = take(keys.k, order), take(keys.v, order)
     if state is not None and state.sink_k is not None and state.sink_v is not None:
@@ -195,8 +193,8 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
     return Sinks(k, v, slot < (before + count)[:, None], before)
 
 
-def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Sum softmax's weights over the keys that a query sees (`visible` [B, 1 or K, T, S]), as `join` takes them."""
+def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> Part:
+    """Return the part of softmax's weights over the keys that a query sees (`visible` [B, 1 or K, T, S])."""
     grouped = group_queries(q, sinks.k.shape[1])
     shape = grouped.shape[:4]
     # A matrix product for each key head, all queries of its group at once.
@@ -208,14 +206,14 @@ def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> tuple[Ten
 
 
 def weigh(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponentials of the visible scores, and the largest score that they leave out."""
+    """Return the exponentials of the visible scores minus their largest one, and that one."""
     scores = scores.masked_fill(~visible, FLOOR)
     top = scores.detach().amax(dim=-1)
     return torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0), top
 
 
-def join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Add parts (sums [B, H, T, V + 1], log-scale [B, H, T]) under one shift, the largest part's true magnitude."""
+def join(parts: list[Part]) -> Tensor:
+    """Add parts under one shift, the true magnitude of the largest one: [B, H, T, V + 1]."""
     sizes = [mixed.detach().abs().amax(dim=-1) for mixed, _ in parts]
     absent = [size <= TINY for size in sizes]
     levels = [
@@ -223,9 +221,74 @@ def join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
         for (_, shift), size, gone in zip(parts, sizes, absent, strict=True)
     ]
     top = torch.stack(levels).amax(dim=0)
-    # What counts as absent is left out, its gradient too: under its own shift, any number, that would overflow.
+    # An absent part is left out, with its gradient: its shift may be any number, so its gradient could overflow.
     scaled = [
         mixed * torch.exp((shift - top).masked_fill(gone, FLOOR))[..., None]
         for (mixed, shift), gone in zip(parts, absent, strict=True)
     ]
     return torch.stack(scaled).sum(dim=0)
+
+
+def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
+    """Tell which keys are among the `slots` strongest candidates of their row: [..., T] bool from [..., T]."""
+    priority = ranks(priority).masked_fill(~candidates, -torch.inf)
+    # Candidates come before other keys, whatever their priority.
+    order = priority.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, candidates.gather(-1, order).long().argsort(dim=-1, descending=True, stable=True))
+    rank = torch.zeros_like(order).scatter(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+    return candidates & (rank < slots)
+
+
+def places_of(chosen: Tensor, slots: int) -> Tensor:
+    """Return the places of the chosen keys [B, K, T] in order, [B, K, S], followed by others if there are fewer."""
+    return chosen.long().argsort(dim=-1, descending=True, stable=True)[..., :slots]
+
+
+def ranks(priority: Tensor) -> Tensor:
+    """Return priorities without a gradient, in fp32, with NaN last."""
+    return priority.detach().float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Write out the weights of `linearize.ops.window.window_attention` (arguments as there): the reference, T x T.
+
+    Returns:
+        Weights [B, H, T, S] in fp32, rows summing to one; the queries are the last T of the S tokens.
+    """
+    (q, phi_q, query_log_scale), (k, phi_k, log_scale) = queries, keys
+    groups = q.shape[1] // k.shape[1]
+    rows, columns = q.shape[2], k.shape[2]
+    real = torch.ones(q.shape[0], columns, dtype=torch.bool, device=q.device)
+    real = real if key_padding_mask is None else key_padding_mask.bool()
+    k, phi_k = (without_padding(x, key_padding_mask) for x in (k, phi_k))
+    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -rows:])
+    log_scale = None if log_scale is None else log_scale.float().masked_fill(~real[:, None], 0.0)
+    place = real.long().cumsum(dim=-1)
+    distance = place[:, -rows:, None] - place[:, None, :]
+    near = window.holds(distance)
+    sinks = (place <= window.sinks)[:, None]
+    visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    visible = (visible.tril(columns - rows) if window.causal else visible) & real[:, None]
+    candidates = (visible & ~sinks & (~near if window.causal else torch.ones_like(near)))[:, None]
+    near, visible = (near | sinks)[:, None], visible[:, None]
+    if window.exact_keys:
+        priority = k.new_zeros(k.shape[:3]) if log_scale is None else log_scale.detach()
+        form = (-1, k.shape[1], rows, -1)
+        kept = strongest(priority[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
+        near = near | kept.repeat_interleave(groups, dim=1)
+    products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
+    scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
+    exponents = torch.zeros_like(scores)
+    if query_log_scale is not None:
+        exponents = exponents + query_log_scale.float()[..., None]
+    if log_scale is not None:
+        exponents = exponents + log_scale.float().repeat_interleave(groups, 1)[..., None, :]
+    factors = torch.where(near, torch.ones_like(products), products).masked_fill(~visible, 0.0)
+    exponents = torch.where(near, scores, exponents)
+    size = factors.detach().abs()
+    levels = torch.where(size <= TINY, FLOOR, exponents.detach() + size.clamp(min=TINY).log())
+    shift = levels.amax(dim=-1, keepdim=True)
+    weights = factors * torch.exp((exponents - shift).clamp(max=80.0))
+    return divide(torch.cat([weights, weights.sum(dim=-1, keepdim=True)], dim=-1), window.eps)

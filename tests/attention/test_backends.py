@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 from support.kernel_cases import KERNELS, make_inputs, make_mixer
 
 from linearize.attention.backends import choose as choosing
 from linearize.attention.backends import fla
 from linearize.attention.backends.choose import BACKENDS, choose
+from linearize.attention.backends.explain import explain
 from linearize.attention.call import AttentionCall
+from linearize.cli._backends import explain_layers
 from linearize.registry import kernel_info
 
 FEATURES = [info for info in KERNELS if info.feature_dim is not None]
@@ -88,7 +93,7 @@ def test_natively(switch):
 
 def test_flash_linear_attention(monkeypatch):
     """As on a GPU where it is installed; values in half precision always, fp32 where TF32 is allowed."""
-    monkeypatch.setattr(fla.FlaOp, "supports", lambda self, x, v, *, normalize: fla.exact_enough(v))
+    monkeypatch.setattr(fla.FlaOp, "why_not", lambda self, x, v, *, normalize: "" if fla.exact_enough(v) else "inexact")
     half = lambda **more: AttentionCall(*(x.bfloat16() for x in make_inputs(20)), 0.25, **more)  # noqa: E731
     with torch.no_grad():
         for name, options, wanted in [
@@ -102,7 +107,7 @@ def test_flash_linear_attention(monkeypatch):
 
 
 @pytest.mark.parametrize("info", FEATURES, ids=lambda info: info.name)
-def test_the_last_ones_support_every_call(info, monkeypatch):
+def test_the_last_ones_take_every_call(info, monkeypatch):
     """Without the quick ways every call is carried out all the same."""
     mixer = make_mixer(info, causal=info.causal)
     inputs = call()
@@ -110,4 +115,33 @@ def test_the_last_ones_support_every_call(info, monkeypatch):
     monkeypatch.setattr(choosing, "BACKENDS", BACKENDS[-3:])
     got, _ = mixer(inputs)
     torch.testing.assert_close(got, want)
-    assert BACKENDS[-1].supports(mixer, inputs)
+    assert BACKENDS[-1].why_not(mixer, inputs) == ""
+
+
+@pytest.mark.parametrize("info", KERNELS, ids=lambda info: info.name)
+def test_an_explanation_names_the_backend_that_runs(info):
+    mixer = make_mixer(info, causal=info.causal)
+    found = explain(mixer, 20)
+    if info.feature_dim is None:
+        assert [one.declined for one in found] == [()]
+        return
+    names = [backend.name for backend in BACKENDS]
+    for one in found:
+        assert [name for name, _ in one.declined] == names[: names.index(one.backend)]
+        assert all(why for _, why in one.declined)
+    if not info.positional:
+        assert [one.backend for one in found[:2]] == [chosen(mixer, grad=grad) for grad in (False, True)]
+    assert len(found) == 2 + (info.causal and info.streamable)
+
+
+def test_equal_layers_are_explained_together():
+    mixers = [mixer_of("hedgehog", causal=True), mixer_of("hedgehog", causal=True, window=4)]
+    out = io.StringIO()
+    explain_layers(Console(file=out), {str(n): mixers[n == 3] for n in (0, 1, 2, 3, 5)}, 20, "cpu")
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("Backends")] == [
+        "Backends of layers 0-2, 5, hedgehog:",
+        "Backends of layer 3, hedgehog:",
+    ]
+    assert "  20 tokens: streamed, pytorch" in lines and "  20 tokens: window, pytorch" in lines
+    assert any(line.startswith("    declined, the call is not one decoding step: native step") for line in lines)

@@ -1,68 +1,58 @@
-"""The one place that chooses how a call is carried out, how tokens are mapped, and which causal op takes features."""
+"""The one place that decides how a call is carried out, how tokens are mapped, and which causal op is used."""
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
-from linearize.attention.backends.contract import Backend, CausalOp, MappingMixer
-from linearize.attention.backends.eager import PYTORCH, Eager
+from linearize.attention.backends.contract import PYTORCH, Backend, CausalOp
+from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fla import FlaOp
-from linearize.attention.backends.native import (
-    Native,
-    NativeOp,
-    NativeStep,
-    NativeWindow,
-    NativeWindowStep,
-    native_features,
-)
-from linearize.attention.backends.one_step import OneStep
+from linearize.attention.backends.native import Native, NativeOp, unreadable
 from linearize.attention.backends.streamed import Streamed
-from linearize.attention.backends.window import Windowed
 from linearize.attention.call import AttentionCall
 from linearize.kernels.base import FeatureMap, Features
+from linearize.native.gradient import map_with_gradient
 from linearize.ops import LinearOptions
 
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
+
 CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), PYTORCH)
-"""Causal ops on given features; the first that supports a call is taken."""
+"""Causal ops on given features; the first that takes a call is used."""
 
 BACKENDS: tuple[Backend, ...] = (
-    NativeStep(),
-    NativeWindowStep(),
-    NativeWindow(),
-    Native(),
+    Native("native step", step=True, window=False),
+    Native("native window step", step=True, window=True),
+    Native("native window", step=False, window=True),
+    Native("native", step=False, window=False),
     OneStep(),
     *(form(op) for op in CAUSAL_OPS for form in (Windowed, Streamed, Eager)),
 )
-"""All backends; the first that supports a call is taken, and the last supports every call."""
+"""All backends; the first that takes a call carries it out. The last three together take every call."""
 
 
-def choose(mixer: MappingMixer, call: AttentionCall) -> Backend:
+def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
     """Return the backend that carries out a call."""
     for backend in BACKENDS:
-        if backend.supports(mixer, call):
+        if not backend.why_not(mixer, call):
             return backend
-    raise AssertionError("no backend supports the call")
+    raise AssertionError("no backend takes the call")
 
 
-def map_queries(map: FeatureMap, x: Tensor, scale: float, positions: Tensor | None) -> Features:
-    """Map queries x [B, H, T, D], multiplied by `scale`, to features in fp32."""
-    return native_features(map, x, scale) or map.forward_queries(_scaled(x, scale), positions)
-
-
-def map_keys(map: FeatureMap, x: Tensor, scale: float, positions: Tensor | None) -> Features:
-    """Map keys x [B, K, T, D], multiplied by `scale`, to features in fp32."""
-    return native_features(map, x, scale) or map.forward_keys(_scaled(x, scale), positions)
-
-
-def _scaled(x: Tensor, scale: float) -> Tensor:
-    x = x.float()
-    return x if scale == 1.0 else x * scale
+def map_tokens(
+    map: FeatureMap, x: Tensor, scale: float, positions: Tensor | None, *, queries: bool = False
+) -> Features:
+    """Map queries or keys x [B, H, T, D], multiplied by `scale`, to features in fp32."""
+    if not unreadable(x, x, x) and (spec := map.map_spec()) is not None:
+        return Features(*map_with_gradient(spec, x, scale))
+    x = x.float() if scale == 1.0 else x.float() * scale
+    return map.forward_queries(x, positions) if queries else map.forward_keys(x, positions)
 
 
 def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-    """Attend causally on given features as `linearize.ops.causal_attention` does, by the fastest op that is there."""
+    """Attend causally on given features as `linearize.ops.causal_attention` does, with the fastest op available."""
     normalize = options.get("normalize", True)
-    op = next(op for op in CAUSAL_OPS if op.supports(phi_k, v, normalize=normalize))
+    op = next(op for op in CAUSAL_OPS if not op.why_not(phi_k, v, normalize=normalize))
     return op.output(phi_q, phi_k, v, **options)

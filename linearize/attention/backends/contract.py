@@ -1,124 +1,65 @@
-"""What a backend is, what it may ask of a mixer, and what an op on given features is."""
+"""The interface of a backend, and of a causal op on given features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.scale import LogScale, Scales
-from linearize.attention.shape import HeadShape
-from linearize.kernels.base import FeatureMap, Features, Inputs, Output
-from linearize.ops import LinearOptions, State, Window
-from linearize.registry import Hybrid, KernelInfo
+from linearize.ops import LinearOptions, State, causal_attention
 
-
-class MappingMixer(Protocol):
-    """A mixer of a feature-map kernel, as backends see it.
-
-    Attributes:
-        info: the kernel's facts.
-        shape: sizes and direction.
-        inputs: what precedes the maps and knows queries from keys, or None.
-        keys: the map of the keys.
-        queries: the map of the queries; None where it is the keys' one.
-        output: what follows the sums, or None.
-        hybrid: what the layer has in addition to the kernel.
-        key_scale: learned log-scales of the keys, or None.
-        query_scale: those of the queries, or None.
-        window: W of a softmax window, or None.
-        floor: c of `linearize.ops.floored`, 0 for none.
-        eps: smallest magnitude of a denominator.
-        feature_dim: size F of the features.
-        symmetric: whether queries are mapped as keys are, so that both can be mapped at once.
-        memory: what a backend worked out for this mixer and wants to find again, by a name that begins with its own.
-    """
-
-    info: KernelInfo
-    shape: HeadShape
-    inputs: Inputs | None
-    keys: FeatureMap
-    queries: FeatureMap | None
-    output: Output | None
-    hybrid: Hybrid
-    key_scale: LogScale | None
-    query_scale: LogScale | None
-    window: int | None
-    floor: float
-    eps: float
-    feature_dim: int
-    symmetric: bool
-    memory: dict[str, object]
-
-    def form(self, scaling: float) -> Window | None:
-        """Return the form of the window as the ops take it; None without a window."""
-
-    def input_scale(self, scaling: float) -> float:
-        """Return what the map wants queries and keys multiplied with."""
-
-    def features(self, call: AttentionCall, scales: Scales | None = None) -> tuple[Features, Features]:
-        """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, T, F].
-
-        `scales` is what `log_scales` gives, if it is known.
-        """
-
-    def log_scales(self, call: AttentionCall) -> Scales:
-        """Return the learned log-scales of queries and keys."""
-
-    def key_features(self, k: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        """Map keys [B, K, T, D]."""
-
-    def query_features(self, q: Tensor, scaling: float, positions: Tensor | None) -> Features:
-        """Map queries [B, H, T, D]."""
-
-    def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Do what follows the sums [B, H, T, V] in fp32, and cast the output to the host's dtype."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield what is learned."""
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
 
 
 class Backend(Protocol):
-    """One way to carry out a call.
+    """One way to carry out the call of a feature-map kernel.
 
     Attributes:
-        name: for reports and tests.
+        name: for `--explain-backend` and tests.
     """
 
     name: str
 
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """Tell whether it can, in a few quick checks: it is asked at every decoding step."""
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Say why it declines a call; empty if it can carry it out.
 
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Attend -> [B, H, T, V] in the dtype of the values, and the state after, None where `needs_state` is not set.
+        It is asked at every decoding step: check what is cheap first, and return constant texts.
+        """
 
-        It may be asked only what it supports.
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Attend -> [B, H, T, V] in the dtype of the values, and the state after; None unless `call.needs_state`.
+
+        It is called only after `why_not` returned an empty text.
         """
 
 
-class CausalOp(Protocol):
-    """Causal attention on given features, as the backends that map in PyTorch use it.
+class CausalOp:
+    """A causal op on given features; this one is `linearize.ops.causal_attention`, which takes every call.
 
     Attributes:
-        name: for reports and tests.
-        through_states: the op to take where the gradient goes through states.
+        name: for `--explain-backend` and tests.
     """
 
-    name: str
+    name = "pytorch"
 
-    @property
-    def through_states(self) -> CausalOp:
-        """Return the op to take where a gradient goes through states: usually itself."""
-
-    def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
-        """Tell whether it takes tensors such as x and v, and divides as `normalize` says."""
+    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
+        """Say why it declines tensors such as x and v, or rows divided as `normalize` says; empty if it takes them."""
+        return ""
 
     def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
         """Attend as `linearize.ops.causal_attention` does."""
+        return causal_attention(phi_q, phi_k, v, **options)
 
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        """Attend where the state after is not asked for."""
+        """Attend when the state after is not needed."""
+        return self.attend(phi_q, phi_k, v, **options)[0]
+
+    @property
+    def through_states(self) -> CausalOp:
+        """The op to use when a gradient passes through states: usually this one."""
+        return self
+
+
+PYTORCH = CausalOp()

@@ -1,96 +1,132 @@
-"""PyTorch: map all tokens, then mix them with one of the linear attention ops."""
+"""PyTorch: map all tokens, then mix them with one of the ops of `linearize.ops`."""
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import CausalOp, MappingMixer
-from linearize.attention.call import AttentionCall, MixerState, linear_state
+from linearize.attention.backends.contract import PYTORCH, CausalOp
+from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import (
     Floor,
-    LinearOp,
     LinearOptions,
+    Mapped,
     State,
+    WindowState,
+    advance,
     bidirectional_attention,
-    causal_attention,
     floored_attention,
     recurrent_attention,
+    window_attention,
 )
+from linearize.ops.state import without_padding
 
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
 
-class PyTorchOp:
-    """`linearize.ops.causal_attention`. See `contract.CausalOp`."""
-
-    name = "pytorch"
-
-    @property
-    def through_states(self) -> PyTorchOp:
-        """Its gradient goes through states."""
-        return self
-
-    def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
-        """See `contract.CausalOp`."""
-        return True
-
-    def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
-        """See `contract.CausalOp`."""
-        return causal_attention(phi_q, phi_k, v, **options)
-
-    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        """See `contract.CausalOp`."""
-        return causal_attention(phi_q, phi_k, v, **options)[0]
-
-
-PYTORCH = PyTorchOp()
-
-
-class _KeyOptions(TypedDict):
-    """The options of an op that say what the keys are."""
-
-    key_padding_mask: Tensor | None
-    log_scale: Tensor | None
-    initial_state: State | None
+NOT_CAUSAL = "the attention is bidirectional, and its op is causal"
 
 
 class Eager:
-    """All tokens at once, around one causal op. See `contract.Backend`."""
+    """All tokens at once, with one causal op."""
 
     def __init__(self, op: CausalOp) -> None:
         self.op, self.name = op, f"eager, {op.name}"
 
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`."""
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         if mixer.window is not None:
-            return False
+            return "it has no softmax window"
         if not mixer.shape.causal:
-            return self.op is PYTORCH
-        return self.op.supports(call.k, call.v, normalize=mixer.keys.normalize and mixer.floor == 0.0)
+            return "" if self.op is PYTORCH else NOT_CAUSAL
+        return self.op.why_not(call.k, call.v, normalize=mixer.keys.normalize and mixer.floor == 0.0)
 
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `contract.Backend`."""
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         queries, keys = mixer.features(call)
         # In fp32 until the output: sums without a denominator would overflow fp16.
         tensors = queries.phi, keys.phi, call.v.float()
-        options: _KeyOptions = {
+        options: LinearOptions = {
             "key_padding_mask": call.key_padding_mask,
             "log_scale": keys.log_scale,
-            "initial_state": linear_state(call),
+            "initial_state": call.linear_state,
         }
+        one_token = call.k.shape[2] == 1
+        op = self.op.attend if mixer.shape.causal else bidirectional_attention
+        if one_token and mixer.shape.causal:
+            op = recurrent_attention
+        state: State | None = None
         if mixer.floor > 0.0:
-            floor = Floor(mixer.floor, mixer.eps)
-            out, state = floored_attention(*tensors, floor, op=self._op(mixer, call), **options)
-            return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
-        normalize, eps = mixer.keys.normalize, mixer.eps
-        if not call.needs_state and mixer.shape.causal and call.k.shape[2] > 1:
-            out = self.op.output(*tensors, normalize=normalize, eps=eps, **options)
-            return mixer.cast_output(out, call.v.dtype), None
-        out, state = self._op(mixer, call)(*tensors, normalize=normalize, eps=eps, **options)
-        return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
+            out, state = floored_attention(*tensors, Floor(mixer.floor, mixer.eps), op=op, **options)
+        else:
+            options |= {"normalize": mixer.keys.normalize, "eps": mixer.eps}
+            if mixer.shape.causal and not call.needs_state and not one_token:
+                out = self.op.output(*tensors, **options)
+            else:
+                out, state = op(*tensors, **options)
+        after = state._asdict() if call.needs_state and state is not None else None
+        return mixer.cast_output(out, call.v.dtype), after
 
-    def _op(self, mixer: MappingMixer, call: AttentionCall) -> LinearOp:
-        """Return the op that sums up the values."""
+
+class Windowed:
+    """Softmax inside a window; one of the causal ops sums up the keys outside it."""
+
+    def __init__(self, op: CausalOp) -> None:
+        self.op, self.name = op, f"window, {op.name}"
+
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        if mixer.window is None:
+            return "the layer has no softmax window"
         if not mixer.shape.causal:
-            return bidirectional_attention
-        return recurrent_attention if call.k.shape[2] == 1 else self.op.attend
+            return "" if self.op is PYTORCH else NOT_CAUSAL
+        return self.op.why_not(call.k, call.v, normalize=False)
+
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        window = mixer.form(call.scaling)
+        assert window is not None
+        queries, keys = mixer.features(call)
+        # In fp32 until the output, as all sums.
+        out, state = window_attention(
+            Mapped(call.q, *queries),
+            Mapped(call.k, *keys),
+            call.v,
+            window,
+            key_padding_mask=call.key_padding_mask,
+            initial_state=None if call.state is None else WindowState.of(call.state),
+            op=self.op.attend,
+        )
+        after = state.present() if call.needs_state and state is not None else None
+        return mixer.cast_output(out.float(), call.v.dtype), after
+
+
+class OneStep:
+    """One token of decoding: it updates the state in the state's own memory, without a gradient."""
+
+    name = "one step"
+
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        if mixer.window is not None:
+            return "it has no softmax window"
+        if mixer.floor > 0.0:
+            return "it has no floor for denominators"
+        return "" if call.one_step else "the call is not one decoding step"
+
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        mask = call.key_padding_mask
+        if mixer.symmetric and call.q.shape[1] == call.k.shape[1]:
+            both = torch.cat([without_padding(x, mask) for x in (call.q, call.k)], dim=2)
+            features = mixer.key_features(both, call.scaling)
+            phi_q, phi_k = features.phi[:, :, :1], features.phi[:, :, 1:]
+            log_scale = None if features.log_scale is None else features.log_scale[..., 1:]
+        else:
+            queries, keys = mixer.features(call)
+            phi_q, phi_k, log_scale = queries.phi, keys.phi, keys.log_scale
+        assert call.linear_state is not None
+        out, state = advance(
+            *(phi_q, phi_k, call.v, call.linear_state),
+            key_padding_mask=mask,
+            log_scale=log_scale,
+            normalize=mixer.keys.normalize,
+            eps=mixer.eps,
+        )
+        return mixer.cast_output(out, call.v.dtype), state._asdict()

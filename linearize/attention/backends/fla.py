@@ -1,8 +1,8 @@
-"""The causal op on a GPU through the chunk kernels of flash-linear-attention, where that is installed (extra `gpu`).
+"""The causal op on a GPU through the chunk kernels of flash-linear-attention, if that is installed (extra `gpu`).
 
-Every row is kept relative to its own running maximum of log-scales. When that climbs, the state fades by
-exp(before - after): a forget gate, which those kernels have. They multiply in TF32 and add in fp32, so fp32 values go
-through them only where PyTorch's own products may be TF32 too; values in half precision always do.
+Every row is kept relative to its own running maximum of log-scales. When the maximum climbs, the state fades by
+exp(before - after): a forget gate, which those kernels have. They multiply in TF32 and add in fp32. So they get fp32
+values only if PyTorch's own products may be TF32 too; they always get values in half precision.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from linearize.ops import LinearOptions, State, empty_state
-from linearize.ops.state import EPS, FLOOR, divide, masked_log_scale, with_ones, without_padding
+from linearize.attention.backends.contract import CausalOp
+from linearize.ops import LinearOptions, State
+from linearize.ops.state import FLOOR, Options
 from linearize.ops.tracing import is_tracing
 
 SWITCH = "LINEARIZE_FLA"
-"""Environment variable: 0 leaves flash-linear-attention alone though it is installed."""
+"""Environment variable: with 0 flash-linear-attention is not used even if it is installed."""
 
 FADED = -60.0
-"""Log of the least that a state fades to in one step: e^-60 of it is nothing in fp32, and gates are summed in fp32."""
+"""Log of the smallest gate: e^-60 of a state is negligible in fp32, and gates are summed in fp32."""
 
 
 def chunk_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -41,69 +42,52 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def exact_enough(v: Tensor) -> bool:
-    """Tell whether products in TF32 are what values of this dtype would get from PyTorch, or better."""
+    """Tell whether PyTorch's own products of values of this dtype would be no more exact than TF32."""
     return v.dtype in (torch.bfloat16, torch.float16) or (
         v.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     )
 
 
-class FlaOp:
-    """See `contract.CausalOp`."""
+class FlaOp(CausalOp):
+    """The causal op through flash-linear-attention."""
 
     name = "flash-linear-attention"
 
-    @property
-    def through_states(self) -> FlaOp:
-        """Its gradient goes through states."""
-        return self
-
-    def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
-        """See `contract.CausalOp`; tracing compilers get the ops in PyTorch."""
-        return x.is_cuda and not is_tracing() and chunk_kernel(x.device) is not None and exact_enough(v)
+    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
+        if not x.is_cuda:
+            return "flash-linear-attention runs on CUDA only"
+        if is_tracing():
+            return "a graph is being traced"
+        if chunk_kernel(x.device) is None:
+            return "flash-linear-attention is not installed (extra: gpu), or LINEARIZE_FLA is 0"
+        return "" if exact_enough(v) else "its products are TF32, and PyTorch's in fp32 are not allowed to be"
 
     def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
-        """See `contract.CausalOp`."""
         return fla_attention(phi_q, phi_k, v, **options)
 
-    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        """See `contract.CausalOp`."""
-        return fla_attention(phi_q, phi_k, v, **options)[0]
 
-
-def fla_attention(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    log_scale: Tensor | None = None,
-    initial_state: State | None = None,
-    normalize: bool = True,
-    eps: float = EPS,
-) -> tuple[Tensor, State]:
+def fla_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
     """Attend as `linearize.ops.causal_attention` does; arguments and results as there."""
-    kernel, state = chunk_kernel(v.device), initial_state
-    if state is None:
-        state = empty_state(phi_k, v, scaled=log_scale is not None, normalize=normalize)
-    scale = masked_log_scale(phi_k, log_scale, key_padding_mask)
+    given, kernel = Options(**options), chunk_kernel(v.device)
+    state, scale = given.start(phi_k, v), given.scale(phi_k)
     groups = phi_q.shape[1] // phi_k.shape[1]
 
     def laid_out(x: Tensor, repeat: int = groups) -> Tensor:
         """Bring x [B, heads, T, ...] to the kernel's [B, T, H, ...], key heads once for each of their queries."""
         return x.float().repeat_interleave(repeat, dim=1).transpose(1, 2).contiguous()
 
-    values, gate, top = with_ones(v, normalize, key_padding_mask), None, state.log_scale.detach()[..., None]
+    values, gate, top = given.values(v), None, state.log_scale.detach()[..., None]
     if scale is not None:
         start = top
         top = torch.maximum(scale.detach().cummax(dim=-1).values, start)
         before = torch.cat([start, top[..., :-1]], dim=-1)
-        # A state that holds nothing has nothing to lose.
+        # An empty state has nothing to lose.
         gate = laid_out(torch.where(before > FLOOR / 2, before - top, 0.0).clamp(min=FADED))
         values = values * torch.exp(scale - top)[..., None]
     assert kernel is not None
     mixed, kv = kernel(
         laid_out(phi_q, 1),
-        laid_out(without_padding(phi_k, key_padding_mask)),
+        laid_out(given.keys(phi_k)),
         laid_out(values),
         g=gate,
         scale=1.0,
@@ -111,5 +95,4 @@ def fla_attention(
         output_final_state=True,
     )
     mixed = mixed.transpose(1, 2)
-    out = divide(mixed, eps) if normalize else mixed
-    return out.to(v.dtype), State(kv[:, ::groups], top[..., -1])
+    return given.divided(mixed).to(v.dtype), State(kv[:, ::groups], top[..., -1])

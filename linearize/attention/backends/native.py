@@ -3,196 +3,165 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import MappingMixer
-from linearize.attention.backends.eager import PYTORCH
-from linearize.attention.call import AttentionCall, MixerState, linear_state
-from linearize.kernels.base import FeatureMap, Features, MapSpec
-from linearize.native import engine, loaded
-from linearize.native.gradient import attend_with_gradient, map_with_gradient
+from linearize.attention.backends.contract import PYTORCH, CausalOp
+from linearize.attention.call import AttentionCall, MixerState
+from linearize.kernels.base import FeatureMap, MapSpec
+from linearize.native import absence, engine, loaded
+from linearize.native.gradient import attend_window_with_gradient, attend_with_gradient
 from linearize.native.options import NEVER, AttendOptions
-from linearize.native.window_autograd import attend_window_with_gradient
 from linearize.ops import LinearOptions, State, causal_attention
-from linearize.ops.compact import put_back, real_first, take
-from linearize.ops.state import EPS
+from linearize.ops.state import EPS, put_back, real_first, take
 from linearize.ops.window_causal import state_after
 
-
-class NativeStep:
-    """Decode one token, map included, in the state's own memory. See `contract.Backend`."""
-
-    name = "native step"
-
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`."""
-        if not call.one_step:
-            return False
-        native, state = engine(), call.state
-        if native is None or state is None or mixer.window is not None or not _has_maps(mixer):
-            return False
-        return bool(native.supports_step(call.q, call.k, call.v, state["kv"], state["log_scale"]))
-
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `contract.Backend`."""
-        native, state = loaded(), call.state
-        assert state is not None
-        maps, before = _packed_maps(mixer, native, call.scaling), (state["kv"], state["log_scale"])
-        return native.step(maps, call.q, call.k, call.v, before, eps=mixer.eps, mask=call.key_padding_mask), state
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
 
 
-class NativeWindowStep:
-    """Decode one token behind a softmax window, in the state's own memory. See `contract.Backend`."""
-
-    name = "native window step"
-
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`."""
-        if mixer.window is None or not call.one_step:
-            return False
-        native, state = engine(), call.state
-        if native is None or state is None or not _has_maps(mixer):
-            return False
-        return bool(native.supports_window_step(call.q, call.k, call.v, state))
-
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `contract.Backend`."""
-        native, state = loaded(), call.state
-        assert state is not None
-        maps, mask = _packed_maps(mixer, native, call.scaling), call.key_padding_mask
-        step = (maps, call.q, call.k, call.v, state)
-        return native.window_step(*step, scaling=call.scaling, eps=mixer.eps, mask=mask), state
-
-
-class NativeWindow:
-    """Map and attend behind a softmax window in one pass. See `contract.Backend`."""
-
-    name = "native window"
-
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`."""
-        if mixer.window is None or call.state is not None:
-            return False
-        if torch.is_grad_enabled() and call.needs_state:
-            # Through states, the ops in PyTorch know the gradient.
-            return False
-        native = engine()
-        return native is not None and _has_maps(mixer) and bool(native.supports(call.q, call.k, call.v))
-
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `contract.Backend`."""
-        q, k, v, mask, order = call.q, call.k, call.v, call.key_padding_mask, None
-        if mask is not None:
-            order = real_first(mask)
-            q, k, v = (take(x, order) for x in (q, k, v))
-            mask = mask.bool().gather(1, order)
-        form = mixer.form(call.scaling)
-        assert form is not None
-        ordered = replace(call.with_inputs(q, k, v), key_padding_mask=mask)
-        scales = mixer.log_scales(ordered)
-        scale = mixer.input_scale(call.scaling)
-        options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
-        if form.exact_keys:
-            options = options._replace(priority=_priority(mixer, k, call.scaling, scales[1]))
-        if torch.is_grad_enabled():
-            features = mixer.features(ordered, scales)
-            out = attend_window_with_gradient(_maps(mixer), (q, k, v), features, options, form)
-            return out if order is None else put_back(out, order), None
-        found = loaded().window(_maps(mixer), q, k, v, options, form)
-        out = found.out if order is None else put_back(found.out, order)
-        if not call.needs_state or not form.causal:
-            return out, None
-
-        def key_features(keys: Tensor) -> Features:
-            return mixer.key_features(keys, call.scaling, None)
-
-        kept = None if found.until is None else found.until == NEVER
-        return out, state_after(k, v, mask, form, State(found.kv, found.log_scale), key_features, kept).present()
+def unreadable(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Say why the op does not take such tensors; empty if it does."""
+    native = engine()
+    if native is None:
+        return absence()
+    return "" if native.supports(q, k, v) else "it reads plain tensors in fp32 or bf16 on the CPU only"
 
 
 class Native:
-    """Map and attend in one pass. See `contract.Backend`."""
+    """Whole calls in one pass, map included: of one token in the state's own memory, or of many; with a window or not.
 
-    name = "native"
+    Attributes:
+        step: whether it decodes one token.
+        window: whether there is a softmax window.
+    """
 
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`."""
-        native = engine()
-        if native is None or call.one_step or mixer.window is not None or not _has_maps(mixer):
-            return False
+    def __init__(self, name: str, *, step: bool, window: bool) -> None:
+        self.name, self.step, self.window = name, step, window
+
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        if self.window is not (mixer.window is not None):
+            return "the layer has no softmax window" if self.window else "it has no softmax window"
+        if self.step is not call.one_step:
+            return "the call is not one decoding step" if self.step else "it does not decode single tokens"
+        if self.step:
+            if why := unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
+                return why
+            supports = engine().supports_window_step if self.window else _supports_step
+            return "" if supports(call.q, call.k, call.v, call.state) else "it cannot write into this state"
+        if self.window and call.state is not None:
+            return "it does not continue the state of a window with several tokens"
         if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
-            # Through states, the ops in PyTorch know the gradient.
-            return False
-        return bool(native.supports(call.q, call.k, call.v))
+            return "its gradient does not pass through states"
+        return unreadable(call.q, call.k, call.v) or _unknown_maps(mixer)
 
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `contract.Backend`."""
-        q, k, v = call.q, call.k, call.v
-        mask, (_, log_scale) = call.key_padding_mask, mixer.log_scales(call)
-        options = AttendOptions(mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask, log_scale)
-        if not torch.is_grad_enabled():
-            out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, options, linear_state(call))
-            return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
-
-        def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
-            queries, keys = mixer.features(call.with_inputs(q, k, v), (None, log_scale))
-            more: LinearOptions = {"key_padding_mask": mask, "log_scale": keys.log_scale, "eps": mixer.eps}
-            return causal_attention(queries.phi, keys.phi, v.float(), **more)[0].to(v.dtype)
-
-        return attend_with_gradient(_maps(mixer), q, k, v, fallback, options), None
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        if self.step:
+            return _step(mixer, call)
+        return _attend_window(mixer, call) if self.window else _attend(mixer, call)
 
 
-def native_features(map: FeatureMap, x: Tensor, scale: float) -> Features | None:
-    """Map x [B, H, T, D] times `scale` in the native op; None where it is not there, or has no such map."""
-    native = engine()
-    if native is None or not native.supports(x, x, x) or (known := map.map_spec()) is None:
-        return None
-    return Features(*map_with_gradient(known, x, scale))
+def _supports_step(q: Tensor, k: Tensor, v: Tensor, state: MixerState) -> bool:
+    return bool(engine().supports_step(q, k, v, state["kv"], state["log_scale"]))
 
 
-def _has_maps(mixer: MappingMixer) -> bool:
-    """Tell whether the op has the maps, and nothing but a window stands around them; worked out once."""
-    found = mixer.memory.get("native.has_maps")
-    if found is None:
-        plain = mixer.inputs is None and mixer.output is None and mixer.floor == 0.0
-        plain = plain and mixer.keys.normalize and not mixer.info.positional
-        found = plain and all(map.map_spec() is not None for map in _feature_maps(mixer))
-        mixer.memory["native.has_maps"] = found
-    return bool(found)
+def _step(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+    native, state, mask = loaded(), call.state, call.key_padding_mask
+    assert state is not None
+    inputs = (_packed_maps(mixer, native, call.scaling), call.q, call.k, call.v)
+    if mixer.window is not None:
+        return native.window_step(*inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
+    return native.step(*inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
 
 
-def _priority(mixer: MappingMixer, k: Tensor, scaling: float, learned: Tensor | None) -> Tensor:
-    """Return what exact keys are chosen by, the log-scales [B, K, T] of the keys' features."""
+def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+    q, k, v = call.q, call.k, call.v
+    mask, (_, log_scale) = call.key_padding_mask, mixer.log_scales(call)
+    options = AttendOptions(mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask, log_scale)
+    if not torch.is_grad_enabled():
+        out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, options, call.linear_state)
+        return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
+
+    def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+        queries, keys = mixer.features(call.with_inputs(q, k, v), (None, log_scale))
+        more: LinearOptions = {"key_padding_mask": mask, "log_scale": keys.log_scale, "eps": mixer.eps}
+        return causal_attention(queries.phi, keys.phi, v.float(), **more)[0].to(v.dtype)
+
+    return attend_with_gradient(_maps(mixer), q, k, v, fallback, options), None
+
+
+def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+    order = None
+    if call.key_padding_mask is not None:
+        order = real_first(call.key_padding_mask)
+        mask = call.key_padding_mask.bool().gather(1, order)
+        call = replace(call.with_inputs(*(take(x, order) for x in (call.q, call.k, call.v))), key_padding_mask=mask)
+    q, k, v, mask = call.q, call.k, call.v, call.key_padding_mask
+    form = mixer.form(call.scaling)
+    assert form is not None
+    scales = mixer.log_scales(call)
+    scale = mixer.input_scale(call.scaling)
+    options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
+    if form.exact_keys:
+        options = options._replace(priority=_priority(mixer, k, call.scaling, scales[1]))
+    if torch.is_grad_enabled():
+        out = attend_window_with_gradient(_maps(mixer), (q, k, v), mixer.features(call, scales), options, form)
+        return out if order is None else put_back(out, order), None
+    attended = loaded().window(_maps(mixer), q, k, v, options, form)
+    out = attended.out if order is None else put_back(attended.out, order)
+    if not call.needs_state or not form.causal:
+        return out, None
+    kept = None if attended.until is None else attended.until == NEVER
+    past = State(attended.kv, attended.log_scale)
+    return out, state_after(k, v, mask, form, past, lambda k: mixer.key_features(k, call.scaling), kept).present()
+
+
+def _priority(mixer: FeatureMapMixer, k: Tensor, scaling: float, learned: Tensor | None) -> Tensor:
+    """Return the log-scales [B, K, T] of the keys' features, by which exact keys are chosen."""
     if _maps(mixer)[0].scaled:
-        found = mixer.key_features(k, scaling, None).log_scale
-        assert found is not None
-        return found
+        log_scale = mixer.key_features(k, scaling).log_scale
+        assert log_scale is not None
+        return log_scale
     return torch.zeros(k.shape[:3]) if learned is None else learned
 
 
-def _feature_maps(mixer: MappingMixer) -> list[FeatureMap]:
-    return [map for map in (mixer.keys, mixer.queries) if map is not None]
+def _unknown_maps(mixer: FeatureMapMixer) -> str:
+    """Say why the op cannot do all that the mixer does besides a window; empty if it can. Worked out once."""
+    why = mixer.memory.get("native.unknown_maps")
+    if why is None:
+        why = ""
+        if mixer.inputs is not None or mixer.output is not None or mixer.info.positional:
+            why = "it does not have what this kernel does before or after its map"
+        elif mixer.floor > 0.0 or not mixer.keys.normalize:
+            why = "it does not have this kernel's denominator"
+        elif any(map.map_spec() is None for map in _feature_maps(mixer)):
+            why = "it does not have this kernel's feature map"
+        mixer.memory["native.unknown_maps"] = why
+    return str(why)
 
 
-def _maps(mixer: MappingMixer) -> list[MapSpec]:
-    """Return the maps of keys and queries, one where it is the same."""
-    return [known for map in _feature_maps(mixer) if (known := map.map_spec()) is not None]
+def _feature_maps(mixer: FeatureMapMixer) -> list[FeatureMap]:
+    return [mixer.keys] if mixer.queries is None else [mixer.keys, mixer.queries]
+
+
+def _maps(mixer: FeatureMapMixer) -> list[MapSpec]:
+    """Return the maps of keys and queries, or the one that they share."""
+    return [spec for map in _feature_maps(mixer) if (spec := map.map_spec()) is not None]
 
 
 class _Packed(NamedTuple):
-    """Maps as the op reads them, and which weights they were."""
+    """Maps as the op reads them, and the weights that they were made from."""
 
     key: list[object]
     maps: Any
 
 
-def _packed_maps(mixer: MappingMixer, native: Any, scaling: float) -> Any:
+def _packed_maps(mixer: FeatureMapMixer, native: Any, scaling: float) -> Any:
     """Return the maps as the op reads them.
 
-    Describing them takes as long as a step: it is done once as long as the weights stay where they are, and where the
+    Describing them takes as long as a decoding step. So it is done once while the weights stay where they are, if the
     op reads nothing but parameters.
     """
     learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
@@ -207,28 +176,27 @@ def _packed_maps(mixer: MappingMixer, native: Any, scaling: float) -> Any:
     return packed
 
 
-class NativeOp:
-    """The op on given features. See `contract.CausalOp`."""
+class NativeOp(CausalOp):
+    """The op on given features; it divides rows by their sums."""
 
     name = "native causal op"
-    through_states = PYTORCH
 
-    def supports(self, x: Tensor, v: Tensor, *, normalize: bool) -> bool:
-        """See `contract.CausalOp`."""
-        return normalize and x.is_cpu and engine() is not None
+    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
+        if not normalize:
+            return "it has no plain sums without a denominator"
+        if not x.is_cpu:
+            return "it runs on the CPU only"
+        return absence() if engine() is None else ""
 
     def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
-        """See `contract.CausalOp`; with a gradient, the op in PyTorch attends."""
-        if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or not _readable(phi_q, phi_k, v):
+        if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or unreadable(phi_q, phi_k, v):
             return causal_attention(phi_q, phi_k, v, **options)
         out, kv, top = engine().attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
         return out, State(kv, top)
 
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        """See `contract.CausalOp`."""
-        log_scale, state = options.get("log_scale"), options.get("initial_state")
-        plain = state is not None or not _readable(phi_q, phi_k, v)
-        if plain or not _has_gradient(phi_q, phi_k, v, log_scale):
+        plain = options.get("initial_state") is not None or unreadable(phi_q, phi_k, v)
+        if plain or not _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
             return self.attend(phi_q, phi_k, v, **options)[0]
 
         def fallback(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
@@ -237,18 +205,15 @@ class NativeOp:
 
         return attend_with_gradient([], phi_q, phi_k, v, fallback, _attend_options(options))
 
+    @property
+    def through_states(self) -> CausalOp:
+        return PYTORCH
+
 
 def _has_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _readable(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
-    """Tell whether the op reads these features, whatever was asked before they were made."""
-    native = engine()
-    return native is not None and bool(native.supports(phi_q, phi_k, v))
-
-
 def _attend_options(options: LinearOptions) -> AttendOptions:
-    """Return the options of a causal op as the native one takes them."""
     mask, eps = options.get("key_padding_mask"), options.get("eps", EPS)
     return AttendOptions(True, 1.0, eps, mask=mask, log_scale=options.get("log_scale"))

@@ -1,63 +1,91 @@
-"""PyTorch, a part of the tokens at a time: for long inputs.
+"""PyTorch, one part of the tokens at a time: for long inputs.
 
-Features are made part by part and used up while they are in the processor's cache: none of T rows is ever kept. The
-backward makes them again, part by part, from q, k and v; a causal pass keeps the state before every part.
+The features of a part are used while they are in the processor's cache; features of all T tokens never exist. The
+backward pass computes them again, part by part, from q, k and v; a causal pass keeps the state before every part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import CausalOp, MappingMixer
-from linearize.attention.backends.eager import PYTORCH
-from linearize.attention.call import AttentionCall, MixerState, linear_state
+from linearize.attention.backends.contract import PYTORCH, CausalOp
+from linearize.attention.backends.eager import NOT_CAUSAL
+from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import State, gather_keys, read_state
 from linearize.ops.state import without_padding
 from linearize.ops.tracing import is_tracing
 
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
+
 RECOMPUTED = 8192
-"""From this many tokens on, the backward makes features again: a quarter to three quarters slower, little memory."""
+"""From this many tokens on, the backward pass computes features again: 25 to 75 % slower, with little memory."""
 
 NUMBERS = {"cpu": 1 << 19}
-"""Numbers in the features of one part: 2 MiB of fp32, about a core's cache."""
+"""Numbers in the features of one part, by device: 2 MiB of fp32, about a core's cache."""
 
 ELSEWHERE = 1 << 26
-"""The same on devices that want large products."""
+"""The same on all other devices, which need large products."""
 
 UNIT = 64
 """Parts are multiples of this many tokens, the causal op's chunk."""
 
 
 class Streamed:
-    """See `contract.Backend`."""
+    """Parts of the tokens one after the other, with one causal op."""
 
     def __init__(self, op: CausalOp) -> None:
         self.op, self.name = op, f"streamed, {op.name}"
 
-    def supports(self, mixer: MappingMixer, call: AttentionCall) -> bool:
-        """See `contract.Backend`: not where q and k meet before the map, nor while tracing."""
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         if is_tracing():
-            # First: asking for the number of tokens would make a number of it.
-            return False
+            # First: reading the number of tokens would make it a constant of the graph.
+            return "a graph is being traced"
         tokens = call.q.shape[2]
-        if tokens == 1 or mixer.window is not None or mixer.inputs is not None or mixer.floor > 0.0:
-            return False
-        if torch.is_grad_enabled() and (tokens < RECOMPUTED or call.state is not None or call.needs_state):
-            return False
+        if tokens == 1:
+            return "one token has no parts"
+        if mixer.window is not None:
+            return "it has no softmax window"
+        if mixer.inputs is not None:
+            return "queries and keys meet before the map"
+        if mixer.floor > 0.0:
+            return "it has no floor for denominators"
+        if torch.is_grad_enabled():
+            if tokens < RECOMPUTED:
+                return "gradients of short inputs are faster without mapping twice"
+            if call.state is not None or call.needs_state:
+                return "its gradient does not pass through states"
         if not mixer.shape.causal:
-            return self.op is PYTORCH
-        return self.op.supports(call.k, call.v, normalize=mixer.keys.normalize)
+            return "" if self.op is PYTORCH else NOT_CAUSAL
+        return self.op.why_not(call.k, call.v, normalize=mixer.keys.normalize)
 
-    def run(self, mixer: MappingMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `contract.Backend`."""
+    def run(
+        self, mixer: FeatureMapMixer, call: AttentionCall, before: list[Tensor] | None = None
+    ) -> tuple[Tensor, MixerState | None]:
+        """Attend as `Backend.run` does; a list `before` gets the two tensors of the state before each causal part."""
         if torch.is_grad_enabled():
             return _Streamed.apply(mixer, self.op, call, call.q, call.k, call.v, *mixer.parameters()), None
-        out, state = stream(mixer, self.op, call)
-        return out, state._asdict() if call.needs_state else None
+        q, v, state = call.q, call.v, call.linear_state
+        # Tokens first in memory, as the host reads it next.
+        out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+        cuts = parts(q, mixer.feature_dim)
+        if mixer.shape.causal:
+            for part in cuts:
+                if before is not None and state is not None:
+                    before += state
+                out[:, :, part], state = causal_part(mixer, self.op, call.part(part), state)
+        else:
+            for part in cuts:
+                state = gather_part(mixer, call.part(part), state)
+            assert state is not None
+            for part in cuts:
+                out[:, :, part] = read_part(mixer, call.part(part), state)
+        return out, state._asdict() if call.needs_state and state is not None else None
 
 
 def parts(q: Tensor, features: int) -> list[slice]:
@@ -68,42 +96,12 @@ def parts(q: Tensor, features: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def stream(
-    mixer: MappingMixer, op: CausalOp, call: AttentionCall, before: list[Tensor] | None = None
-) -> tuple[Tensor, State]:
-    """Attend without a gradient -> [B, H, T, V] and the state.
-
-    A list given as `before` gets the two tensors of the state before every causal part that has one.
-    """
-    q, v, state = call.q, call.v, linear_state(call)
-    # Tokens first in memory: that is how the host goes on with it.
-    out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
-    cuts = parts(q, mixer.feature_dim)
-    if mixer.shape.causal:
-        for part in cuts:
-            if before is not None and state is not None:
-                before += state
-            out[:, :, part], state = causal_part(mixer, op, call.part(part), state)
-    else:
-        for part in cuts:
-            state = gather_part(mixer, call.part(part), state)
-        assert state is not None
-        for part in cuts:
-            out[:, :, part] = read_part(mixer, call.part(part), state)
-    assert state is not None
-    return out, state
-
-
-def causal_part(mixer: MappingMixer, op: CausalOp, call: AttentionCall, state: State | None) -> tuple[Tensor, State]:
+def causal_part(mixer: FeatureMapMixer, op: CausalOp, call: AttentionCall, state: State | None) -> tuple[Tensor, State]:
     """Attend causally from a part of the tokens to those before and in it."""
-    mask = call.key_padding_mask
-    queries = mixer.query_features(without_padding(call.q, mask), call.scaling, call.positions)
-    keys = mixer.key_features(without_padding(call.k, mask), call.scaling, call.positions)
+    queries, keys = mixer.features(call)
     out, after = op.attend(
-        queries.phi,
-        keys.phi,
-        call.v.float(),
-        key_padding_mask=mask,
+        *(queries.phi, keys.phi, call.v.float()),
+        key_padding_mask=call.key_padding_mask,
         log_scale=keys.log_scale,
         initial_state=state,
         normalize=mixer.keys.normalize,
@@ -112,12 +110,11 @@ def causal_part(mixer: MappingMixer, op: CausalOp, call: AttentionCall, state: S
     return mixer.cast_output(out, call.v.dtype), after
 
 
-def gather_part(mixer: MappingMixer, call: AttentionCall, state: State | None, shift: Tensor | None = None) -> State:
+def gather_part(mixer: FeatureMapMixer, call: AttentionCall, state: State | None, shift: Tensor | None = None) -> State:
     """Add a part of the keys to a state."""
     keys = mixer.key_features(without_padding(call.k, call.key_padding_mask), call.scaling, call.positions)
     return gather_keys(
-        keys.phi,
-        call.v,
+        *(keys.phi, call.v),
         key_padding_mask=call.key_padding_mask,
         log_scale=keys.log_scale,
         initial_state=state,
@@ -126,7 +123,7 @@ def gather_part(mixer: MappingMixer, call: AttentionCall, state: State | None, s
     )
 
 
-def read_part(mixer: MappingMixer, call: AttentionCall, state: State) -> Tensor:
+def read_part(mixer: FeatureMapMixer, call: AttentionCall, state: State) -> Tensor:
     """Read the state with a part of the queries."""
     queries = mixer.query_features(without_padding(call.q, call.key_padding_mask), call.scaling, call.positions)
     out = read_state(queries.phi, state, normalize=mixer.keys.normalize, eps=mixer.eps)
@@ -137,7 +134,7 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mixer: MappingMixer,
+        mixer: FeatureMapMixer,
         op: CausalOp,
         call: AttentionCall,
         q: Tensor,
@@ -146,10 +143,10 @@ class _Streamed(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         before: list[Tensor] = []
-        out, state = stream(mixer, op, call.with_inputs(q, k, v), before)
-        states = before if mixer.shape.causal else state
-        ctx.save_for_backward(q, k, v, *states)
-        # No tensor of the inputs beside those: under checkpointing they are dropped and made again.
+        whole = replace(call, q=q, k=k, v=v, needs_state=not mixer.shape.causal)
+        out, state = Streamed(op).run(mixer, whole, before)
+        ctx.save_for_backward(q, k, v, *(before if state is None else state.values()))
+        # Keep no other tensor of the inputs: under checkpointing they are dropped and made again.
         none = q.new_empty(0)
         ctx.mixer, ctx.op, ctx.call = mixer, op.through_states, call.with_inputs(none, none, none)
         return out
@@ -159,7 +156,7 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *states = ctx.saved_tensors
         call = ctx.call.with_inputs(q, k, v)
-        # Fetched now: a sharded model's parameters are other tensors than at the forward.
+        # Read the parameters here: those of a sharded model are other tensors than in the forward pass.
         total = _Gradients(ctx.mixer, (q, k, v), ctx.needs_input_grad[3:6])
         with torch.enable_grad(), torch.autocast(device_type=q.device.type, enabled=False):
             if ctx.mixer.shape.causal:
@@ -172,7 +169,7 @@ class _Streamed(torch.autograd.Function):
 class _Gradients:
     """Sums up the gradients of the parts."""
 
-    def __init__(self, mixer: MappingMixer, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
+    def __init__(self, mixer: FeatureMapMixer, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.inputs = [torch.empty_like(x) if wanted else None for x, wanted in zip(inputs, needed, strict=True)]
         self.learned = list(mixer.parameters())
         self.parameters: list[Tensor | None] = [None] * len(self.learned)
@@ -201,12 +198,12 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _leaves(call: AttentionCall) -> AttentionCall:
-    """Return the call of the same numbers, with gradients of their own."""
+    """Return the same call on leaves of the graph."""
     return call.with_inputs(_leaf(call.q), _leaf(call.k), _leaf(call.v))
 
 
 def _bidirectional_backward(
-    mixer: MappingMixer, call: AttentionCall, states: Sequence[Tensor], grad: Tensor, total: _Gradients
+    mixer: FeatureMapMixer, call: AttentionCall, states: Sequence[Tensor], grad: Tensor, total: _Gradients
 ) -> None:
     """Go through the queries for the state's gradient, then through the keys with it."""
     state = State(*states)
@@ -227,7 +224,7 @@ def _bidirectional_backward(
 
 
 def _causal_backward(
-    mixer: MappingMixer,
+    mixer: FeatureMapMixer,
     op: CausalOp,
     call: AttentionCall,
     states: Sequence[Tensor],
