@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.masks import key_padding
-from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
+from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError
 from linearize.ops.tracing import is_tracing
@@ -50,8 +50,8 @@ def attention_forward(
         query: [B, H, T, D].
         key: [B, K, S, D].
         value: [B, K, S, V].
-        attention_mask: key padding mask [B, S] or None (see `mask_function`); the documents of packed rows
-            [B, 1, T] (see `linearize.attention.packing`); 4-D for layers left as they are.
+        attention_mask: key padding mask [B, 1, 1, S] (see `mask_function`) or [B, S], or None; the documents of
+            packed rows [B, 1, T] (see `linearize.attention.packing`); [B, 1, T, S] for layers left as they are.
         scaling: what scores are multiplied with; None: D^-1/2.
         dropout: used by softmax layers only: linear attention has no weights to drop.
         **kwargs: whatever else the host hands over.
@@ -124,7 +124,8 @@ def _attend(
 
 def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
     """Refuse packed rows where the host handed on nothing of them: they would be attended to as one, without a word."""
-    if is_tracing() or (segments := SEGMENTS.get()) is None or (mask is not None and mask.ndim == 4):
+    per_pair = mask is not None and mask.ndim == 4 and mask.shape[2] > 1
+    if is_tracing() or (segments := SEGMENTS.get()) is None or per_pair:
         return
     if segments.shape == (query.shape[0], query.shape[2]):
         raise UnsupportedModelError(
@@ -156,6 +157,8 @@ def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | 
     """Check that a mask says nothing but where the padding is, and whatever window is to be left out."""
     if mask is None or mask.ndim == 2:
         return mask
+    if mask.shape[1:3] == (1, 1) and (mask.dtype == torch.bool or is_tracing()):
+        return mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
     if layer.local_as_full and mask.dtype == torch.bool and (is_tracing() or SEGMENTS.get() is None):
         # Other layers need the window's mask: a token that is none does not see itself.
         return mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
@@ -194,7 +197,9 @@ def softmax_forward(
     kwargs.pop("is_causal", None)
     tokens, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.ndim == 2:
-        mask = mask[:, None, None, -keys:].bool()
+        mask = mask[:, None, None].bool()
+    if mask is not None and mask.shape[2] == 1:
+        mask = mask[..., -keys:]
     # A 4-D mask holds the causal structure already; SDPA's own flag would start counting at the first key.
     if causal and tokens > 1 and (mask is None or mask.shape[2] == 1) and (mask is not None or tokens != keys):
         past = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
@@ -271,6 +276,14 @@ def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any
     return mask_function(*args, **kwargs)
 
 
+def mask_to_add(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
+    """Return what `mask_function` does as eager softmax's masks: 0 where a key is seen, else the least number."""
+    mask = mask_function(*args, dtype=dtype, **kwargs)
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+
+
 def mask_function(
     batch_size: int,
     q_length: int,
@@ -279,11 +292,12 @@ def mask_function(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Hand the 2-D padding mask through as it is, so that no T x T mask is ever built.
+    """Return the padding mask as [B, 1, 1, S], true where there is a token, so that no T x T mask is ever built.
 
-    Where queries attend to another sequence it is [B, 1, 1, S]. Of packed rows it is the number of every token's
-    document [B, 1, T] (see `linearize.attention.packing`). Masks of another kind (sliding windows, chunks) are built as
-    SDPA wants them: they are for layers that stay softmax, and a converted layer refuses them.
+    It is None if nothing is hidden, as SDPA's is: hosts that read it themselves (NLLB-MoE's router, LASR's
+    convolutions) then compute what they did with softmax. Of packed rows it is the number of every token's document
+    [B, 1, T] (see `linearize.attention.packing`). Masks of another kind (sliding windows, chunks) are built as SDPA
+    wants them: they are for layers that stay softmax, and a converted layer refuses them.
     """
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     segments = None if is_tracing() else SEGMENTS.get()
@@ -293,11 +307,10 @@ def mask_function(
     if segments is not None and (plain or (not kwargs.get("use_vmap") and whole_documents(mask_function, segments))):
         return segments[:, None]
     if plain:
-        across = mask_function is bidirectional_mask_function and q_length != kv_length
-        if across and attention_mask is not None and attention_mask.ndim == 2:
-            # Of no converted layer; hosts that read it themselves (SigLIP 2's pooler) expect four dimensions.
-            return attention_mask[:, None, None].bool()
-        return attention_mask
+        if attention_mask is None or attention_mask.ndim != 2:
+            return attention_mask
+        hidden = is_tracing() or not bool(attention_mask.all())
+        return attention_mask[:, None, None].bool() if hidden else None
     # The skips would hand out None, which here means "no padding", not "local".
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(
@@ -314,6 +327,8 @@ def register_interface() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
     AttentionInterface.register(LOCAL_AS_FULL, attention_forward)
     AttentionMaskInterface.register(LOCAL_AS_FULL, mask_without_window)
+    AttentionInterface.register(EAGER, attention_forward)
+    AttentionMaskInterface.register(EAGER, mask_to_add)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
     remembered between calls, as a mask may be changed in place: reading it costs less than a twentieth of a layer.
 
     Args:
-        mask: [B, 1, T, S] or [B, 1, 1, S], S >= T; bool, or numbers that are added to the scores.
+        mask: [B, 1, T, S] or [B, 1, 1, S]; bool, or numbers that are added to the scores.
         causal: whether the attention looks at no later key in any case.
 
     Returns:
@@ -37,6 +37,9 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
     count, keys = visible.shape[1:]
     if count == 1:
         return visible[:, 0]
+    if count > keys:
+        # Cross-attention: queries are not among the keys.
+        return None
     real = visible.any(dim=1)
     past = torch.ones(count, keys, dtype=torch.bool, device=mask.device)
     past = past.tril(keys - count) if causal else past

@@ -17,6 +17,8 @@ IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
 LOCAL_AS_FULL = "linearize_local_as_full"
 """The same where every layer with a sliding window or chunks was converted as full attention."""
+EAGER = "linearize_eager"
+"""The same for hosts that know eager softmax only: they read masks as numbers to add to the scores."""
 
 
 class Mixer(nn.Module, abc.ABC):

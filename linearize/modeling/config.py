@@ -19,9 +19,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
-from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.modeling.plan import ABSENT, LOCAL, SOFTMAX, Plan
+from linearize.modeling.implementations import IMPLEMENTATIONS, implementation, refusal, use_linear_attention
+from linearize.modeling.plan import ABSENT, Plan
 from linearize.modeling.portable import ENTRY, code_files, why_not
 
 MODEL_TYPE = "linearize"
@@ -298,12 +298,25 @@ class _Mixin(_Original):
 
     def __post_init__(self, **kwargs: object) -> None:
         requested = kwargs.pop("attn_implementation", None)
-        if requested not in (None, IMPLEMENTATION, LOCAL_AS_FULL):
+        if requested not in (None, *IMPLEMENTATIONS):
             raise ConfigError(
                 f"got attn_implementation={requested!r}, but a converted model runs its own linear attention; "
                 "leave the argument out"
             )
         super().__post_init__(**kwargs)
+        use_linear_attention(self)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        """Name of the attention implementation; any other than linearize's is ignored with a warning."""
+        name: str | None = self._attn_implementation_internal
+        return name
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: object) -> None:
+        # Not refused: Whisper sets "eager" for timestamps of words.
+        if value not in (None, *IMPLEMENTATIONS):
+            warnings.warn(f"{refusal(value)}; the name is ignored", stacklevel=3)
         use_linear_attention(self)
 
     @property
@@ -326,25 +339,8 @@ class _Mixin(_Original):
     def __setattr__(self, key: str, value: object) -> None:
         # transformers writes "sdpa" here where a caller named nothing; that would run softmax silently.
         if key == "_attn_implementation_internal" and value is not None:
-            value = implementation(self)
+            value = value if value in IMPLEMENTATIONS else implementation(self)
         super().__setattr__(key, value)
-
-
-def implementation(config: PreTrainedConfig) -> str:
-    """Return the name of the attention implementation that a converted model's config asks for."""
-    layers = (getattr(config, "linearize", None) or {}).get("layers", ())
-    local = [layer["kernel"] for layer in layers if LOCAL in layer.get("host", ())]
-    return LOCAL_AS_FULL if local and SOFTMAX not in local else IMPLEMENTATION
-
-
-def use_linear_attention(config: PreTrainedConfig, name: str | None = None) -> None:
-    """Set the attention implementation on a converted model's config and on the configs inside it."""
-    name = implementation(config) if name is None else name
-    config._attn_implementation_internal = name
-    for key in getattr(config, "sub_configs", None) or {}:
-        inner = getattr(config, key, None)
-        if inner is not None:
-            use_linear_attention(inner, name)
 
 
 def __getattr__(name: str) -> type[LinearizeConfig]:

@@ -10,7 +10,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from linearize.attention.mixer import IMPLEMENTATION, LOCAL_AS_FULL
+from linearize.modeling.implementations import IMPLEMENTATIONS
 
 
 def share_renamings(name: str, base: type[PreTrainedModel], inner: bool = False) -> None:
@@ -34,7 +34,7 @@ def share_classes(base: type[PreTrainedModel]) -> None:
     modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
     for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
         if "eager" in table and all(isinstance(x, type) for x in table.values()):
-            for name in (IMPLEMENTATION, LOCAL_AS_FULL):
+            for name in IMPLEMENTATIONS:
                 table.setdefault(name, table.get("sdpa", table["eager"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,13 +17,13 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
-from linearize.attention.mixer import IMPLEMENTATION
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class, implementation
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
+from linearize.modeling.implementations import IMPLEMENTATIONS, check_implementation, refusal, use_implementations
 from linearize.modeling.lookups import record_outputs, share_classes, share_renamings
-from linearize.modeling.plan import ABSENT, CALLED, LOCAL, LayerPlan, Plan, contradiction
+from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, UNKNOWN, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import (
     HUB_OPTIONS,
     absent_weights,
@@ -102,11 +103,8 @@ class LinearizedModel(_Original):
         Raises:
             ConfigError: always, unless the name is linearize's own.
         """
-        if attn_implementation not in (IMPLEMENTATION, self.config._attn_implementation):
-            raise ConfigError(
-                f"got attn_implementation={attn_implementation!r}, but a converted model runs its own linear "
-                "attention; load the original checkpoint for softmax"
-            )
+        if attn_implementation not in IMPLEMENTATIONS:
+            raise ConfigError(refusal(attn_implementation))
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse continuous batching (`generate_batch`), whose pages hold the keys of all tokens.
@@ -278,6 +276,13 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     register_interface()
     root = model.base_model
     _prepare(model, root)
+    try:
+        use_implementations(model, root, plan)
+    except AttributeError:
+        raise CheckpointError(
+            f"the plan names an attention that {type(model).__name__} has not; config.json and the architecture do not "
+            "belong together"
+        ) from None
     for layer in plan.layers:
         try:
             host = root.get_submodule(layer.module)
@@ -292,7 +297,8 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
                 "is damaged or was edited: convert the model again"
             )
         if not layer.converted:
-            if not hasattr(host, "is_causal"):
+            # Softmax in a layer that stays goes by this flag; eager softmax went by the mask alone.
+            if not hasattr(host, "is_causal") or (MASKED in layer.host and layer.shape != UNKNOWN):
                 host.is_causal = layer.shape.causal  # type: ignore[assignment]
             continue
         if hasattr(host, "linear_attention"):
@@ -305,9 +311,9 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     if causal:
         root.register_forward_pre_hook(_mask_while_tracing, with_kwargs=True)
         if not model.config.is_encoder_decoder:
-            root.register_forward_pre_hook(
-                functools.partial(_default_cache, own=_has_own_cache(root)), with_kwargs=True
-            )
+            for part in (root, *_parts_with_caches(root)):
+                default = functools.partial(_default_cache, own=_has_own_cache(part))
+                part.register_forward_pre_hook(default, with_kwargs=True)
 
 
 def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
@@ -316,13 +322,9 @@ def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
         # So that it can be saved by itself, as a checkpoint that says what it was built without (a head's pooler).
         change_class(root, type(model.config), inner=True)
     model.register_load_state_dict_pre_hook(take_stored_names)
-    name = implementation(model.config)
     for module in root.modules():
         if hasattr(type(module), _SLICING):
             setattr(module, _SLICING, _unsliced)
-        # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without a word.
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            config._attn_implementation_internal = name
 
 
 _SLICING = "_maybe_slice_kv_shared_inputs"
@@ -364,12 +366,27 @@ def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
 
 def _hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell the kernel which state belongs to this call: the attention function itself never sees the cache."""
+    check_implementation(host)
     cache = kwargs.get("past_key_values")
     if cache is None:
         # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
     attention: Any = host.linear_attention
     attention.hand_over(state_layer(cache, attention.cache_index))
+
+
+def _parts_with_caches(root: PreTrainedModel) -> list[PreTrainedModel]:
+    """List the parts beside the text that make a cache for themselves, such as a tower that reads sound in steps."""
+    text = root.config.get_text_config(decoder=True)
+    parts = [one for one in root.modules() if isinstance(one, PreTrainedModel) and one is not root]
+    return [
+        part
+        for part in parts
+        if part.config is not text
+        and part.config is not root.config
+        and "past_key_values" in inspect.signature(part.forward).parameters
+        and _cache_indices(part)
+    ]
 
 
 def _default_cache(
@@ -379,14 +396,15 @@ def _default_cache(
 
     Not for an `own` class, nor where attention weights are asked for: later steps need all keys for theirs.
     """
-    use_cache = kwargs.get("use_cache")
-    use_cache = getattr(root.config, "use_cache", False) if use_cache is None else use_cache
+    use_cache, text = kwargs.get("use_cache"), root.config.get_text_config(decoder=True)
+    if use_cache is None:
+        use_cache = getattr(root.config, "use_cache", getattr(text, "use_cache", False))
     weights = kwargs.get("output_attentions")
     if root.config.output_attentions if weights is None else weights:
         return None
     if not use_cache or root.training or kwargs.get("past_key_values") is not None or own:
         return None
-    made: Cache = LinearizeCache(root.config.get_text_config(decoder=True), _cache_indices(root))
+    made: Cache = LinearizeCache(text, _cache_indices(root))
     if kwargs.get("encoder_hidden_states") is not None:
         # A decoder with cross-attention (in an EncoderDecoderModel): what it reads of the encoder is kept beside.
         made = EncoderDecoderCache(made, DynamicCache())

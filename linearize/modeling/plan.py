@@ -18,6 +18,8 @@ SOFTMAX = "softmax"
 """The kernel name of a layer that stays as it is."""
 LOCAL = "local mask"
 """Fact of a host that attends inside a sliding window or chunks, in a plan that may convert it as full attention."""
+OWN = "own attention"
+"""Fact of a host that stays softmax because of code or masks of its own: a part of such hosts alone runs as before."""
 ABSENT = "absent"
 """Key of config.json's section for the weights that the saved model was built without."""
 UNKNOWN = HeadShape(1, 1, 1, 1, False)
@@ -229,7 +231,7 @@ def _legacy_defaults(kernel: str) -> dict[str, Any]:
 
 def _one_direction(host: Collection[object]) -> bool:
     """Whether a list names facts, and exactly one of them says where the direction comes from."""
-    known = (*ATTRIBUTES, CALLED, MASKED, LOCAL)
+    known = (*ATTRIBUTES, CALLED, MASKED, LOCAL, OWN)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
     return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
 

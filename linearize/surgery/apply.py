@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.errors import UnsupportedModelError
-from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class, use_linear_attention
+from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
+from linearize.modeling.implementations import use_linear_attention
 from linearize.modeling.model import attach, change_class
 from linearize.modeling.plan import Plan
 from linearize.surgery.check import check, record, why_not_built

@@ -165,10 +165,9 @@ def _cut(inputs: Inputs, longest: int | None) -> Inputs:
 
 def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     """Return a batch of two rows, the second with padding; None for models of anything but text."""
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        return None
-    if any(torch.is_tensor(x) and key != "input_ids" for key, x in inputs.items()):
+    ids, written = inputs.get("input_ids"), inputs.get("decoder_input_ids")
+    tensors = {key for key, x in inputs.items() if torch.is_tensor(x)}
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not tensors <= {"input_ids", "decoder_input_ids"}:
         return None
     mask = torch.ones(2, ids.shape[1], dtype=torch.long, device=ids.device)
     mask[1, -PADDED:] = 0
@@ -176,7 +175,8 @@ def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     # Heads that take the last token's state look for the padding among the numbers of the tokens.
     pad = getattr(text_config(model.config), "pad_token_id", None)
     rows[1, -PADDED:] = rows[1, -PADDED:] if pad is None else pad
-    return inputs | {"input_ids": rows, "attention_mask": mask}
+    decoder = {"decoder_input_ids": written.repeat(2, 1)} if isinstance(written, Tensor) else {}
+    return inputs | {"input_ids": rows, "attention_mask": mask} | decoder
 
 
 def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:

@@ -171,12 +171,12 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     if channels:
         yield {"past_values": _floats(model, 1, length, channels)}
         return
-    steps = min(length, 8 * (getattr(config, "patch_length", None) or length))
+    # Less would be filled up with padding, for which forecasters give numbers too.
     flags = {
-        "past_values_padding": torch.zeros(1, steps, dtype=torch.long, device=device),
+        "past_values_padding": torch.zeros(1, length, dtype=torch.long, device=device),
         "freq": torch.zeros(1, dtype=torch.long, device=device),
     }
-    made = {"past_values": _floats(model, 1, steps)} | flags
+    made = {"past_values": _floats(model, 1, length)} | flags
     yield {key: x for key, x in made.items() if key in names}
 
 
@@ -235,6 +235,9 @@ def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         bins = next((x for x in sizes if isinstance(x, int)), 80)
         stacked = getattr(config, "num_stacked_frames", None) or 1
         positions = getattr(config, "max_source_positions", None)
+        if isinstance(per_token := getattr(model.config, "audio_length_per_tok", None), int):
+            # Sound that is added to the text, token by token.
+            yield {"input_features": _floats(model, 1, bins, TOKENS * per_token)}
         yield {"input_features": _floats(model, 1, bins, 2 * positions if positions else _FRAMES)}
         yield {"input_features": _floats(model, 1, _FRAMES, bins * stacked)}
         # Frames put together before the first layer: it says how many.

@@ -17,7 +17,7 @@ from linearize.attention.redirect import REDIRECTED
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.model import is_linearized
-from linearize.modeling.plan import CALLED, LOCAL, MASKED, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
+from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
 from linearize.registry import HYBRID, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.surgery.call import Call
 from linearize.surgery.layers import assign, parse_heads
@@ -141,6 +141,13 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
     seen: set[int] = set()
     count = 0
     times = Counter(id(call.module) for call in calls)
+    # BLT's local layers and its global ones have the same numbers: a cache keeps the keys of those that stay.
+    kept = {
+        getattr(call.module, "layer_idx", None)
+        for call in calls
+        if call.query[2] == call.key[2] and call.module in names
+        if (reason := _why_kept(call, names[call.module], local_as_full)) and reason != _CROSS
+    }
     for call in calls:
         if id(call.module) in seen or call.module not in names:
             continue
@@ -156,7 +163,7 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         if cache_index is not None and (cache_index < 0 or times[id(call.module)] > 1):
             # One running state serves one call a token: of an attention that runs more often the keys are kept.
             cache_index = None
-        if _shares_keys(call.module):
+        if _shares_keys(call.module) or cache_index in kept:
             cache_index = None
         layers.append(
             LayerPlan(
@@ -195,13 +202,15 @@ def _unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
         if around or inside or next(one.parameters(), None) is None:
             continue
-        layers.append(LayerPlan(name, None, SOFTMAX, UNKNOWN, reason=_why_unreached(one), host=(MASKED,)))
+        dispatches = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(one).forward)
+        reason, host = _why_unreached(one, dispatches), (MASKED,) if dispatches else (MASKED, OWN)
+        layers.append(LayerPlan(name, None, SOFTMAX, UNKNOWN, reason=reason, host=host))
     return layers
 
 
-def _why_unreached(host: nn.Module) -> str:
+def _why_unreached(host: nn.Module, dispatches: bool) -> str:
     kind = type(host)
-    if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):
+    if dispatches:
         return f"did not run in the trial run ({kind.__name__}); pass example inputs that reach it (--example-inputs)"
     return f"attention code of its own ({kind.__name__}), which cannot be reached"
 
@@ -214,6 +223,7 @@ def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, .
     return (CALLED if call.declared == shape.causal else MASKED, *facts)
 
 
+_CROSS = "cross-attention"
 _LOCAL_KEPT = "local attention (sliding window or chunks), linear already"
 
 
@@ -226,7 +236,7 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
     if call.mask == "bias":
         return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
     if _attends_across(call, name):
-        return "cross-attention"
+        return _CROSS
     if call.query[2] != call.key[2]:
         return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
     if call.mask == "local" and (not local_as_full or _shares_keys(call.module)):
@@ -352,7 +362,7 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
             )
         return f"{name} is not a Transformer: no attention ran in it, so there is nothing to convert"
     reasons = sorted({layer.reason for layer in found})
-    if reasons == ["cross-attention"]:
+    if reasons == [_CROSS]:
         return f"{name} has only cross-attention behind the attention interface; only self-attention can be converted"
     more = ""
     if _LOCAL_KEPT in reasons:

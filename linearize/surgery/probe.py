@@ -37,9 +37,13 @@ _NAME = "linearize_probe"
 
 @dataclass
 class _Recorder:
-    """Notes calls; `always` says whether masks are made that hide nothing, whose kind then is known."""
+    """Notes calls; `always` says whether masks are made that hide nothing, whose kind then is known.
+
+    `eager` holds the modules of parts that know eager softmax only: it goes by its mask, not by `is_causal`.
+    """
 
     always: bool = True
+    eager: set[nn.Module] = field(default_factory=set)
     calls: list[Call] = field(default_factory=list)
     masks: dict[int, tuple[str, Tensor, int | None]] = field(default_factory=dict)
 
@@ -72,6 +76,8 @@ class _Recorder:
         )
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+        if mask is None and module in self.eager:
+            causal = False
         if kind == "local" and mask is not None:
             causal = not bool(mask.triu(1).any())
         q, k, v = (tuple(t.shape) for t in (query, key, value))
@@ -221,6 +227,9 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
     configs: dict[int, PreTrainedConfig] = {
         id(config): config for config in held if isinstance(config, PreTrainedConfig)
     }
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        change = recorder.eager.difference_update if part._supports_sdpa else recorder.eager.update
+        change(part.modules())
     before = {key: getattr(config, "_attn_implementation_internal", None) for key, config in configs.items()}
     try:
         for config in configs.values():

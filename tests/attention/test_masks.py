@@ -39,6 +39,7 @@ def test_what_says_more_is_not_read():
     assert key_padding(torch.zeros(1, 4, 6, 6), False) is None
     short = torch.tensor([[[[True, False, True]]]])
     assert key_padding(short, False).tolist() == [[True, False, True]]
+    assert key_padding(torch.ones(1, 1, 6, 4, dtype=torch.bool), False) is None
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])

@@ -323,3 +323,175 @@ def test_several_images_in_a_row():
     given = {"pixel_values": pixels, "image_sizes": sizes}
     plan = linearize.plan(transformers.PixtralVisionModel(config).eval(), example_inputs=given)
     assert len(plan.converted) == 2
+
+
+def _assert_softmax_computes_what_it_did(model, inputs, **options):
+    """Convert a model, and compare it with softmax in place of its kernels with the original; return it."""
+    with torch.no_grad():
+        before = model(**inputs).logits
+        converted = linearize.convert(model, **options).eval()
+        with observed(converted, lambda *call: None):
+            after = converted(**inputs).logits
+        assert torch.isfinite(converted(**inputs).logits).all()
+    real = inputs.get("decoder_attention_mask", torch.ones(before.shape[:2])).bool()
+    torch.testing.assert_close(after[real], before[real], rtol=1e-4, atol=1e-5)
+    return converted
+
+
+SEQ2SEQ = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+SEQ2SEQ |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_router_that_reads_the_mask(padded):
+    """NLLB-MoE routes by the mask of its attention, which it expects as SDPA's."""
+    torch.manual_seed(0)
+    config = transformers.NllbMoeConfig(
+        **SEQ2SEQ, num_experts=4, expert_capacity=100, router_jitter_noise=0.0, encoder_sparse_step=1, pad_token_id=1
+    )
+    ids, mask = torch.arange(3, 13).view(2, 5), torch.ones(2, 5, dtype=torch.long)
+    if padded:
+        ids[1, -2:], mask[1, -2:] = 1, 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    model = transformers.NllbMoeForConditionalGeneration(config).eval()
+    model = _assert_softmax_computes_what_it_did(model, inputs)
+    assert model.generate(input_ids=ids, attention_mask=mask, **GREEDY).shape[0] == 2
+
+
+def test_convolutions_that_read_the_mask():
+    """LASR's convolutions leave out frames that the mask of its attention hides."""
+    torch.manual_seed(0)
+    encoder = transformers.LasrEncoderConfig(
+        **HEADS, num_mel_bins=16, conv_kernel_size=8, subsampling_conv_channels=8, attention_bias=False
+    )
+    model = transformers.LasrForCTC(transformers.LasrCTCConfig(encoder_config=encoder, vocab_size=32)).eval()
+    mask = torch.ones(2, 128, dtype=torch.long)
+    mask[1, 64:] = 0
+    inputs = {"input_features": torch.randn(2, 128, 16), "attention_mask": mask}
+    with torch.no_grad():
+        before = model(**inputs).logits[1, : model._get_output_attention_mask(mask).sum(-1)[1]]
+        with observed(linearize.convert(model).eval(), lambda *call: None):
+            after = model(**inputs).logits[1, : len(before)]
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(model(**inputs).logits).all()
+
+
+def test_a_part_with_attention_of_its_own_runs_as_before(tmp_path):
+    """BigBird-Pegasus shares one config between a converted decoder and an encoder that adds its mask to the scores."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdPegasusConfig(**SEQ2SEQ, pad_token_id=0, block_size=4, num_random_blocks=1)
+    ids, mask = torch.randint(3, 99, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, -2:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5]}
+    model = transformers.BigBirdPegasusForConditionalGeneration(config).eval()
+    model = _assert_softmax_computes_what_it_did(model, inputs)
+    linearize.save(model, tmp_path / "out")
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    assert model.generate(input_ids=ids, attention_mask=mask, **GREEDY).shape[0] == 2
+
+
+def test_an_implementation_of_softmax_is_never_taken_silently():
+    model = converted("clip")
+    inputs = inputs_of(model)
+    before = model(**inputs).logits_per_text
+    with pytest.warns(UserWarning, match="runs its own linear attention.* the name is ignored"):
+        model.config._attn_implementation = "eager"
+    assert torch.equal(model(**inputs).logits_per_text, before)
+    model.config.text_config._attn_implementation = "eager"
+    with pytest.raises(ConfigError, match="got attn_implementation='eager'"):
+        model(**inputs)
+
+
+def test_a_stack_whose_numbers_another_one_has():
+    """BLT's global layers, which have no cache, have the numbers of its local ones, which stay and have one."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    stack = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    stack |= {"intermediate_size": 32, "max_position_embeddings": 64, "rope_parameters": rope, "dropout": 0.0}
+    hashes = {"byte_group_size": [2, 3], "byte_group_vocab": 64, "byte_group_nb_functions": 1}
+    config = transformers.BltConfig(
+        vocab_size=32,
+        max_position_embeddings=64,
+        patch_in_forward=False,
+        patch_size=4,
+        **{f"encoder_hash_{key}": value for key, value in hashes.items()},
+        **{f"{part}_config": stack for part in ("patcher", "encoder")},
+        decoder_config={**stack, "vocab_size": 32, "hidden_size_global": 32},
+        global_config={**stack, "hidden_size": 32},
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+    )
+    config.num_hidden_layers, config.num_attention_heads, config.hidden_size = 1, 2, 16
+    model = linearize.convert(transformers.BltForCausalLM(config).eval()).eval()
+    assert list(linear_attentions(model)) == ["model.global_transformer.layers.0.self_attn"]
+    assert model.generate(torch.arange(3, 12)[None], **GREEDY).shape[1] > 9
+
+
+def test_eager_softmax_goes_by_its_mask_alone():
+    """BridgeTower's joint layers say that they are causal, and get no mask: they never hide anything."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 32, "patch_size": 16}
+    text = {**sizes, "vocab_size": 99, "max_position_embeddings": 64}
+    config = transformers.BridgeTowerConfig(text_config=text, vision_config=vision, **sizes)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": torch.arange(3, 17).view(2, 7), "attention_mask": mask}
+    inputs["pixel_values"] = torch.randn(2, 3, 32, 32)
+    for kept in ((), range(3)):
+        model = transformers.BridgeTowerForMaskedLM(config).eval()
+        _assert_softmax_computes_what_it_did(model, inputs, keep_softmax=kept)
+
+
+def test_a_forecaster_that_fills_up_with_padding():
+    torch.manual_seed(0)
+    sizes = {"patch_length": 32, "context_length": 512, "horizon_length": 128, "head_dim": 8, "num_attention_heads": 2}
+    config = transformers.TimesFmConfig(num_hidden_layers=2, hidden_size=16, intermediate_size=32, **sizes)
+    model = transformers.TimesFmModelForPrediction(config).eval()
+    inputs = {"past_values": [torch.linspace(0, 9, count).sin() for count in (100, 400)], "freq": torch.tensor([0, 1])}
+    with torch.no_grad():
+        before = model(**inputs).mean_predictions
+        with observed(linearize.convert(model), lambda *call: None):
+            after = model.eval()(**inputs).mean_predictions
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(model(**inputs).mean_predictions).all()
+
+
+def test_a_cache_that_only_the_text_says_it_uses():
+    """Qwen3-Omni's text has a window that it does not use, for which transformers would make a cache of windows."""
+    torch.manual_seed(0)
+    text = {**HEADS, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99, "sliding_window": 50}
+    text |= {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4, "use_sliding_window": False}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    audio = {"d_model": 32, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "encoder_layers": 2, "output_dim": 32}
+    audio |= {"num_mel_bins": 20, "downsample_hidden_size": 32}
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 24, "num_heads": 4}
+    vision |= {"patch_size": 16, "spatial_merge_size": 1, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3OmniMoeThinkerConfig(audio_config=audio, vision_config=vision, text_config=text)
+    model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config).eval()
+    linearize.convert(model)
+    ids = torch.arange(9, 16)[None]
+    with torch.no_grad():
+        cached, plain = (model.eval()(input_ids=ids, use_cache=use_cache) for use_cache in (None, False))
+    torch.testing.assert_close(cached.logits, plain.logits, rtol=1e-5, atol=1e-5)
+    assert type(cached.past_key_values).__name__ == "LinearizeCache"
+
+
+def test_a_tower_with_a_cache_of_its_own():
+    """Voxtral Realtime reads sound with a sliding cache, and adds it to the text token by token."""
+    torch.manual_seed(0)
+    text = {**HEADS, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 99, "sliding_window": 32}
+    text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    audio = {**HEADS, "head_dim": 16, "num_mel_bins": 16, "sliding_window": 32, "max_position_embeddings": 128}
+    audio |= {"num_key_value_heads": 2}
+    config = transformers.VoxtralRealtimeConfig(text_config=text, audio_config=audio)
+    model = transformers.VoxtralRealtimeForConditionalGeneration(config).eval()
+    linearize.convert(model, local_as_full=True)
+    assert len(linear_attentions(model)) == 4
+    inputs = {"input_ids": torch.arange(3, 13).view(2, 5), "input_features": torch.randn(2, 16, 5 * 8)}
+    with torch.no_grad():
+        cached, plain = (model.eval()(**inputs, use_cache=use_cache).logits for use_cache in (True, False))
+    torch.testing.assert_close(cached, plain, rtol=1e-5, atol=1e-5)
+    longer = inputs | {"input_features": torch.randn(2, 16, 20 * 8)}
+    assert model.generate(**longer, **GREEDY | {"max_new_tokens": 4}).shape == (2, 9)

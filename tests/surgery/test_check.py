@@ -22,7 +22,7 @@ def test_ordinary_models_are_held_against_themselves(name):
     assert len(recorded) == 1
     module, batch, before = recorded[0]
     assert module is model
-    assert ("attention_mask" in batch) == (name in ("bert", "gpt2", "llama"))
+    assert ("attention_mask" in batch) == (name in ("bert", "gpt2", "llama", "bart"))
     assert all(float(x.abs().max()) > 0 for x in before)
     check(linearize.convert(model), recorded)
 
@@ -33,9 +33,9 @@ def test_a_host_that_reads_the_mask_elsewhere_is_refused():
 
     class Elsewhere(encoder):
         def forward(self, hidden_states, attention_mask=None, **kwargs):
-            # Four dimensions where softmax attends, two where linear attention does.
-            four = attention_mask is None or attention_mask.ndim == 4
-            return super().forward(hidden_states.roll(0 if four else 1, -1), attention_mask, **kwargs)
+            # A mask per pair of tokens where softmax attends, one per key where linear attention does.
+            pairs = attention_mask is None or attention_mask.shape[2] > 1
+            return super().forward(hidden_states.roll(0 if pairs else 1, -1), attention_mask, **kwargs)
 
     model.encoder.__class__ = Elsewhere
     with pytest.raises(UnsupportedModelError, match=r"computes something else .* expected at most 1e-05\), so it is"):
@@ -46,13 +46,13 @@ def test_a_host_that_cannot_take_the_mask_is_refused():
     model = original("bert")
     encoder = type(model.encoder)
 
-    class Four(encoder):
+    class Pairs(encoder):
         def forward(self, hidden_states, attention_mask=None, **kwargs):
-            assert attention_mask.ndim == 4, "expected four dimensions"
+            assert attention_mask.shape[2] > 1, "expected a mask per pair"
             return super().forward(hidden_states, attention_mask, **kwargs)
 
-    model.encoder.__class__ = Four
-    with pytest.raises(UnsupportedModelError, match=r"does not run any more .*expected four dimensions"):
+    model.encoder.__class__ = Pairs
+    with pytest.raises(UnsupportedModelError, match=r"does not run any more .*expected a mask per pair"):
         linearize.convert(model)
 
 
@@ -84,13 +84,23 @@ def test_a_model_that_draws_numbers_is_held_against_itself():
     check(linearize.convert(model), recorded)
 
 
-def test_a_host_that_puts_its_mask_together_otherwise_is_refused():
-    """GIT's text adds a mask of four dimensions to scores that it writes out, where its images are converted."""
+def test_a_part_that_writes_softmax_out_keeps_its_masks():
+    """GIT's text adds a mask to scores that it writes out; the tower of its images is converted."""
     torch.manual_seed(0)
     vision = {**HEADS, "image_size": 16, "patch_size": 8}
     config = transformers.GitConfig(**HEADS, vision_config=vision, vocab_size=99, pad_token_id=0, bos_token_id=1)
-    with pytest.raises(UnsupportedModelError, match="once its attention goes through linear attention's masks"):
-        linearize.convert(transformers.GitForCausalLM(config).eval())
+    model = transformers.GitForCausalLM(config).eval()
+    ids, mask = torch.randint(3, 90, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(2, 3, 16, 16)}
+    with torch.no_grad():
+        before = model(**inputs).logits
+        with observed(linearize.convert(model), lambda *call: None):
+            after = model.eval()(**inputs).logits
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    assert set(linear_attentions(model)) == {
+        f"git.image_encoder.vision_model.encoder.layers.{number}.self_attn" for number in range(2)
+    }
 
 
 def test_a_pooler_that_reads_the_mask_computes_what_it_did():
