@@ -276,9 +276,11 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
     `index` is None for an attention whose keys are kept wherever its calls put them.
 
     Raises:
-        ConfigError: if it keeps keys in a way that hands out more or fewer than those of the tokens so far.
+        ConfigError: if it keeps keys in a way that hands out more or fewer than those of the tokens so far, or was put
+            together again from a cache of states without them.
     """
     if isinstance(cache, EncoderDecoderCache):
+        _check_not_emptied(cache, index)
         cache = cache.self_attention_cache
     layers = getattr(cache, "layers", None) or []
     if index is None:
@@ -296,3 +298,16 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
             "use model.new_cache(), or none: generate() makes its own"
         )
     return None
+
+
+def _check_not_emptied(cache: EncoderDecoderCache, index: int | None) -> None:
+    """Refuse a cache that Whisper's `generate` returned: it takes keys row by row, and a state has none to take."""
+    layers, across = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
+    if index is None or index >= min(len(layers), len(across)) or not across[index].is_initialized:
+        return
+    keys = getattr(layers[index], "keys", None)
+    if isinstance(layers[index], DynamicLayer) and keys is not None and keys.shape[2] == 0:
+        raise ConfigError(
+            "got a generation cache without any keys, which was put together from one of linear attention and lost its "
+            "state; generation cannot be resumed from it: give the tokens again without past_key_values"
+        )

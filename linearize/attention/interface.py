@@ -299,14 +299,16 @@ def mask_function(
     [B, 1, T] (see `linearize.attention.packing`). Masks of another kind (sliding windows, chunks) are built as SDPA
     wants them: they are for layers that stay softmax, and a converted layer refuses them.
     """
-    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    causal = mask_function is causal_mask_function
+    plain = causal or mask_function is bidirectional_mask_function
     segments = None if is_tracing() else SEGMENTS.get()
     if segments is not None and segments.shape != (batch_size, q_length):
         # Of another part of the model, such as its images.
         segments = None
     if segments is not None and (plain or (not kwargs.get("use_vmap") and whole_documents(mask_function, segments))):
         return segments[:, None]
-    if plain:
+    # Hosts that join masks (T5Gemma 2) or choose keys by them (indexers) demand one per pair of tokens.
+    if plain and kwargs.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True):
         if attention_mask is None or attention_mask.ndim != 2:
             return attention_mask
         hidden = is_tracing() or not bool(attention_mask.all())

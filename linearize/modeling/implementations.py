@@ -34,7 +34,7 @@ def use_linear_attention(config: PreTrainedConfig, name: str | None = None) -> N
             use_linear_attention(inner, name)
 
 
-def use_implementations(model: PreTrainedModel, root: PreTrainedModel, plan: Plan) -> None:
+def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
     """Set the attention implementation of every part of a converted model.
 
     Parts that know eager softmax only get masks as eager softmax does. Parts whose attention has code or masks of its
@@ -42,13 +42,13 @@ def use_implementations(model: PreTrainedModel, root: PreTrainedModel, plan: Pla
 
     Args:
         model: the model.
-        root: its body, from which the plan names modules.
         plan: its plan.
+        name: the implementation of the other parts.
     """
     # Not above: transformers imports the configs of this package before its models.
     from transformers import PreTrainedModel
 
-    name = implementation(model.config)
+    root = model.base_model
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in model.modules():
         # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without warning.

@@ -21,9 +21,15 @@ from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.errors import CheckpointError, ConfigError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
-from linearize.modeling.implementations import IMPLEMENTATIONS, check_implementation, refusal, use_implementations
+from linearize.modeling.implementations import (
+    IMPLEMENTATIONS,
+    check_implementation,
+    implementation,
+    refusal,
+    use_implementations,
+)
 from linearize.modeling.lookups import record_outputs, share_classes, share_renamings
-from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, UNKNOWN, LayerPlan, Plan, contradiction
+from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import (
     HUB_OPTIONS,
     absent_weights,
@@ -277,7 +283,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     root = model.base_model
     _prepare(model, root)
     try:
-        use_implementations(model, root, plan)
+        use_implementations(model, plan, implementation(model.config))
     except AttributeError:
         raise CheckpointError(
             f"the plan names an attention that {type(model).__name__} has not; config.json and the architecture do not "
@@ -298,7 +304,9 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             )
         if not layer.converted:
             # Softmax in a layer that stays goes by this flag; eager softmax went by the mask alone.
-            if not hasattr(host, "is_causal") or (MASKED in layer.host and layer.shape != UNKNOWN):
+            if not hasattr(host, "is_causal") or (
+                MASKED in layer.host and OWN not in layer.host and layer.shape != UNKNOWN
+            ):
                 host.is_causal = layer.shape.causal  # type: ignore[assignment]
             continue
         if hasattr(host, "linear_attention"):

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from linearize.attention.interface import observed
-from linearize.errors import UnsupportedModelError
+from linearize.attention.interface import observed, register_interface
+from linearize.attention.mixer import IMPLEMENTATION
+from linearize.errors import UnsupportedModelError, first_line
+from linearize.modeling.implementations import use_implementations
 from linearize.modeling.modes import evaluating
+from linearize.modeling.plan import CALLED, LOCAL, Plan
 from linearize.surgery.inputs import Inputs, text_config
 from linearize.surgery.probe import Run, trial_runs
 
@@ -60,7 +64,7 @@ def record(
         return []
     runs: list[Run] = []
     with contextlib.suppress(UnsupportedModelError):
-        runs = trial_runs(model, inputs)
+        runs = trial_runs(model, inputs)[0]
     found = []
     for module, given in runs:
         batch = _cut(given, longest)
@@ -123,6 +127,47 @@ def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
             _check(one)
 
 
+def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
+    """Say what a part of a model would compute otherwise once it were converted; empty if nothing. It stays unchanged.
+
+    Args:
+        model: the original.
+        plan: converts every attention that can be.
+        run: a run of the part.
+    """
+    before = _try_outputs(run.module, run.inputs)
+    with _as_converted(model, plan):
+        try:
+            _compare(Recorded(run.module, run.inputs, before), _outputs(run.module, run.inputs))
+        except UnsupportedModelError as error:
+            return str(error)
+        except Exception as error:
+            return f"does not run with the masks of linear attention ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+@contextlib.contextmanager
+def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
+    """Let a model attend as a converted one with softmax in place of its kernels, while the block runs."""
+    register_interface()
+    holders = [one for one in model.modules() if isinstance(getattr(one, "config", None), PreTrainedConfig)]
+    before = [(one, one.config, one.config._attn_implementation_internal) for one in holders]  # type: ignore[union-attr]
+    hosts = [(model.base_model.get_submodule(layer.module), layer) for layer in plan.converted]
+    try:
+        for host, layer in hosts:
+            direction, local = CALLED in layer.host, LOCAL in layer.host
+            facts = {"shape": layer.shape, "declares_direction": direction, "local_as_full": local}
+            vars(host)["linear_attention"] = SimpleNamespace(**facts, observer=lambda *call: None)
+        use_implementations(model, plan, IMPLEMENTATION)
+        yield
+    finally:
+        for host, _ in hosts:
+            vars(host).pop("linear_attention", None)
+        for holder, config, name in before:
+            holder.config = config
+            vars(config)["_attn_implementation_internal"] = name
+
+
 def why_not_built(model: PreTrainedModel) -> str:
     """Say why a model cannot be built again from its config, as a load does; empty if it can. No memory is needed."""
     try:
@@ -134,16 +179,28 @@ def why_not_built(model: PreTrainedModel) -> str:
 
 
 def _check(recorded: Recorded) -> None:
-    module, batch, before = recorded
-    name = type(module).__name__.removeprefix("Linearized")
+    name = type(recorded.module).__name__.removeprefix("Linearized")
     advice = "so it is not converted; load it again, as this object has been changed"
     try:
-        after = _outputs(module, batch)
+        after = _outputs(recorded.module, recorded.batch)
     except Exception as error:
         raise UnsupportedModelError(
             f"{name} does not run any more once its attention goes through linear attention's masks "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}), {advice}"
         ) from error
+    try:
+        _compare(recorded, after)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} {error}, {advice}") from None
+
+
+def _compare(recorded: Recorded, after: Sequence[Tensor]) -> None:
+    """Compare outputs with those of the original.
+
+    Raises:
+        UnsupportedModelError: if they differ by more than rounding.
+    """
+    _, batch, before = recorded
     masks = [x for key, x in batch.items() if key.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2]
     for old, new in zip(before, after, strict=False):
         if old is None:
@@ -151,9 +208,9 @@ def _check(recorded: Recorded) -> None:
         difference, allowed = _difference(old, new, masks), TOLERANCE.get(old.dtype, 5e-2)
         if not difference <= allowed:
             raise UnsupportedModelError(
-                f"{name} computes something else once its attention goes through linear attention's masks (with "
-                f"softmax in place of the kernels its outputs differ by {difference:.2g} of the largest, expected at "
-                f"most {allowed:g}), {advice}"
+                "computes something else once its attention goes through linear attention's masks (with softmax in "
+                f"place of the kernels its outputs differ by {difference:.2g} of the largest, expected at most "
+                f"{allowed:g})"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,9 +21,10 @@ from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
 from linearize.registry import HYBRID, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.surgery.call import Call
+from linearize.surgery.check import why_part_differs
 from linearize.surgery.layers import assign, parse_heads
 from linearize.surgery.positions import current_length
-from linearize.surgery.probe import probe
+from linearize.surgery.probe import Run, trial_runs
 
 
 def plan(
@@ -77,8 +79,8 @@ def plan(
         raise UnsupportedModelError(
             f"{type(model).__name__} is converted already; start from the original checkpoint (or distil it further)"
         )
-    calls = probe(model, example_inputs)
-    found = _attentions(model, calls, local_as_full)
+    runs, calls = trial_runs(model, example_inputs)
+    found = _keep_parts(model, _attentions(model, calls, local_as_full), runs)
     reachable = [layer for layer in found if layer.index is not None]
     if not reachable:
         raise UnsupportedModelError(_why_none(model, [*found, *_unreached(model, calls)] if found else [], calls))
@@ -178,6 +180,28 @@ def _attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) 
         )
         count += not reason
     return layers
+
+
+def _keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run]) -> list[LayerPlan]:
+    """Keep the layers of parts, run separately, that would compute something else: the other parts are converted."""
+    for run in (run for run in runs if run.module is not model):
+        inside = {name for name, module in model.base_model.named_modules() if module in set(run.module.modules())}
+        chosen = [dataclasses.replace(layer, kernel=_ANY) if layer.index is not None else layer for layer in layers]
+        if not any(layer.converted and layer.module in inside for layer in chosen):
+            continue
+        if why := why_part_differs(model, Plan("", model.config.model_type, tuple(chosen)), run):
+            layers = [
+                dataclasses.replace(layer, index=None, reason=why, host=(*layer.host, OWN))
+                if layer.index is not None and layer.module in inside
+                else layer
+                for layer in layers
+            ]
+    numbers = itertools.count()
+    return [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
+
+
+_ANY = "any"
+"""Stands for a kernel that is not chosen yet."""
 
 
 def _shares_keys(module: nn.Module) -> bool:

@@ -116,27 +116,23 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) ->
     Raises:
         UnsupportedModelError: if the trial run fails.
     """
-    return _try(model, inputs)[1]
+    return trial_runs(model, inputs)[1]
 
 
-def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> list[Run]:
-    """Find out on which inputs a model runs.
+def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> tuple[list[Run], list[Call]]:
+    """Find out on which inputs a model runs, and which attentions it calls then.
 
     Args:
         model: any transformers model; it is not changed.
         inputs: keyword arguments for its forward; made up from the config where None.
 
     Returns:
-        One run of the whole model where it takes the inputs. Where they are made up, parts that did not run in it, such
-        as an encoder of images beside tokens alone, are run by themselves.
+        One run of the whole model where it takes the inputs, and the calls in order. Where inputs are made up, parts
+        that did not run in it, such as an encoder of images in a run on tokens alone, are run separately.
 
     Raises:
         UnsupportedModelError: if nothing runs.
     """
-    return _try(model, inputs)[0]
-
-
-def _try(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None) -> tuple[list[Run], list[Call]]:
     with evaluating(model):
         if inputs is None:
             return _made_up(model)

@@ -41,7 +41,7 @@ RELOADED = (
     "laguna cohere_asr step3p7 deepseek_ocr2 mixtral qwen2_moe deepseek_v3 jamba dbrx solar_open",
     "granitemoe phimoe minimax_m2 glm4_moe hy_v3 axk1 flex_olmo dots1 olmoe aria",
     "cohere2_moe vit vit_mae clip dinov3_vit modernbert timesfm wav2vec2 hubert gpt_neox",
-    "gpt2 bart electra molmo2 pixtral sam2 qwen3_vl whisper gemma4 siglip2",
+    "gpt2 bart electra molmo2 pixtral sam2 qwen3_vl whisper gemma4 siglip2 phi4_multimodal git t5gemma2 mistral_large4",
 )
 
 
@@ -65,6 +65,7 @@ def test_a_load_gives_every_tensor_that_was_saved(names, tmp_path):
         ("siglip2", "MultiheadAttention", "attention code of its own"),
         ("qwen3_asr", "Qwen3ASRAudioAttention", "did not run in the trial run"),
         ("minimax", "MiniMaxLightningAttention", "attention code of its own"),
+        ("phi4_multimodal", "Phi4MultimodalVisionAttention", "computes something else"),
     ],
 )
 def test_every_attention_stands_in_the_plan(name, kind, why):

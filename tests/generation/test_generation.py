@@ -288,6 +288,11 @@ def test_whisper_returns_more_than_tokens(beams):
     )
     plain = model.generate(sound, max_new_tokens=6, num_beams=beams)
     assert torch.equal(made["sequences"][:, 1:], plain)
+    if beams == 2:
+        # Whisper puts caches together again from keys, and a state has none.
+        again = {"encoder_outputs": model.get_encoder()(sound), "decoder_input_ids": plain[:, -1:]}
+        with pytest.raises(ConfigError, match="generation cannot be resumed from it"):
+            model(**again, past_key_values=made["past_key_values"])
 
 
 def test_the_cache_function_bound_to_another_model():
