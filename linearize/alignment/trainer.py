@@ -13,9 +13,9 @@ from linearize.alignment.config import BLOCKWISE, AlignConfig
 from linearize.alignment.measure import blockwise_loss, measure
 from linearize.alignment.objective import Objective, Share, size_of
 from linearize.alignment.pair import Block
-from linearize.distillation.interrupts import Interrupts
+from linearize.distillation.observer import warm_cosine
 from linearize.distillation.processes import autocast
-from linearize.distillation.trainer import warm_cosine
+from linearize.distillation.run import Interrupts
 from linearize.errors import TrainingError
 
 

@@ -29,7 +29,7 @@ from linearize.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.distillation.trainer import KernelTrainer
+    from linearize.distillation.observer import KernelTrainer
 
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
 """Numbers in one block of the least work (2 MiB of fp32, to stay in cache), but never fewer rows than so many."""
@@ -79,9 +79,8 @@ class StageOneSuite(OfModel):
     @cached_property
     def _trainer(self) -> KernelTrainer:
         from linearize.distillation.config import DistillConfig
-        from linearize.distillation.layer_loss import layer_loss
         from linearize.distillation.loop import make_accelerator
-        from linearize.distillation.trainer import KernelTrainer
+        from linearize.distillation.observer import KernelTrainer, layer_loss
 
         model, config = self._frozen(), DistillConfig()
         losses = [layer_loss(name, layer, config) for name, layer in linear_attentions(model).items()]

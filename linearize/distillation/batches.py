@@ -1,4 +1,4 @@
-"""Batches for a loaded model, as stage one and the alignment take them."""
+"""Batches of a loaded model for stage one and the alignment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def within(loaded: Loaded, length: int) -> int:
-    """Return a number of tokens per row, or as many as the model takes now where these are fewer."""
+    """Return `length` tokens per row, or the model's current limit if that is smaller."""
     most = current_length(loaded.model) if loaded.modality == "text" else None
     return min(length, most or length)
 
 
 def usual_length(loaded: Loaded) -> int:
-    """Return the tokens of a training row where nobody says: `DISTILL_LENGTH`, or what the model takes now."""
+    """Return the default tokens of a training row: `DISTILL_LENGTH`, or the model's current limit if smaller."""
     return within(loaded, DISTILL_LENGTH)
 
 
@@ -29,10 +29,10 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
     """Open a data set for a model.
 
     Args:
-        loaded: what `linearize.loading` gave: model, processor, modality and name.
-        data: which data; its `max_length` is replaced.
-        length: tokens per row; None: `usual_length`. Never more than the model takes.
-        skip: the option that does without data, for the errors.
+        loaded: model, processor, modality and name from `linearize.loading`.
+        data: the data; its `max_length` is replaced.
+        length: tokens per row, at most the model's limit; None: `usual_length`.
+        skip: the option that avoids reading data, for error messages.
 
     Raises:
         ConfigError: if the model reads neither text nor images, or has no tokenizer or image processor.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 from linearize.errors import ConfigError
 from linearize.options import check, option
@@ -11,30 +11,40 @@ from linearize.options import check, option
 LOSSES = ("auto", "weights", "output", "both")
 PRECISIONS = ("no", "bf16", "fp16")
 DISTILL_LENGTH = 256
-"""Tokens per training row unless asked otherwise: attention is learned well on short rows and these are cheap."""
+"""Default tokens per training row: attention is learned well on short rows, and they are cheap."""
 FEEDS = ("teacher", "student")
 LARGEST = 1e6
-"""Of a rate or weight: a larger one is a slip."""
+"""Largest rate or weight: a larger one is a mistake."""
 
 
-class KeepsStates(Protocol):
-    """What options say of the states on disk that a run goes on from."""
+class RunConfig(Protocol):
+    """The options that every training run has; frozen dataclasses."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def folder(self) -> str | None:
+        """Where states are kept."""
+
+    @property
+    def keep(self) -> int:
+        """How many of them are kept."""
+
+    @property
+    def resume(self) -> bool:
+        """Whether to resume from the newest one."""
 
     @property
     def save_every(self) -> int | None:
         """Steps between them."""
 
     @property
-    def resume(self) -> bool:
-        """Whether to go on from the newest."""
-
-    @property
-    def folder(self) -> str | None:
-        """Where they are kept."""
+    def gradient_accumulation(self) -> int:
+        """Batches of a step."""
 
 
-def check_states(config: KeepsStates, where: str) -> None:
-    """Refuse states without a folder.
+def check_states(config: RunConfig, where: str) -> None:
+    """Check that a run with states has a folder for them.
 
     Raises:
         ConfigError: naming `where`.
@@ -45,7 +55,7 @@ def check_states(config: KeepsStates, where: str) -> None:
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """How kernels are taught to imitate softmax. None means: what the kernel's registry entry says."""
+    """How kernels learn to imitate softmax. None means the default in the kernel's registry entry."""
 
     steps: int = option(1000, "optimizer steps; 0 skips stage one", low=0)
     learning_rate: float | None = option(
@@ -74,7 +84,7 @@ class DistillConfig:
     save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
     keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
     folder: str | None = option(None, "where states are kept")
-    resume: bool = option(False, "go on from the newest state of an interrupted run")
+    resume: bool = option(False, "resume from the newest state of an interrupted run")
     seed: int = option(0, "seed of the order of the data and the sampling")
 
     def __post_init__(self) -> None:

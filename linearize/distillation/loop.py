@@ -1,7 +1,7 @@
 """Stage one: teach the kernels of a converted model to imitate its frozen softmax attention.
 
 Only the kernels are trained. Each layer's loss needs only that layer's q, k and v under the frozen model, so its
-gradient is taken inside the frozen forward pass, as soon as the layer has run, and nothing of it is kept.
+gradient is computed inside the frozen forward pass, as soon as the layer has run (`linearize.distillation.observer`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import fingerprint
 from linearize.distillation.config import DistillConfig
-from linearize.distillation.layer_loss import LayerLoss, layer_loss
+from linearize.distillation.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.distillation.processes import several
 from linearize.distillation.run import Batches, Part, Progress, Report, Run, frozen
 from linearize.distillation.shard import frozen_model
 from linearize.distillation.state import RunState
-from linearize.distillation.trainer import KernelTrainer
 from linearize.errors import ConfigError
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.loading import move
@@ -32,7 +31,7 @@ from linearize.modeling.model import is_linearized
 
 @dataclass(frozen=True)
 class StepReport(Report):
-    """Reported to the caller after every step.
+    """The report of a step.
 
     Attributes:
         step: steps done.
@@ -40,9 +39,9 @@ class StepReport(Report):
         losses: mean loss per layer, by host module.
         held_out: mean held-out loss over layers, at the steps that evaluate it.
         learning_rate: of the first layer.
-        seconds: since the start, earlier parts of a resumed run included.
+        seconds: since the start, including those before a resumed run was interrupted.
         stage: "stage one".
-        phase: none.
+        phase: empty.
     """
 
     step: int
@@ -62,7 +61,7 @@ class StepReport(Report):
 
 @dataclass
 class DistillResult:
-    """What stage one did.
+    """The result of stage one.
 
     Attributes:
         steps: optimizer steps done.
@@ -73,8 +72,8 @@ class DistillResult:
         after: fidelity after.
         history: one record per step.
         seconds: duration of the training itself.
-        state: what a run that is resumed needs to give this result at once; None where nothing was trained, or where
-            the data cannot say what it is (it has no `digest`) and no states were asked for.
+        state: a resumed run returns this result at once from it; None if nothing was trained, or if the data cannot be
+            identified (it has no `digest`) and the run keeps no states.
     """
 
     steps: int
@@ -100,19 +99,19 @@ def distill(
 
     Args:
         model: a converted model.
-        data: where batches come from, e.g. `linearize.data.load_source(...)`.
+        data: the source of batches, e.g. `linearize.data.load_source(...)`.
         config: options.
         on_step: called after every step (progress bars, logs).
-        accelerator: an Accelerate object; one is made where None.
+        accelerator: an Accelerate object; None makes one.
 
     Returns:
-        What was done, with fidelity before and after on held-out batches.
+        The result, with fidelity before and after on held-out batches.
 
     Raises:
         ConfigError: if the model is not converted, the data gives no batches, or an option does not fit a kernel or
             the run to be resumed.
         TrainingError: if a loss becomes NaN or infinite; names layer and step. The model then holds the best
-            parameters that were seen before.
+            parameters from before.
     """
     config = config or DistillConfig()
     if not is_linearized(model):
@@ -127,15 +126,15 @@ def distill(
 
 def make_accelerator(model: PreTrainedModel) -> Accelerator:
     """Make an Accelerate object for a model's device."""
-    # Accelerate's state is one per process: the first one made decides, and a later one must not contradict it.
-    # Where several processes were started, accelerate's own configuration says which devices they have.
+    # Accelerate has one state per process: the first object decides, and a later one must not contradict it.
+    # For several processes, accelerate's own configuration assigns the devices.
     if AcceleratorState._shared_state or several():
         return Accelerator()
     return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
 
 
 class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
-    """One run of stage one: groups of layers one after the other (one group, unless asked otherwise)."""
+    """One run of stage one: groups of layers one after the other; by default one group."""
 
     part_name, weights_name, report, progress = "group", "kernel", StepReport, Progress
 
@@ -165,12 +164,12 @@ class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
         if not self.groups or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if self.groups else "nothing to learn", before, before)
         with frozen(self.model):
-            # A spread-out copy is thrown away afterwards.
+            # `frozen` does not cover a spread-out copy, which is discarded afterwards.
             self.frozen.eval().requires_grad_(False)
             progress = self._train(held_out)
         after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
-            # A spread-out run is over: the kernels go back to the rest of the model that was given.
+            # The kernels were on the accelerator; they return to the rest of the given model.
             move(self.model, home)
         return DistillResult(
             len(self.history),
@@ -185,7 +184,7 @@ class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
         )
 
     def _train(self, held_out: list[dict[str, Tensor]]) -> Progress:
-        saved = self.load(self._all_kernels())
+        saved = self.load(kernels_of(loss for group in self.groups for loss in group))
         first = 0 if saved is None else saved.record["group"]
         progress = Progress()
         for number in range(first, len(self.groups)):
@@ -209,39 +208,28 @@ class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
         batches: Iterator[dict[str, Tensor]],
         held_out: list[dict[str, Tensor]],
     ) -> None:
-        """See `Run`."""
         config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
         rate = trainer.step(batches, step)
-        losses = {loss.name: loss.mean for loss in trainer.layers}
+        losses = {layer.name: layer.mean for layer in trainer.layers}
         evaluates = step % config.eval_every == 0 or step == part.steps
-        found = trainer.evaluate(held_out, step) if evaluates else None
+        loss = trainer.evaluate(held_out, step) if evaluates else None
         progress.step = step
-        if found is not None and progress.better(found):
+        if loss is not None and progress.better(loss):
             part.best = trainer.snapshot()
         elif config.patience and progress.rises >= config.patience:
             progress.stopped = "early stopping"
         steps = len(self.groups) * part.steps
-        self.finish_step(StepReport(part.before + step, steps, losses, found, rate, self.seconds), trainer)
+        self.finish_step(StepReport(part.before + step, steps, losses, loss, rate, self.seconds), trainer)
 
     def options(self) -> dict[str, object]:
-        """See `Run`."""
         return super().options() | {"data": getattr(self.data, "description", None)}
 
     def weights(self, part: Part[KernelTrainer, Progress]) -> dict[str, Tensor]:
-        """See `Run`: the kernels of all groups."""
-        return {name: tensor.detach() for name, tensor in self._all_kernels().items()}
+        kernels = kernels_of(loss for group in self.groups for loss in group)
+        return {name: tensor.detach() for name, tensor in kernels.items()}
 
     def last_state(self, part: Part[KernelTrainer, Progress]) -> RunState | None:
-        """See `Run`."""
         return self.state_of(part) if part.number == len(self.groups) - 1 else None
-
-    def _all_kernels(self) -> dict[str, Tensor]:
-        layers: list[LayerLoss] = [loss for group in self.groups for loss in group]
-        return {
-            f"{loss.name}.{name}": tensor
-            for loss in layers
-            for name, tensor in loss.layer.state_dict(keep_vars=True).items()
-        }
 
 
 __all__ = ["Batches", "DistillConfig", "DistillResult", "StepReport", "distill"]

@@ -1,4 +1,4 @@
-"""Several processes, as `accelerate launch` and `torchrun` start them: which one this is, and how it waits."""
+"""Runs in several processes, as `accelerate launch` and `torchrun` start them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
 
 
 def several() -> bool:
-    """Tell whether this process was started as one of several."""
+    """Tell whether a launcher started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_main() -> bool:
-    """Tell whether this is the process that prints and writes; a single one is."""
+    """Tell whether this is the process that prints and writes; true for a single process."""
     return not several() or os.environ.get("RANK", "0") == "0"
 
 
 def under_fsdp() -> bool:
-    """Tell whether this is one of several processes among which the weights are shared out (FSDP)."""
+    """Tell whether several processes share the weights (FSDP)."""
     return several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
 
 
 def check_alone(what: str) -> None:
-    """Refuse what one process does by itself where several were started.
+    """Check that a launcher did not start several processes.
 
     Raises:
-        ConfigError: if several were.
+        ConfigError: if it did.
     """
     if several():
         raise ConfigError(f"{what}: got several processes, expected one; start it without a launcher")
 
 
 def own_device(name: str) -> str:
-    """Return the device of this process: of several that share a machine, "auto" gives each a GPU of its own.
+    """Return the device of this process; "auto" gives each process of a machine its own GPU.
 
     Raises:
-        ConfigError: if one device is named for several processes, or FSDP would use the GPUs that shall not be used.
+        ConfigError: if one device is named for several processes, or FSDP would use GPUs despite `cpu`.
     """
     from linearize.loading import check_device
 
@@ -52,16 +52,18 @@ def own_device(name: str) -> str:
             f"device: got {name!r} for {os.environ['WORLD_SIZE']} processes, expected auto, which gives each its own, "
             "or cpu; leave --device out"
         )
-    found = check_device("auto")
+    device = check_device("auto")
     if name == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        if found == "cuda" and under_fsdp():
-            raise ConfigError("device: got cpu under FSDP where there are GPUs, which it takes; launch without FSDP")
+        if device == "cuda" and under_fsdp():
+            raise ConfigError(
+                "device: got cpu under FSDP where there are GPUs, which it would use; launch without FSDP"
+            )
         return "cpu"
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if found == "cuda" else found
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 
 
 def wait_for_all() -> None:
-    """Wait until every process is here."""
+    """Wait until every process has reached this call."""
     if several():
         from accelerate import PartialState
 
@@ -69,7 +71,7 @@ def wait_for_all() -> None:
 
 
 def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager[None]:
-    """Return the context of a pass: the precision that was asked for, or the one of the user's `accelerate config`."""
+    """Return the autocast context of a pass: `precision`, or with "no" that of the user's `accelerate config`."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

@@ -1,87 +1,138 @@
-"""A training run as stage one and the alignment have it: parts that are trained one after the other.
+"""The training loop of stage one, the alignment and the kernel search: parts that are trained one after the other.
 
-Each part ends with the weights that were best on held-out data. A run writes its states on disk, whole or not at all,
-and goes on from them to the bit; an interrupt keeps what was learned.
+Each part ends with the weights that were best on held-out data. A run writes complete states to disk and resumes from
+them with identical bits; an interrupt keeps what was learned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from linearize.checkpoint.fingerprint import check_same
-from linearize.distillation.interrupts import Interrupts
+from linearize.distillation.config import RunConfig
 from linearize.distillation.state import RunState, StateFolder
 from linearize.errors import TrainingError
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 
 class Batches(Protocol):
-    """What a run needs of a data source; `linearize.data.Source` is one."""
+    """A data source for a run; `linearize.data.Source` is one."""
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Return batches without end, from batch number `start` on."""
+        """Return endless batches, beginning with number `start`."""
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
-        """Return the batches that are never trained on."""
+        """Return the held-out batches."""
 
 
-class Trainer(Protocol):
-    """What trains one part."""
+class Interrupts:
+    """Delays a Ctrl-C while a step is half done; a second one takes effect at once.
 
+    Outside the main thread, where signals do not arrive, and outside its `with` block it only keeps `held`.
+
+    Attributes:
+        held: whether a step is half done, so that the run's tensors must not be saved.
+        waiting: whether a Ctrl-C is delayed.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.waiting = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGINT)
+            if callable(self._before):
+                signal.signal(signal.SIGINT, self._arrived)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if callable(self._before):
+            signal.signal(signal.SIGINT, self._before)
+        self._before = None
+
+    def hold(self) -> None:
+        """Mark the step as half done."""
+        self.held = True
+
+    def release(self) -> None:
+        """Mark the step as done; a delayed Ctrl-C takes effect now.
+
+        Raises:
+            KeyboardInterrupt: if there was one.
+        """
+        self.held = False
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self.held and not self.waiting:
+            self.waiting = True
+            return
+        self._before(number, frame)
+
+
+class Trainer(ABC):
+    """Trains one part.
+
+    Attributes:
+        optimizer: of the trained tensors.
+        interrupts: held from the moment a step changes them to its end.
+    """
+
+    optimizer: torch.optim.Optimizer
     interrupts: Interrupts
 
+    @abstractmethod
+    def trained(self) -> dict[str, Tensor]:
+        """Return the trained tensors, themselves, by name."""
+
+    @abstractmethod
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
         """Return the loss on held-out batches."""
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of what is trained, by name."""
+        """Return copies of what is trained."""
+        return {name: tensor.detach().clone() for name, tensor in self.trained().items()}
 
+    @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         """Put copies back."""
+        for name, tensor in self.trained().items():
+            tensor.copy_(snapshot[name])
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, by name."""
+        """Return the optimizer's moments by name."""
+        state = self.optimizer.state_dict()["state"]
+        return {f"{index}.{key}": value for index, values in state.items() for key, value in values.items()}
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read what `optimizer_tensors` gave."""
-
-
-class RunConfig(Protocol):
-    """The options that a run reads itself; frozen dataclasses have them."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def folder(self) -> str | None:
-        """Where states are kept."""
-
-    @property
-    def keep(self) -> int:
-        """How many of them."""
-
-    @property
-    def resume(self) -> bool:
-        """Whether to go on from the newest one."""
-
-    @property
-    def save_every(self) -> int | None:
-        """Steps between them."""
-
-    @property
-    def gradient_accumulation(self) -> int:
-        """Batches of a step."""
+        """Read what `optimizer_tensors` returned; tensors of other names are ignored."""
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            index, dot, key = name.partition(".")
+            if dot:
+                state.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
 
 class Report:
-    """What is reported after every step; frozen dataclasses."""
+    """The report of a step; a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -94,7 +145,7 @@ class Report:
 
     @property
     def left(self) -> float:
-        """Seconds left, if it goes on as it did."""
+        """Seconds left at the pace so far."""
         return self.seconds / self.step * (self.steps - self.step)
 
 
@@ -104,7 +155,7 @@ class Progress:
 
     Attributes:
         step: steps done in it.
-        best_step: of these, the one with the best held-out loss.
+        best_step: the one of them with the best held-out loss.
         best_loss: that loss.
         rises: evaluations in a row that were not better.
         stopped: why the part ended.
@@ -116,10 +167,10 @@ class Progress:
     rises: int = 0
     stopped: str = ""
 
-    def better(self, found: float) -> bool:
-        """Take an evaluation in, and tell whether it is the best so far."""
-        if found < self.best_loss:
-            self.best_loss, self.best_step, self.rises = found, self.step, 0
+    def better(self, loss: float) -> bool:
+        """Record a held-out loss, and tell whether it is the best so far."""
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.rises = loss, self.step, 0
             return True
         self.rises += 1
         return False
@@ -136,10 +187,10 @@ class Part(Generic[TrainerT, ProgressT]):
     """One part of a run.
 
     Attributes:
-        number: which, from 0.
+        number: its number, from 0.
         before: steps of the parts before it.
-        steps: its own.
-        trainer: what trains it.
+        steps: steps of this part.
+        trainer: trains it.
         progress: where it stands.
         best: the best weights so far.
     """
@@ -153,20 +204,20 @@ class Part(Generic[TrainerT, ProgressT]):
 
 
 class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
-    """A run; what a step is, and what stands in a state, its children say.
+    """A run; subclasses define a step and the contents of a state.
 
     Attributes:
         history: one report per step.
-        states: where states are kept, or None.
-        identity: what has to be the same when the run is resumed; empty where the data cannot say what it is and no
-            states are asked for.
+        states: the folder of states, or None.
+        identity: the facts that must be the same when the run is resumed; empty without states if the data cannot be
+            identified.
         state: the last state of a finished run, or None.
     """
 
     part_name: ClassVar[str]
-    """What a state's record calls the number of the part."""
+    """Name of the part's number in a state's record."""
     weights_name: ClassVar[str]
-    """What a state calls the weights as they are."""
+    """Name of the current weights in a state."""
     report: type[ReportT]
     """Class of the reports."""
     progress: type[ProgressT]
@@ -184,16 +235,16 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
 
     @property
     def seconds(self) -> float:
-        """Since the start, earlier parts of a resumed run included."""
+        """Seconds since the start, including those before a resumed run was interrupted."""
         return self.earlier + time.perf_counter() - self.start
 
     @property
     def identifiable(self) -> bool:
-        """Whether a state can say what it is of."""
+        """Whether `identity` can be known: states need it, and data with a `digest` gives it."""
         return self.states is not None or hasattr(self.data, "digest")
 
     def options(self) -> dict[str, object]:
-        """Return the options that have to be the same when a run is resumed."""
+        """Return the options that must be the same when a run is resumed."""
         free = {"resume", "folder", "keep", "save_every"}
         named = {name: value for name, value in asdict(self.config).items() if name not in free}
         named |= {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
@@ -203,21 +254,21 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
     def step(
         self, part: Part[TrainerT, ProgressT], batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]
     ) -> None:
-        """Do one step with all that belongs to it: `part` moves on, and `on_step` is called."""
+        """Do one step: train, advance `part`, and finish with `finish_step`."""
 
     @abstractmethod
     def weights(self, part: Part[TrainerT, ProgressT]) -> dict[str, Tensor]:
-        """Return the weights that a state holds, as they are now."""
+        """Return the current weights for a state."""
 
     @abstractmethod
     def last_state(self, part: Part[TrainerT, ProgressT]) -> RunState | None:
-        """Return the state of the finished run; None where `part` is not its last."""
+        """Return the state of the finished run; None unless `part` is the last one."""
 
     def load(self, weights: Mapping[str, Tensor]) -> RunState | None:
-        """Read the newest state, if there is one to go on from, and put its weights into the model.
+        """Read the newest state of a run to resume, if there is one, and put its weights into the model.
 
         Raises:
-            ConfigError: if the run is not resumed and there are states, or it was started otherwise.
+            ConfigError: if there are states and the run is not to be resumed, or the run was started differently.
         """
         if self.states is None:
             return None
@@ -238,18 +289,18 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
     def begin(
         self, number: int, before: int, steps: int, trainer: TrainerT, held_out: list[dict[str, Tensor]]
     ) -> Part[TrainerT, ProgressT]:
-        """Begin a part anew."""
+        """Begin a part."""
         progress = self.progress(best_loss=trainer.evaluate(held_out))
         return Part(number, before, steps, trainer, progress, trainer.snapshot())
 
     def go_on(
         self, number: int, before: int, steps: int, trainer: TrainerT, saved: RunState
     ) -> Part[TrainerT, ProgressT]:
-        """Go on with a part in the middle of it."""
-        # States of older versions count looks.
+        """Resume a part from a state."""
+        # States of older versions say "looks" instead of "rises".
         record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
         tensors = saved.tensors
-        # The state of a finished run may have no copies: its weights are the best.
+        # The state of a finished run may have no copies, because its weights are the best.
         copies = {name: f"best/{name}" for name in trainer.snapshot()}
         best = {
             name: tensors[copy if copy in tensors else f"{self.weights_name}/{name}"] for name, copy in copies.items()
@@ -259,7 +310,7 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
         return Part(number, before, steps, trainer, self.progress(**record), best)
 
     def train(self, part: Part[TrainerT, ProgressT], held_out: list[dict[str, Tensor]]) -> ProgressT:
-        """Train a part to its end; the model then has its best weights."""
+        """Train a part to its end and restore its best weights."""
         config, progress, trainer = self.config, part.progress, part.trainer
         batches = self.data.train_batches(
             (part.before + progress.step) * config.gradient_accumulation,
@@ -276,7 +327,7 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
                     trainer.restore(part.best)
                     raise
                 except KeyboardInterrupt:
-                    # What was learned is kept, unless the step is half done.
+                    # Keep what was learned, unless the step is half done.
                     if (part.number or progress.step) and not trainer.interrupts.held:
                         self._save(part)
                     raise
@@ -287,7 +338,7 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
         return progress
 
     def finish_step(self, report: ReportT, trainer: TrainerT) -> None:
-        """End a step: write its report down, and hand it on."""
+        """Finish a step: record its report and pass it to `on_step`."""
         self.history.append(report)
         trainer.interrupts.release()
         if self.on_step is not None:
@@ -299,7 +350,7 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
             self.states.save(state.step, state)
 
     def state_of(self, part: Part[TrainerT, ProgressT]) -> RunState:
-        """Return everything that a run needs to go on in the middle of a part."""
+        """Return everything that a run needs to resume in the middle of a part."""
         tensors = {f"{self.weights_name}/{name}": tensor for name, tensor in self.weights(part).items()}
         tensors |= {f"best/{name}": tensor for name, tensor in part.best.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in part.trainer.optimizer_tensors().items()}
@@ -318,7 +369,7 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
 
 @contextlib.contextmanager
 def frozen(*models: nn.Module) -> Iterator[None]:
-    """Freeze models while the block runs, and put modes and gradients' flags back afterwards."""
+    """Freeze models temporarily, then restore their modes and `requires_grad` flags."""
     flags = {p: p.requires_grad for model in models for p in model.parameters()}
     modes = {m: m.training for model in models for m in model.modules()}
     try:

@@ -1,9 +1,9 @@
 """The frozen model of stage one, whole or spread over the processes of an FSDP run.
 
 Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
-What does not fit is the frozen model. Under FSDP it is copied, the copy's body is spread over the devices and gathered
-one block at a time while it runs. The copy shares its kernels with the model that was given, which stays whole in the
-memory of its host and is saved as ever.
+The frozen model may be too large. Under FSDP it is copied; the copy's body is spread over the devices and gathered one
+block at a time while it runs. The copy shares its kernels with the given model, which stays whole in host memory and is
+saved as usual.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from linearize.teacher.observe import body_of
 
 
 def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """Return what the passes of stage one run: `model` on the accelerator's device, or its spread-out copy.
+    """Return the model for the passes of stage one: `model` on the accelerator's device, or its spread-out copy.
 
     Raises:
-        ConfigError: for the first version of FSDP, which cannot leave kernels out.
+        ConfigError: for the first version of FSDP, which cannot exclude the kernels.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         move(model, accelerator.device)
@@ -56,7 +56,7 @@ def shard_frozen(
 
     Args:
         body: the module.
-        blocks: its layers, each gathered by itself while it runs.
+        blocks: its layers, each gathered separately while it runs.
         accelerator: of an FSDP 2 run.
         whole: weights that every process keeps.
     """
@@ -65,7 +65,7 @@ def shard_frozen(
     plugin = accelerator.state.fsdp_plugin
     shard = functools.partial(
         fully_shard,
-        # Nothing is gathered for a backward pass: there is none.
+        # There is no backward pass to gather weights for.
         reshard_after_forward=True,
         mesh=getattr(accelerator, "torch_device_mesh", None),
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -79,13 +79,13 @@ def shard_frozen(
 
 def blocks_of(body: nn.Module) -> list[nn.Module]:
     """Return the layers of a model that hold converted attentions: the outermost members of lists of modules."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     inside: set[int] = set()
     for module in body.modules():
         if not isinstance(module, nn.ModuleList):
             continue
         for block in module:
             if id(block) not in inside and linear_attentions(block):
-                found.append(block)
+                blocks.append(block)
             inside.update(id(part) for part in block.modules())
-    return found
+    return blocks

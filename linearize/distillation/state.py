@@ -1,9 +1,10 @@
-"""Stage one's state on disk: whole or not at all, so that a killed run goes on as if nothing had happened."""
+"""The states of a training run on disk: complete or absent, so that a killed run can always be resumed."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +19,21 @@ from linearize.parsing import MOST_TEXT, read_json
 
 TENSORS, RECORD = "state.safetensors", "state.json"
 PARTS = re.compile(r"step-\d+|\.(new|old)-step-\d+-[0-9a-f]{8}|\.lock-step-\d+")
-"""What a folder of states holds: the states, and what a killed process left of one."""
+"""Names in a folder of states: complete states, and parts of one from a killed process."""
 CALLED = "the states of stage one"
 
 
 def _old_state(folder: Path) -> bool:
-    """Tell whether a folder is a state of an earlier version, which had no marker."""
+    """Tell whether a folder is a state of an earlier version, which wrote no marker."""
     return is_run(folder / RECORD) and holds_only(folder, re.compile(f"{RECORD}|{TENSORS}"))
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that a run needs to go on.
+    """Everything that a run needs to resume.
 
     Attributes:
-        record: plain data (step, best loss, history, the fingerprint of what the run depends on).
+        record: plain data (step, best loss, history, the fingerprint of the run's inputs).
         tensors: kernels, the optimizer's moments, the best kernels so far, the sampler's random state.
     """
 
@@ -41,7 +42,7 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """How many steps were done."""
+        """Steps done."""
         return int(self.record["step"])
 
 
@@ -52,12 +53,12 @@ class StateFolder:
         self.folder, self.keep = Path(folder), keep
 
     def steps(self) -> list[int]:
-        """Return the steps that have a state, ascending. Hidden folders are unfinished writes and are not looked at."""
-        found = self.folder.glob("step-*")
-        return sorted(int(path.name.removeprefix("step-")) for path in found if path.name[5:].isdigit())
+        """Return the steps that have a state, ascending. Hidden folders are unfinished and ignored."""
+        paths = self.folder.glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in paths if path.name[5:].isdigit())
 
     def save(self, step: int, state: RunState) -> None:
-        """Write a state under its final name when it is complete, then drop the oldest."""
+        """Write a state, give it its name when it is complete, then delete the oldest."""
         from safetensors.torch import save_file
 
         with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
@@ -68,7 +69,7 @@ class StateFolder:
                 discard(path)
 
     def load(self) -> RunState | None:
-        """Read the newest state; None if there is none.
+        """Read the newest state; None without one.
 
         Raises:
             CheckpointError: if it cannot be read.
@@ -85,14 +86,14 @@ class StateFolder:
         except Exception as error:
             raise CheckpointError(
                 f"the state {path.name!r} in {str(self.folder)!r} cannot be read ({type(error).__name__}); remove that "
-                "folder to go on from the one before, or start again without --resume"
+                "folder to resume from the one before, or start again without --resume"
             ) from error
 
     def check_free(self, *, overwrite: bool) -> None:
-        """Refuse to begin anew where an interrupted run lies; nothing is removed yet.
+        """Check that a new run may start here; nothing is deleted yet.
 
         Raises:
-            ConfigError: if there is one and `overwrite` is false.
+            ConfigError: if the folder has states of an interrupted run and `overwrite` is false.
             CheckpointError: if the folder holds something else.
         """
         if self.steps() and not overwrite:
@@ -100,38 +101,36 @@ class StateFolder:
         remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state, check_only=True)
 
     def remove(self) -> None:
-        """Delete the folder: the run is over and saved, or begins anew.
+        """Delete the folder after the run was saved, or before it starts again.
 
         Raises:
-            CheckpointError: if it holds something else; nothing is deleted then.
+            CheckpointError: if it holds something else; then nothing is deleted.
         """
         remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state)
 
 
 def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunState | None]) -> CheckpointError:
-    """Keep what was trained though the result could not be written: beside the output, or else where there is room.
+    """Save the trained states although the result could not be written: next to the output, or in a temporary folder.
 
     Args:
-        error: what went wrong.
-        output: the output that was to be made.
+        error: why the result could not be written.
+        output: the output folder.
         states: the last state of each stage, by the ending of its folder's name.
 
     Returns:
-        The error to raise: a `NotSavedError` that says where they are, or the same one where nothing could be kept.
+        The error to raise: a `NotSavedError` that names the folder, or `error` if nothing could be saved.
     """
-    import tempfile
-
-    found = {ending: state for ending, state in states.items() if state is not None}
-    if not found:
+    trained = {ending: state for ending, state in states.items() if state is not None}
+    if not trained:
         return error
     elsewhere: str | None = None
-    for beside in (True, False):
+    for temporary in (False, True):
         try:
-            if not beside:
+            if temporary:
                 output = elsewhere = str(Path(tempfile.mkdtemp(prefix="linearize-")) / Path(output).name)
-            for ending, state in found.items():
-                StateFolder(f"{output.rstrip('/')}.{ending}", len(found)).save(state.step, state)
-            return NotSavedError(str(error), f"{output.rstrip('/')}.{next(reversed(found))}", elsewhere)
+            for ending, state in trained.items():
+                StateFolder(f"{output.rstrip('/')}.{ending}", len(trained)).save(state.step, state)
+            return NotSavedError(str(error), f"{output.rstrip('/')}.{next(reversed(trained))}", elsewhere)
         except (CheckpointError, OSError):
             continue
     return error

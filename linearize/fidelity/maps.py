@@ -98,8 +98,7 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
             "give fewer"
         )
     tokens = k.shape[2]
-    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
-    rows = Rows(slice(0, tokens), tokens, (visible.tril() if layer.shape.causal else visible)[None, None, None])
+    rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
     queries = group(q, k.shape[1])
     softmax = softmax_rows(queries, k, rows, scaling)
     if layer.mixer.info.normalized:

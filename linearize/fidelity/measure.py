@@ -14,10 +14,9 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.ablate import without_kernel
-from linearize.ops import Window
-from linearize.ops.floored import held
+from linearize.ops import Window, kernel_weights
 from linearize.teacher.observe import has_rows, show, softmax_output
-from linearize.teacher.rows import Rows, group, kernel_rows, row_blocks, softmax_rows
+from linearize.teacher.rows import Rows, all_rows, group, softmax_rows
 
 LOG_FLOOR = 1e-6
 """Weights below this count as this in the logarithm of the KL. Total variation and negative share have no floor."""
@@ -197,7 +196,7 @@ def _add(
     weights = weight_rows(layer, q, k, mask, scaling)
     queries = group(q, k.shape[1])
     valid = valid.reshape(*queries.shape[:-1])
-    for rows in row_blocks(q, k, causal=layer.shape.causal, key_padding_mask=mask):
+    for rows in all_rows(q, layer.shape.causal, mask):
         t, w = softmax_rows(queries, k, rows, scaling), weights(rows)
         keep = valid[..., rows.part]
         visible = torch.ones_like(w, dtype=torch.bool) if rows.visible is None else rows.visible.expand_as(w)
@@ -229,17 +228,18 @@ def weight_rows(
         return lambda rows: whole[:, :, :, rows.part, : rows.seen]
     mixer: Any = layer.mixer
     queries, (phi_k, log_scale) = mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
-    features = group(queries.phi, k.shape[1])
 
     def rows_of(rows: Rows) -> Tensor:
-        products, exponents = kernel_rows(features, phi_k, log_scale, rows)
-        scores = products if exponents is None else products * exponents.exp()
-        total = scores.sum(dim=-1, keepdim=True)
-        least = torch.full_like(total, mixer.eps)
-        if mixer.floor:
-            sizes, _ = kernel_rows(features.abs(), phi_k.abs(), log_scale, rows)
-            sizes = sizes if exponents is None else sizes * exponents.exp()
-            least = torch.maximum(least, mixer.floor * sizes.sum(dim=-1, keepdim=True))
-        return scores / held(total, least)
+        # The queries of a causal block are the last of the tokens that it sees.
+        weights = kernel_weights(
+            queries.phi[:, :, rows.part],
+            phi_k[:, :, : rows.seen],
+            key_padding_mask=rows.mask,
+            log_scale=None if log_scale is None else log_scale[:, :, : rows.seen],
+            causal=rows.causal,
+            eps=mixer.eps,
+            floor=mixer.floor,
+        )
+        return group(weights, k.shape[1])
 
     return rows_of

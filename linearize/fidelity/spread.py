@@ -19,7 +19,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.errors import DataError
 from linearize.fidelity.measure import weight_rows
 from linearize.teacher.observe import show
-from linearize.teacher.rows import group, row_blocks, softmax_rows
+from linearize.teacher.rows import all_rows, group, softmax_rows
 
 RATIOS = tuple(i / 20 for i in range(1, 21))
 """Sizes of the neighbourhood, as shares of the input's length."""
@@ -92,7 +92,7 @@ def _add(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor
     lengths = valid.sum(dim=-1)
     queries = group(q, k.shape[1])
     weights = weight_rows(layer, q, k, mask, scaling)
-    for rows in row_blocks(q, k, causal=layer.shape.causal, key_padding_mask=mask):
+    for rows in all_rows(q, layer.shape.causal, mask):
         both = (softmax_rows(queries, k, rows, scaling), weights(rows))
         keep = valid[:, None, None, rows.part]
         near = _neighbourhoods(places[:, rows.part], places[:, : rows.seen], lengths)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from linearize.adapters import adapter_files, add_lora, merge_lora
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.output import is_write_error
-from linearize.distillation.interrupts import Interrupts
 from linearize.distillation.processes import own_device, under_fsdp
+from linearize.distillation.run import Interrupts
 from linearize.errors import CheckpointError
 from linearize.finetune.checkpoints import check_names, finished, last_checkpoint
 from linearize.finetune.checks import check_adapter, check_fsdp, check_trains, checkpointing

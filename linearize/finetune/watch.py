@@ -13,7 +13,7 @@ from linearize.errors import TrainingError
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-    from linearize.distillation.interrupts import Interrupts
+    from linearize.distillation.run import Interrupts
     from linearize.finetune.tuner import Tuner
 
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.config import DistillConfig
-from linearize.distillation.layer_loss import LayerLoss, layer_loss
+from linearize.distillation.observer import KernelTrainer, LayerLoss, layer_loss
 from linearize.distillation.processes import autocast
-from linearize.distillation.trainer import KernelTrainer
 from linearize.errors import TrainingError
 from linearize.teacher.observe import run_body, softmax_output
 

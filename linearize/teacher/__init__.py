@@ -1,1 +1,1 @@
-"""The frozen softmax inside a converted model: what its layers are shown, and its weights row by row."""
+"""The frozen softmax inside a converted model: the inputs of its layers, and its weights row by row."""

@@ -1,4 +1,4 @@
-"""Listen to the frozen softmax inside a converted model: its layers compute softmax and show q, k and v."""
+"""Observe the frozen softmax inside a converted model: its layers compute softmax and show q, k and v."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from linearize.teacher.rows import pieces, put, take
 
 def body_of(model: PreTrainedModel) -> Any:
     """Return the model without its head."""
-    # Below its wrapper, a timm model has other arguments.
+    # The model inside timm's wrapper takes other arguments.
     kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
     return model if kind in REDIRECTED else model.base_model
 
 
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
-    """Run the model without its head on a batch, without a cache; columns that it does not take are left out."""
+    """Run the model without its head on a batch, without a cache; columns that it does not take are ignored."""
     return run_module(body_of(model), model.config, batch)
 
 
 def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
-    """Run a model, or its body, on a batch, without a cache and labels; columns that it does not take are left out."""
+    """Run a model, or its body, on a batch, without a cache and labels; columns that it does not take are ignored."""
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
@@ -54,15 +54,15 @@ def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor |
 
 
 def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], observer: Observer) -> int:
-    """Run batches through a converted model's body in evaluation mode, its layers shown to an observer.
+    """Run batches through a converted model's body in evaluation mode, and show its layers to an observer.
 
     Args:
-        model: it is left as it was.
+        model: a converted model; it is not changed.
         batches: model inputs; they are moved to the model's device.
         observer: called for every layer of every batch.
 
     Returns:
-        How many batches there were.
+        The number of batches.
     """
     device = next(model.parameters()).device
     count = 0
@@ -74,7 +74,7 @@ def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], observ
 
 
 def has_rows(layer: LinearAttention) -> bool:
-    """Tell whether a layer's weights come from features alone, so that they can be walked in blocks of rows."""
+    """Tell whether a layer's weights depend on features only, so that they can be computed in blocks of rows."""
     return isinstance(layer.mixer, FeatureMapMixer)
 
 
@@ -82,7 +82,7 @@ def has_rows(layer: LinearAttention) -> bool:
 def softmax_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Do what `softmax_heads_output` does without a gradient."""
+    """Return what `softmax_heads_output` does, without a gradient."""
     return softmax_heads_output(layer, q, k, v, mask, scaling)
 
 
@@ -91,12 +91,12 @@ def softmax_heads_output(
 ) -> Tensor:
     """Return softmax's head outputs [B, H, T, V] in v's dtype, 0 where padded, through SDPA.
 
-    Memory is linear in T whatever the mask: padding is left out before, for SDPA itself would want causal rows with
-    padding as a T x T mask.
+    Memory is linear in T whatever the mask: padding is removed before, because SDPA itself needs a T x T mask for causal
+    rows with padding.
     """
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
     for batch, tokens in pieces(mask):
-        found = nnf.scaled_dot_product_attention(
+        outputs = nnf.scaled_dot_product_attention(
             take(q, batch, tokens),
             take(k, batch, tokens),
             take(v, batch, tokens),
@@ -105,6 +105,6 @@ def softmax_heads_output(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         if batch is None:
-            return found
-        put(out, batch, tokens, found)
+            return outputs
+        put(out, batch, tokens, outputs)
     return out

@@ -32,7 +32,7 @@ from linearize.bench.public_op import PublicOpSuite
 from linearize.bench.stage_one import StageOneSuite, naive_loss
 from linearize.bench.train import TrainSuite
 from linearize.bench.whole_model import ModelSuite
-from linearize.distillation.targets import Targets
+from linearize.distillation.loss import Targets
 from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
 from linearize.ops import naive_attention
 

@@ -16,7 +16,7 @@ from transformers import pipeline
 import linearize
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
-from linearize.distillation import trainer
+from linearize.distillation import observer
 
 
 def logits(model, name):
@@ -188,7 +188,7 @@ def test_interrupt_leaves_nothing_behind(folders, tmp_path, capsys, monkeypatch)
     def interrupt(self, *args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.KernelTrainer, "step", interrupt)
+    monkeypatch.setattr(observer.KernelTrainer, "step", interrupt)
     out = tmp_path / "out"
     code, _, err = run(
         capsys, "convert", folders / "gpt2", "--dataset", folders / "data.jsonl", "--output", out, "--holdout", 8
@@ -300,14 +300,14 @@ def test_states_resume_and_going_on(folders, tmp_path, capsys, monkeypatch):
         "--distill-steps", 6, "--save-every", 2, "--device", "cpu", "--align-train", "kernels",
     ]  # fmt: skip
     assert run(capsys, *base, "--output", tmp_path / "whole")[0] == 0
-    real = trainer.KernelTrainer.step
+    real = observer.KernelTrainer.step
 
     def cut(self, batches, step):
         if step == 4:
             raise KeyboardInterrupt
         return real(self, batches, step)
 
-    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
     code, _, err = run(capsys, *base, "--output", tmp_path / "cut")
     assert (code, "go on with the same line and --resume" in err) == (130, True)
     assert [path.name for path in sorted((tmp_path / "cut.stage1").iterdir())] == ["step-2", "step-3"]

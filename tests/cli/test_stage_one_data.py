@@ -6,7 +6,7 @@ import pytest
 from support.checkpoints import WORDS
 from support.command_lines import run
 
-from linearize.distillation import trainer
+from linearize.distillation import observer
 
 
 def base(folder, root, *arguments):
@@ -23,7 +23,7 @@ def two_files(folder):
 
 
 def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):
-    real, shares = trainer.KernelTrainer._pass, {}
+    real, shares = observer.KernelTrainer._pass, {}
     dataset = two_files(tmp_path)
 
     def watched(self, batch, *, train):
@@ -31,7 +31,7 @@ def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):
             seen.append((int(batch["attention_mask"].sum()), batch["attention_mask"].numel()))
         real(self, batch, train=train)
 
-    monkeypatch.setattr(trainer.KernelTrainer, "_pass", watched)
+    monkeypatch.setattr(observer.KernelTrainer, "_pass", watched)
     for option in ([], ["--bucket-by-length"]):
         seen: list[tuple[int, int]] = []
         code, text, _ = run(capsys, *base(tmp_path, folders, "--dataset", dataset, "--overwrite", "--json", *option))
@@ -70,14 +70,14 @@ def test_images_have_no_length(folders, tmp_path, capsys):
 
 def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):
     line = base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1)
-    real = trainer.KernelTrainer.step
+    real = observer.KernelTrainer.step
 
     def cut(self, batches, step):
         if step == 3:
             raise KeyboardInterrupt
         return real(self, batches, step)
 
-    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
     assert run(capsys, *line)[0] == 130
     monkeypatch.undo()
     code, _, err = run(capsys, *line, "--resume", "--batch-size", 8)
@@ -94,14 +94,14 @@ def test_a_kernel_with_nothing_to_learn_says_so(folders, tmp_path, capsys):
 
 
 def test_the_last_states_are_kept(folders, tmp_path, capsys, monkeypatch):
-    real = trainer.KernelTrainer.step
+    real = observer.KernelTrainer.step
 
     def cut(self, batches, step):
         if step == 7:
             raise KeyboardInterrupt
         return real(self, batches, step)
 
-    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
     states = ["--save-every", 1, "--keep-states", 3]
     assert run(capsys, *base(tmp_path, folders, "--dataset", folders / "data.jsonl", *states))[0] == 130
     assert sorted(path.name for path in (tmp_path / "out.stage1").iterdir()) == ["step-4", "step-5", "step-6"]

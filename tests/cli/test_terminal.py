@@ -18,7 +18,7 @@ from support.command_lines import run
 from linearize.cli import _output
 from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
-from linearize.distillation import trainer
+from linearize.distillation import observer
 from linearize.distillation.loop import StepReport
 from linearize.errors import ConfigError
 from linearize.finetune.checkpoints import last_checkpoint
@@ -331,14 +331,14 @@ def stage_one(folders):
 
 
 def test_ctrl_c_in_stage_one_says_what_was_kept(folders, tmp_path, capsys, monkeypatch):
-    real = trainer.KernelTrainer.step
-    monkeypatch.setattr(trainer.KernelTrainer, "step", lambda self, batches, step: interrupt())
+    real = observer.KernelTrainer.step
+    monkeypatch.setattr(observer.KernelTrainer, "step", lambda self, batches, step: interrupt())
     for verb, model in (("convert", "bert"), ("distill", "linear")):
         code, _, err = run(capsys, verb, folders / model, *stage_one(folders), "--output", tmp_path / "out")
         assert code == 130 and "interrupted: nothing was written; --save-every" in err
     assert list(tmp_path.iterdir()) == []
     cut = lambda self, batches, step: interrupt() if step == 4 else real(self, batches, step)  # noqa: E731
-    monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
     line = ["distill", folders / "linear", *stage_one(folders), "--output", tmp_path / "out", "--save-every", 2]
     code, _, err = run(capsys, *line)
     assert code == 130

@@ -9,9 +9,9 @@ from support.training import Fixed, batches, sharp
 
 from linearize.attention.interface import linear_attentions
 from linearize.distillation import DistillConfig
-from linearize.distillation.layer_loss import layer_loss
 from linearize.distillation.loop import distill
-from linearize.distillation.targets import Targets
+from linearize.distillation.loss import Targets
+from linearize.distillation.observer import layer_loss
 from linearize.errors import ConfigError, TrainingError
 
 

@@ -5,13 +5,11 @@ import torch
 from support.tiny import converted
 from support.weights_loss import weights_loss
 
-import linearize.distillation.blocks as blocks
+import linearize.distillation.loss as loss_module
 from linearize.attention.interface import linear_attentions
 from linearize.distillation.config import DistillConfig
-from linearize.distillation.layer_loss import layer_loss
-from linearize.distillation.losses import output_loss
-from linearize.distillation.row_loss import KNEE
-from linearize.distillation.targets import Targets
+from linearize.distillation.loss import KNEE, Targets, output_loss
+from linearize.distillation.observer import layer_loss
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
 
 
@@ -68,9 +66,9 @@ def check_equal(got, want, leaves):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks even at test sizes."""
-    monkeypatch.setattr(blocks, "CPU_NUMBERS", 2 * 37 * 8)
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 1)
-    monkeypatch.setattr(blocks, "CAUSAL_ROWS", 4)
+    monkeypatch.setattr(loss_module, "CPU_NUMBERS", 2 * 37 * 8)
+    monkeypatch.setattr(loss_module, "LEAST_ROWS", 1)
+    monkeypatch.setattr(loss_module, "CAUSAL_ROWS", 4)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])

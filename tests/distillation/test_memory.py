@@ -14,15 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import linearize
-import linearize.distillation.blocks as blocks
-import linearize.distillation.features as features
+import linearize.distillation.loss as loss_module
 from linearize.attention.interface import linear_attentions
 from linearize.distillation import DistillConfig
-from linearize.distillation.features import LayerFeatures
-from linearize.distillation.layer_loss import LayerLoss, layer_loss
 from linearize.distillation.loop import distill, make_accelerator
-from linearize.distillation.targets import Targets
-from linearize.distillation.trainer import KernelTrainer
+from linearize.distillation.loss import Targets
+from linearize.distillation.observer import KernelTrainer, LayerFeatures, LayerLoss, layer_loss
 from linearize.kernels.base import Features
 
 TOKENS = 256
@@ -67,9 +64,9 @@ def tokens(batch=1, length=TOKENS):
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
 def test_no_matrix_of_all_pairs(name, kernel, padded, monkeypatch):
     """The largest tensor of a step is of the order of the tokens, not of their square."""
-    monkeypatch.setattr(blocks, "CPU_NUMBERS", 1 << 12)
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 8)
-    monkeypatch.setattr(blocks, "CAUSAL_ROWS", 8)
+    monkeypatch.setattr(loss_module, "CPU_NUMBERS", 1 << 12)
+    monkeypatch.setattr(loss_module, "LEAST_ROWS", 8)
+    monkeypatch.setattr(loss_module, "CAUSAL_ROWS", 8)
     model = model_of(name, kernel)
     trainer = trainer_of(model)
     batch = {"input_ids": tokens(), "attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
@@ -120,7 +117,7 @@ def test_the_frozen_model_runs_sdpa_without_gradients(monkeypatch):
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n", "polaformer"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_features_in_parts_equal_the_whole(name, kernel, sample, monkeypatch):
-    monkeypatch.setattr(features, "CPU_NUMBERS", 2 * 2 * 4 * 8 * 5)
+    monkeypatch.setattr(loss_module, "CPU_NUMBERS", 2 * 2 * 4 * 8 * 5)
     layer = next(iter(linear_attentions(sharp(name, kernel=kernel)).values()))
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 23, 8, generator=draw)

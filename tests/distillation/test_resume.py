@@ -84,7 +84,7 @@ def test_resume_without_a_state_starts_from_the_beginning(tmp_path):
 def test_a_broken_state_is_an_error_that_says_what_to_do(tmp_path):
     run(tmp_path, stop_at=4)
     (tmp_path / "step-2" / "state.safetensors").write_bytes(b"cut off")
-    with pytest.raises(CheckpointError, match="remove that folder to go on from the one before"):
+    with pytest.raises(CheckpointError, match="remove that folder to resume from the one before"):
         run(tmp_path, resume=True)
 
 

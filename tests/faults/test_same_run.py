@@ -16,7 +16,7 @@ from support.tiny import converted, inputs_of, original
 import linearize
 from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest
 from linearize.checkpoint.log import read_log
-from linearize.distillation import DistillConfig, trainer
+from linearize.distillation import DistillConfig, observer
 from linearize.distillation.loop import distill
 from linearize.distillation.state import StateFolder
 from linearize.errors import ConfigError
@@ -110,12 +110,12 @@ def interrupt(*_args, **_options):
 
 def stop_stage_one(monkeypatch, step):
     """Have Ctrl-C come in a step of stage one, before anything has moved."""
-    real = trainer.KernelTrainer.step
+    real = observer.KernelTrainer.step
 
     def cut(self, batches, number):
         return interrupt() if number == step else real(self, batches, number)
 
-    return monkeypatch.setattr(trainer.KernelTrainer, "step", cut)
+    return monkeypatch.setattr(observer.KernelTrainer, "step", cut)
 
 
 def stop_stage_two(monkeypatch, step):
@@ -233,9 +233,9 @@ def test_ctrl_c_before_the_first_state_keeps_what_was_learned(step, models, cut,
     assert [path.name for path in (tmp_path / "out.stage1").iterdir()] == [f"step-{step - 1}"]
     steps = []
     with pytest.MonkeyPatch.context() as patch:
-        real = trainer.KernelTrainer.step
+        real = observer.KernelTrainer.step
         patch.setattr(
-            trainer.KernelTrainer, "step", lambda self, b, number: steps.append(number) or real(self, b, number)
+            observer.KernelTrainer, "step", lambda self, b, number: steps.append(number) or real(self, b, number)
         )
         assert cli(line)[0] == 0
     assert steps == list(range(step, 7))

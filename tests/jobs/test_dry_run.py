@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.distillation import trainer
+from linearize.distillation import observer
 from linearize.errors import CheckpointError, ConfigError
 from linearize.jobs import dry_run as module
 from linearize.jobs.bill import Bill, StageBill, duration
@@ -109,12 +109,12 @@ def test_what_does_not_fit_is_said(here, capsys, monkeypatch):
     def full(self, batches, step):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr(trainer.KernelTrainer, "step", full)
+    monkeypatch.setattr(observer.KernelTrainer, "step", full)
     code, out, _ = run(capsys, *line, "--dry-run", "--json")
     bill = json.loads(out)["bill"]
     assert code == 2 and not bill["fits"] and bill["stages"] == []
     assert "memory ran out in stage one; lower --batch-size" in bill["problems"][0]
-    monkeypatch.setattr(trainer.KernelTrainer, "step", lambda self, batches, step: 1 / 0)
+    monkeypatch.setattr(observer.KernelTrainer, "step", lambda self, batches, step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(capsys, *line, "--dry-run")
 

@@ -151,7 +151,7 @@ def test_a_limited_time_ends_the_rungs_early(model, data):
 
 @pytest.mark.usefixtures("given_costs")
 def test_a_candidate_that_leaves_the_numbers_is_dropped(model, data, monkeypatch):
-    from linearize.distillation.layer_loss import LayerLoss
+    from linearize.distillation.observer import LayerLoss
 
     add = LayerLoss.add
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.distillation.blocks import cross_entropy_
-from linearize.distillation.targets import Targets
+from linearize.distillation.loss import Targets, cross_entropy_
 from linearize.kernels.base import Features
 from linearize.ops import Window
 

@@ -42,14 +42,15 @@ def explain(mixer: Mixer, tokens: int, *, device: str = "cpu", dtype: torch.dtyp
     sizes = (shape.heads, shape.head_dim), (shape.key_heads, shape.head_dim), (shape.key_heads, shape.value_dim)
     # One token in memory, however long the input is.
     token = [torch.zeros(1, heads, 1, size, device=device, dtype=dtype) for heads, size in sizes]
-    whole = AttentionCall(*(x.expand(-1, -1, tokens, -1) for x in token), 1.0)
+    q, k, v = (x.expand(-1, -1, tokens, -1) for x in token)
+    whole = AttentionCall(q, k, v, 1.0)
     result = []
     for words, gradient in ((f"{tokens:,} tokens", False), (f"{tokens:,} tokens, with gradients", True)):
         with torch.set_grad_enabled(gradient):
             result.append(_explain(mixer, words, whole))
     if shape.causal and mixer.info.streamable:
         with torch.no_grad():
-            step = AttentionCall(*token, 1.0, needs_state=True)
+            step = AttentionCall(token[0], token[1], token[2], 1.0, needs_state=True)
             result.append(_explain(mixer, "one token of decoding", replace(step, state=mixer(step)[1])))
     return result
 
@@ -57,7 +58,7 @@ def explain(mixer: Mixer, tokens: int, *, device: str = "cpu", dtype: torch.dtyp
 def _explain(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Explanation:
     if mixer.info.positional:
         call = replace(call, positions=torch.zeros(1, call.k.shape[2], device=call.k.device))
-    declined = []
+    declined: list[tuple[str, str]] = []
     for backend in BACKENDS:
         why = backend.why_not(mixer, call)
         if not why:
