@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from linearize.errors import ConfigError
-from linearize.experiments.check import convert, kind_of
+from linearize.from_yaml import convert, kind_of
 from linearize.parsing import parse_yaml, read_text
 
 FLAG = "--config"

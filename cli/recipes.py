@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from linearize.errors import printable
+from linearize.errors import ConfigError, printable
 
 EPILOG = """examples:
   linearize recipes
@@ -22,10 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list or one recipe, or write a new one."""
     from linearize.cli._output import console, print_json, table
-    from linearize.experiments.recipe import cells, load_recipe, plain, recipe_names, recipe_text
+    from linearize.experiments.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
 
     if args.new:
-        return _new(args)
+        if args.name:
+            raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
+        path = new_recipe(args.new)
+        if args.json:
+            print_json({"file": str(path)})
+        else:
+            console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", markup=False, soft_wrap=True)
+        return 0
     if args.name:
         recipe = load_recipe(args.name)
         print_json(plain(recipe)) if args.json else print(printable(recipe_text(args.name)), end="")
@@ -46,22 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
         return 0
-    rows = [[fact["name"], fact["summary"], fact["paper"], fact["cells"], fact["needs"]] for fact in facts]
+    rows = [list(fact.values()) for fact in facts]
     title = f"{len(rows)} recipes (linearize run NAME)"
     console().print(table(title, ["recipe", "what", "paper", "cells", "needs"], rows, right=(3,)))
-    return 0
-
-
-def _new(args: argparse.Namespace) -> int:
-    from linearize.cli._output import console, print_json
-    from linearize.errors import ConfigError
-    from linearize.experiments.new import new_recipe
-
-    if args.name:
-        raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
-    path = new_recipe(args.new)
-    if args.json:
-        print_json({"file": str(path)})
-    else:
-        console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", markup=False, soft_wrap=True)
     return 0

@@ -18,8 +18,8 @@ EPILOG = """examples:
   linearize run minilm-glue data=./glue --output runs/minilm --resume --only '*-stsb-*'
   linearize run my-recipe.yaml finetune.epochs=1 tasks=[cola]
 
-What is finished stays: an interrupted run goes on with --resume, and kernels, tasks or seeds may be added then. Several
-processes may fill one folder, each with --resume and --only, as long as no two share a task.
+Finished stages stay: continue an interrupted run with --resume, which may also add kernels, tasks or seeds. More than
+one process may fill a folder, each with --resume and --only, as long as no two share a task.
 The table: linearize results FOLDER."""
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("changes", nargs="*", metavar="key=value", help="changes to it; keys with dots, values as in YAML")
     add("--output", metavar="DIR", help="folder of the run (runs/<recipe>)")
     add("--dry-run", action="store_true", help="check it, print it and do nothing")
-    add("--resume", action="store_true", help="go on with an interrupted run, or add kernels, tasks or seeds to one")
+    add("--resume", action="store_true", help="continue an interrupted run, or add kernels, tasks or seeds to one")
     add("--only", action="append", default=[], metavar="PATTERN", help="these cells only, as *-mrpc-*; may be repeated")
     add("--json", action="store_true", help="print the results (or the checked recipe) as JSON on stdout")
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=_show_events(out))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what is finished lies in {folder}; go on with --resume") from None
+        raise KeyboardInterrupt(f"finished stages are in {folder}; continue with --resume") from None
     out.print(results_table(make_table(recipe, rows, name)))
     out.print(f"Results: {folder}/results.jsonl", markup=False)
     if args.json:
@@ -71,12 +71,12 @@ def _show(recipe: Recipe, name: str) -> None:
     from linearize.cli._output import console
     from linearize.experiments.recipe import cells, plain
 
-    wanted = cells(recipe)
+    table = cells(recipe)
     print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
     out = console()
-    out.print(f"\n{name}: {len(wanted)} cells, flow {recipe.flow}. {recipe.needs}", markup=False)
-    for cell in wanted:
-        data = cell.job.data or cell.job.step.make or cell.job.task.dataset or "no data set; name one"
+    out.print(f"\n{name}: {len(table)} cells, flow {recipe.flow}. {recipe.needs}", markup=False)
+    for cell in table:
+        data = cell.job.data or cell.job.column.make or cell.job.task.dataset or "no data set; name one"
         out.print(f"  {cell.key}: {', '.join(cell.job.task.score)} on {data}", markup=False, soft_wrap=True)
     for line in recipe.differs:
         out.print(f"Differs from the paper: {line}", markup=False)
@@ -85,7 +85,7 @@ def _show(recipe: Recipe, name: str) -> None:
 def _show_events(out: Console) -> Callback:
     from linearize.cli._output import StepProgress
     from linearize.cli.finetune import log_line
-    from linearize.experiments.events import CellDone, CellStarted
+    from linearize.experiments.run import CellDone, CellStarted
     from linearize.jobs.events import DataOpened, Logged, StepDone
 
     def on_event(event: Event) -> None:

@@ -20,11 +20,10 @@ from torch import Tensor
 
 import linearize
 from linearize.events import Event
-from linearize.experiments.events import CellDone, CellStarted
 from linearize.experiments.formats import to_markdown
 from linearize.experiments.recipe import load_recipe
 from linearize.experiments.results import tables
-from linearize.experiments.run import run_recipe
+from linearize.experiments.run import CellDone, CellStarted, run_recipe
 from linearize.kernels.base import FeatureMap, Features, draw_normal, project
 from linearize.registry import KernelInfo, StageOne, option
 

@@ -25,6 +25,7 @@ ORDER = [
     "parsing",
     "options",
     "registry",
+    "from_yaml",
     "kernel_options",
     "heads",
     "ops",

@@ -1,10 +1,14 @@
-"""What training and measuring see of their data: a line that says what it is, and batches."""
+"""Data as training and measuring use it: a description and batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from linearize.checkpoint.fingerprint import data_digest
 from linearize.data.config import DataConfig
@@ -23,14 +27,14 @@ class Source:
     """Training and held-out batches of one data set or mixture.
 
     Attributes:
-        description: One line that says what the data is and how much of it there is.
-        fallback: Whether it is the built-in data, because no data set was given and the Hub was out of reach.
+        description: One line: what the data is, and how much there is.
+        fallback: Whether it is the built-in data, because no data set was given and the Hub cannot be reached.
         num_train: Training examples (packed rows with packing); None when streaming.
         num_holdout: Held-out examples (packed rows with packing).
-        skipped: Rows without text, image or label that were left out; when streaming, those met at the start.
-        duplicates: Further rows left out of training because they equal a held-out one; 0 when streaming, where they
-            are left out as they come.
-        label_names: Class names by number; None without labels, or where these are numbers to begin with.
+        skipped: Rows without text, image or label that were left out; when streaming, those at the start.
+        duplicates: Further rows left out of training because they equal a held-out one; 0 when streaming, as they are
+            left out while reading.
+        label_names: Class names by number; None without labels, or if these are numbers.
     """
 
     description: str
@@ -48,23 +52,23 @@ class Source:
 
     @property
     def options(self) -> dict[str, object]:
-        """What the batches were asked to be; two runs with the same options and data see the same batches."""
+        """The options of the batches; two runs with the same options and data see the same batches."""
         return asdict(self._config)
 
     def digest(self) -> str:
-        """Identify the examples: their sizes all, their contents up to a number of rows, see `Feed.digest`."""
+        """Identify the examples by the sizes of all, and the contents of some."""
         return data_digest([self._train.digest(), self._fetch_held(self._held)])
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Give training batches for ever, in an order that only the seed decides.
+        """Yield training batches for ever, in an order that depends on the seed only.
 
         The processes share every global batch of ``world_size * batch_size`` examples: their batches, joined in the
         order of the ranks, are the batch of one process with that batch size. For that, each pads its texts to the
         longest of the global batch.
 
         Args:
-            start: Number of the first batch: what follows is what would have followed without a break. Batches before
-                it are not tokenised, except when packing a stream.
+            start: Number of the first batch, to resume as if there had been no interruption. Batches before it are not
+                tokenised, except when packing a stream.
             rank: Number of this process.
             world_size: How many processes there are.
 
@@ -83,11 +87,11 @@ class Source:
         return self._batches(start, rank, world_size)
 
     def holdout_examples(self, most: int) -> list[Example]:
-        """Give the first held-out examples as they were read; fewer where fewer are held out."""
+        """Return the first held-out examples, unchanged; fewer if fewer are held out."""
         return self._fetch_held(self._held[:most])
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
-        """Give all held-out examples as batches; the last one may be smaller. The same on every process."""
+        """Return all held-out examples as batches, the same on every process; the last one may be smaller."""
         size = self._config.batch_size
         groups = [self._held[begin : begin + size] for begin in range(0, len(self._held), size)]
         return [self._encoder(self._fetch_held(group), slice(None)) for group in groups]
@@ -95,10 +99,64 @@ class Source:
     def _batches(self, start: int, rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
         size = self._config.batch_size
         everyone, mine = size * world_size, slice(rank * size, (rank + 1) * size)
-        length = self._train.length if self._config.bucketing else None
-        pool = self._train.pool(everyone)
-        for items in batches(self._train.open_at, everyone, start, length, pool, self._config.seed):
+        feed: Any = self._train  # Each kind of feed has another type of items.
+        length = feed.length if self._config.bucketing else None
+        for items in batches(feed.open_at, everyone, start, length, feed.pool(everyone), self._config.seed):
             if self._encoder.needs_all:
-                yield self._encoder(self._train.fetch(items), mine)
+                yield self._encoder(feed.fetch(items), mine)
             else:
-                yield self._encoder(self._train.fetch(items[mine]), slice(None))
+                yield self._encoder(feed.fetch(items[mine]), slice(None))
+
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
+"""What a model reads of a batch; the rest are labels."""
+
+
+class RowBatches:
+    """Batches of rows that are made already, such as a task's, for stage one and the alignment.
+
+    Args:
+        train: Rows to learn from, by number.
+        held: Rows to measure on.
+        collate: Makes a batch of tensors from rows.
+        digest: Identifies the rows.
+        batch_size: Rows per batch and process.
+        holdout: How many of the rows to measure on are used.
+        seed: Seed of the order of the training rows, which is new for each pass.
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        held: Any,
+        collate: Callable[[list[Any]], dict[str, Tensor]],
+        digest: Callable[[], str],
+        batch_size: int,
+        holdout: int,
+        seed: int,
+    ) -> None:
+        self.train, self.held, self.collate, self.digest = train, held, collate, digest
+        self.batch_size, self.holdout, self.seed = batch_size, min(holdout, len(held)), seed
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass over the training rows."""
+        return max(1, -(-len(self.train) // self.batch_size))
+
+    def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Yield batches for ever; the processes share every `world_size * batch_size` rows."""
+        rows, first = len(self.train), rank * self.batch_size
+        order = functools.lru_cache(2)(lambda turn: np.random.default_rng([self.seed, turn]).permutation(rows))
+        for batch in count(start):
+            begin = batch * world_size * self.batch_size + first
+            numbers = range(begin, begin + self.batch_size)
+            yield self._batch(self.train, [int(order(number // rows)[number % rows]) for number in numbers])
+
+    def holdout_batches(self) -> list[dict[str, Tensor]]:
+        """Return the rows to measure on as batches; the last one may be smaller."""
+        begins = range(0, self.holdout, self.batch_size)
+        return [self._batch(self.held, range(begin, min(begin + self.batch_size, self.holdout))) for begin in begins]
+
+    def _batch(self, rows: Any, numbers: Iterable[int]) -> dict[str, Tensor]:
+        batch = self.collate([rows[number] for number in numbers])
+        return {name: value for name, value in batch.items() if name in INPUTS}

@@ -1,20 +1,31 @@
-"""A recipe's table as Markdown, CSV or LaTeX."""
+"""A recipe's table as Markdown, CSV or LaTeX, and as a picture."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from linearize.experiments.results import CHANCE, Entry, Table
+from linearize.experiments.schema import SOFTMAX
+from linearize.parsing import write_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MARK = "*"
-"""Behind a figure that was not made as the recipe says."""
+"""Follows a figure that was not made as the recipe says."""
+CSV = ("run", "row", "task", "mean", "deviation", "seeds", "seeds_wanted", "recovered_percent", "paper", "changed")
+LATEX = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
+    sign: f"\\{sign}" for sign in "&%$#_{}"
+}
 
 
 def cell(entry: Entry, seeds: int, *, marked: bool = False, sign: str = "+-") -> str:
-    """Write an entry: mean, deviation, number of seeds where some are missing, share of softmax, the paper's figure.
+    """Write an entry: mean, deviation, number of seeds if some are missing, share of softmax, the paper's figure.
 
     Args:
         entry: the entry.
@@ -30,29 +41,24 @@ def cell(entry: Entry, seeds: int, *, marked: bool = False, sign: str = "+-") ->
     return f"{ours}{share}{paper}"
 
 
-def marked(table: Table, label: str, column: str) -> bool:
-    """Tell whether an entry was not made as the recipe says; chance is not made by a recipe."""
-    return label != CHANCE and table.changes.marked(label, column)
-
-
 def notes(table: Table) -> list[str]:
-    """Return what a reader of a table has to know, a line each."""
-    found = []
+    """Return what a reader of a table must know, one line each."""
+    lines = []
     if table.seeds > 1:
-        found.append(f"Means over {table.seeds} seeds, +- the standard deviation of a single run.")
+        lines.append(f"Means over {table.seeds} seeds, +- the standard deviation of a single run.")
     changes = table.changes
-    said = [*changes.everywhere]
-    for names, what in ((changes.rows, "row"), (changes.columns, "task")):
-        said += [f"{what} {name}: {', '.join(texts)}" for name, texts in names.items()]
-    if said:
-        found.append(f"{MARK} Not as recipe {changes.recipe} has it (its value in brackets): {'; '.join(said)}.")
+    texts = [*changes.everywhere]
+    for kind, sections in (("row", changes.rows), ("task", changes.columns)):
+        texts += [f"{kind} {name}: {', '.join(differing)}" for name, differing in sections.items()]
+    if texts:
+        lines.append(f"{MARK} Not as in recipe {changes.recipe} (its value in brackets): {'; '.join(texts)}.")
     if changes.left_out:
-        found.append(f"Left out of recipe {changes.recipe}: {', '.join(changes.left_out)}.")
+        lines.append(f"Left out of recipe {changes.recipe}: {', '.join(changes.left_out)}.")
     if table.missing:
-        found.append(f"{table.missing} cells are not there yet: go on with --resume.")
+        lines.append(f"{table.missing} cells are missing: continue with --resume.")
     if table.damaged:
-        found.append(f"{table.damaged} lines of the results are damaged and left out; --resume repairs them.")
-    return found
+        lines.append(f"{table.damaged} lines of the results are damaged and left out; --resume repairs them.")
+    return lines
 
 
 def lines_of(table: Table, sign: str = "+-") -> list[list[str]]:
@@ -61,7 +67,7 @@ def lines_of(table: Table, sign: str = "+-") -> list[list[str]]:
         [
             label,
             *(
-                cell(line[column], table.seeds, marked=marked(table, label, column), sign=sign)
+                cell(line[column], table.seeds, marked=bool(table.changes.of(label, column)), sign=sign)
                 for column in table.columns
             ),
         ]
@@ -74,18 +80,14 @@ def to_markdown(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         rows = [["", *table.columns], ["---", *("---:" for _ in table.columns)], *lines_of(table, "±")]
-        body = [f"| {' | '.join(_markdown(text) for text in row)} |" for row in rows]
-        parts.append(
-            "\n".join([f"**{_markdown(table.title)}**", "", *body, "", *map(_markdown, notes(table))]).rstrip()
-        )
+        body = [f"| {' | '.join(map(_markdown, row))} |" for row in rows]
+        lines = [f"**{_markdown(table.title)}**", "", *body, "", *map(_markdown, notes(table))]
+        parts.append("\n".join(lines).rstrip())
     return "\n\n".join(parts) + "\n"
 
 
 def _markdown(text: str) -> str:
     return re.sub(r"([\\|*_])", r"\\\1", text)
-
-
-CSV = ("run", "row", "task", "mean", "deviation", "seeds", "seeds_wanted", "recovered_percent", "paper", "changed")
 
 
 def to_csv(tables: Sequence[Table]) -> str:
@@ -94,17 +96,12 @@ def to_csv(tables: Sequence[Table]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV)
     for table in tables:
-        changes = table.changes
+        run = table.title.partition(":")[0]
         for label, line in table.rows.items():
             for column in table.columns:
-                entry = line[column]
-                said = (*changes.everywhere, *changes.rows.get(label, ()), *changes.columns.get(column, ()))
-                writer.writerow(
-                    [
-                        table.title.partition(":")[0], label, column, entry.ours, entry.deviation, entry.seeds,
-                        table.seeds, entry.recovered, entry.paper, "; ".join(said),
-                    ]
-                )  # fmt: skip
+                entry, changed = line[column], "; ".join(table.changes.of(label, column))
+                figures = (entry.ours, entry.deviation, entry.seeds, table.seeds, entry.recovered, entry.paper)
+                writer.writerow([run, label, column, *figures, changed])
     return out.getvalue()
 
 
@@ -112,32 +109,67 @@ def to_latex(tables: Sequence[Table]) -> str:
     """Write tables as LaTeX `tabular`s with booktabs' rules."""
     parts = []
     for table in tables:
-        rows = [_latex_row(["", *table.columns]), r"\midrule", *(_latex_row(row) for row in lines_of(table, r"$\pm$"))]
-        parts.append(
-            "\n".join(
-                [
-                    f"% {table.title}",
-                    *(f"% {text}" for text in notes(table)),
-                    rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
-                    r"\toprule",
-                    *rows,
-                    r"\bottomrule",
-                    r"\end{tabular}",
-                ]
-            )
-        )
+        head, *body = [["", *table.columns], *lines_of(table, r"$\pm$")]
+        lines = [f"% {text}" for text in (table.title, *notes(table))]
+        lines += [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule", _latex_row(head), r"\midrule"]
+        lines += [*map(_latex_row, body), r"\bottomrule", r"\end{tabular}"]
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
 def _latex_row(texts: Sequence[str]) -> str:
-    return " & ".join(_latex(text) for text in texts) + r" \\"
-
-
-LATEX = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
-    sign: f"\\{sign}" for sign in "&%$#_{}"
-}
+    return " & ".join(map(_latex, texts)) + r" \\"
 
 
 def _latex(text: str) -> str:
-    """Escape a text, but for the sign between mean and deviation."""
+    # The sign between mean and deviation is LaTeX already.
     return r"$\pm$".join("".join(LATEX.get(sign, sign) for sign in part) for part in text.split(r"$\pm$"))
+
+
+FORMATS: dict[str, Callable[[Sequence[Table]], str]] = {"md": to_markdown, "csv": to_csv, "latex": to_latex}
+
+
+def write_results_plot(tables: Sequence[Table], path: str) -> None:
+    """Draw tables and write the PNG."""
+    from linearize.fidelity.plots_style import to_png
+
+    write_file(path, "--plot", to_png(results_figure(tables))[0])
+
+
+def results_figure(tables: Sequence[Table]) -> Figure:
+    """Draw each task of each table: points with error bars (one standard deviation), and the paper's as crosses."""
+    from linearize.fidelity.plots_style import axes_grid, new_figure, tidy
+
+    panels = [(table, column) for table in tables for column in table.columns]
+    columns = min(4, len(panels))
+    tallest = max(len(table.rows) for table in tables)
+    height = (0.9 + 0.22 * tallest) * -(-len(panels) // columns)
+    figure = new_figure(max(3.2, 2.4 * columns), height)
+    for axes, (table, column) in zip(axes_grid(figure, len(panels), columns), panels, strict=True):
+        _draw(axes, table, column)
+        tidy(axes, column if len(tables) == 1 else f"{table.title.partition(':')[0]}: {column}")
+    figure.supxlabel(
+        "ours: points, bars of one standard deviation (hollow: not as the recipe says); paper: crosses; dotted: chance",
+        fontsize=7,
+    )
+    return figure
+
+
+def _draw(axes: Axes, table: Table, column: str) -> None:
+    from linearize.fidelity import plots_style as style
+
+    labels = [label for label in table.rows if label != CHANCE]
+    chance = table.rows[CHANCE][column].ours if CHANCE in table.rows else None
+    if chance is not None:
+        axes.axvline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label=CHANCE)
+    for place, label in enumerate(labels):
+        entry = table.rows[label][column]
+        if entry.ours is not None:
+            color = style.SOFTMAX if label == SOFTMAX else style.LINEAR
+            fill = "white" if table.changes.of(label, column) else color
+            point: dict[str, Any] = {"fmt": "o", "color": color, "markerfacecolor": fill, "markersize": 4, "capsize": 2}
+            axes.errorbar(entry.ours, place, xerr=entry.deviation, **point)
+        if entry.paper is not None:
+            axes.plot(entry.paper, place, "x", color=style.THIRD, markersize=5)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)

@@ -1,4 +1,4 @@
-"""Find, read, change and check recipes; a checked recipe is resolved into the cells of its table."""
+"""Find, read, change and check recipes, and resolve a checked recipe into the cells of its table."""
 
 from __future__ import annotations
 
@@ -7,59 +7,76 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from linearize.attention.factory import check_hybrid
 from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, LinearizeError, unknown_name
-from linearize.experiments.check import build, kind_of
-from linearize.experiments.schema import FLOWS, SOFTMAX, TILE, Align, Distil, Kernel, LayerKernel, Recipe, Step, Tune
-from linearize.finetune.config import TuneConfig
+from linearize.experiments import schema
+from linearize.experiments.schema import FLOWS, SOFTMAX, TILE, Column, Kernel, Recipe, Row, StageTwo
+from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.finetune.prepare import check_unlabelled
-from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import Task, task
+from linearize.from_yaml import build, kind_of
 from linearize.parsing import parse_yaml, read_text
 from linearize.registry import Hybrid, kernel_info, make_config
 from linearize.surgery.layers import kept_layers, parse_heads
+from linearize.surgery.positions import METHODS
 
 SUFFIXES = (".yaml", ".yml")
 AVERAGE = "average"
+PRETRAIN = "pretrain"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A task of a recipe with everything that holds for it.
+    """A task of a recipe with the options of all its stages.
 
     Attributes:
-        name: what the column is called.
+        name: of the table's column.
         task: the task.
-        step: what the recipe says about it.
-        data: what to read; None: the task's own.
+        column: what the recipe says about it.
+        data: what to read; None: the task's own data set.
+        config: config of a model trained from scratch, or changes to a checkpoint's.
         rows: how data becomes rows.
         teacher: tuning of the softmax model.
         distil: stage one.
         align: the alignment.
         finetune: stage two.
-        config: config of a model trained from scratch.
     """
 
     name: str
     task: Task
-    step: Step
+    column: Column
     data: str | None
+    config: dict[str, object]
     rows: DataOptions
     teacher: TuneConfig
-    distil: Distil
-    align: Align
-    finetune: Tune
-    config: dict[str, object]
+    distil: schema.StageOne
+    align: schema.Alignment
+    finetune: StageTwo
+
+    def reading(self, **changes: Any) -> Job:
+        """Return the same task with other rows."""
+        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, **changes))
+
+
+OPTIONS: dict[str, type] = {
+    "rows": DataOptions,
+    "teacher": TuneConfig,
+    "distil": schema.StageOne,
+    "align": schema.Alignment,
+    "finetune": StageTwo,
+}
+"""The options that a recipe gives for all tasks, and a task changes."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the table: a kernel, a task, a seed, and the task distilled on where that is another one."""
+    """One cell of the table: a kernel, a task, a seed, and the task distilled on if that is another one."""
 
-    kernel: Kernel
+    kernel: Row
     job: Job
     seed: int
     source: Job | None = None
@@ -67,7 +84,7 @@ class Cell:
     @property
     def read(self) -> Job:
         """The task with the rows that this row of the table reads."""
-        return dataclasses.replace(self.job, rows=dataclasses.replace(self.job.rows, **self.kernel.rows))
+        return self.job.reading(**self.kernel.rows)
 
     @property
     def row(self) -> str:
@@ -81,7 +98,7 @@ class Cell:
 
     @property
     def distilled_key(self) -> str:
-        """Name of the folder of its distilled model; cells of one source share it."""
+        """Name of the folder of its distilled model, which cells with the same source share."""
         return self.key if self.source is None else _file_name(f"{self.row}-s{self.seed}")
 
 
@@ -96,10 +113,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_text(name: str) -> str:
-    """Return a recipe's text, by the name of one that comes with the package or by its file.
+    """Return the text of a recipe of the package, by name, or of a recipe file.
 
     Raises:
-        UnknownNameError: if there is none.
+        UnknownNameError: if neither exists.
     """
     path = Path(name).expanduser()
     if path.suffix in SUFFIXES and path.is_file():
@@ -110,6 +127,26 @@ def recipe_text(name: str) -> str:
     return (resources.files("linearize.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
+def new_recipe(file: str) -> Path:
+    """Write a recipe to start from, with every key explained. Existing files are not replaced.
+
+    Raises:
+        ConfigError: if the name is not that of a YAML file, or the file exists or cannot be written.
+    """
+    path = Path(file).expanduser()
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--new: got {file!r}, expected the name of a .yaml file")
+    template = (resources.files("linearize.experiments") / "template.yaml").read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as out:
+            out.write(Template(template).substitute(file=file, name=path.stem))
+    except FileExistsError:
+        raise ConfigError(f"--new: {file!r} exists; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"--new: {file!r} cannot be written ({error.strerror}); choose another folder") from error
+    return path
+
+
 def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
     """Read a recipe, change it and check it.
 
@@ -118,20 +155,20 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
         changes: `key=value`; the key may have dots (`finetune.epochs=1`), the value is YAML (`kernels=[elu,relu]`).
 
     Raises:
-        ConfigError: if it is no YAML, or for anything unknown or of the wrong type; names the key.
+        ConfigError: if it is not YAML, or for anything unknown or of the wrong type; names the key.
     """
-    title = Path(name).stem
+    where = f"recipe {Path(name).stem}"
     try:
         values = parse_yaml(recipe_text(name))
     except (OSError, ValueError) as error:
         if isinstance(error, LinearizeError):
             raise
-        raise ConfigError(f"recipe {title}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe {title}: got {kind_of(values)}, expected keys with values")
+        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
     for change in changes:
         _change(values, change)
-    return check(values, f"recipe {title}")
+    return check(values, where)
 
 
 def check(values: Mapping[str, object], where: str) -> Recipe:
@@ -152,157 +189,144 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
         raise ConfigError(f"{where}.model.pretrained: got false, expected true for flow {recipe.flow}")
     if bool(recipe.pretrain) != (recipe.pretrain_task is not None):
         raise ConfigError(f"{where}.pretrain: expected both pretrain and pretrain_task, or neither")
-    for place, kernel in enumerate(recipe.rows_of_table):
-        _check_kernel(kernel, f"{where}.kernels[{place}]")
-        _check_rows(kernel, recipe.rows, f"{where}.kernels[{place}].rows")
-    labels = [kernel.called for kernel in recipe.rows_of_table]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{where}.kernels: two rows are called {twice!r}; give one of them another label")
+    _check_rows(recipe, f"{where}.kernels")
     jobs = resolve(recipe, where)
-    _check_teachers(recipe, jobs, where)
-    for row, figures in recipe.figures.items():
+    for name, job in jobs.items():
+        _check_teacher(recipe, job, f"{where}.tasks.{name}")
+    for row_name, figures in recipe.figures.items():
         for name in figures:
             if name not in jobs and name != AVERAGE:
-                raise ConfigError(f"{where}.figures.{row}: {unknown_name('task', name, [*recipe.steps, AVERAGE])}")
+                raise ConfigError(f"{where}.figures.{row_name}: {unknown_name('task', name, [*jobs, AVERAGE])}")
     return recipe
 
 
 def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
-    """Return the tasks of a recipe by their names, those to distil on and to train on first among them.
+    """Return the tasks of a recipe by name, including those to distil on and to train on first.
 
     Raises:
         ConfigError: naming the key.
     """
-    steps = dict(recipe.steps)
-    jobs = {name: _job(recipe, name, step, f"{where}.tasks.{name}") for name, step in steps.items()}
+    columns = recipe.columns
+    jobs = {name: _job(recipe, name, column, f"{where}.tasks.{name}") for name, column in columns.items()}
     for name in recipe.sources:
-        jobs.setdefault(name, _job(recipe, name, steps.get(name, Step()), f"{where}.sources.{name}"))
+        jobs.setdefault(name, _job(recipe, name, columns.get(name, Column()), f"{where}.sources.{name}"))
     if recipe.pretrain_task is not None:
-        job = _job(recipe, "pretrain", recipe.pretrain_task, f"{where}.pretrain_task")
-        tune = build(Tune, {**recipe.pretrain, **recipe.pretrain_task.finetune}, f"{where}.pretrain")
-        jobs["pretrain"] = dataclasses.replace(job, finetune=tune)
+        job = _job(recipe, PRETRAIN, recipe.pretrain_task, f"{where}.pretrain_task")
+        tune = build(StageTwo, {**recipe.pretrain, **recipe.pretrain_task.finetune}, f"{where}.pretrain")
+        jobs[PRETRAIN] = dataclasses.replace(job, finetune=tune)
     return jobs
 
 
-def cells(recipe: Recipe) -> list[Cell]:
-    """Return the cells of a recipe's table, those of a task together, in the order in which they are run."""
-    jobs = resolve(recipe)
-    found = []
-    for seed in recipe.seeds:
-        for name in recipe.steps:
-            for kernel in recipe.rows_of_table:
-                sources: list[Job | None] = [None]
-                if recipe.sources and kernel.name != SOFTMAX:
-                    sources = [jobs[source] for source in recipe.sources if source != name]
-                found += [Cell(kernel, jobs[name], seed, source) for source in sources]
-    return found
-
-
-def plain(recipe: Recipe) -> dict[str, object]:
-    """Return a recipe as plain data: what `recipe.yaml` in a run's folder holds."""
-    values = _kept(dataclasses.asdict(recipe))
-    if isinstance(recipe.tasks, dict):
-        values["tasks"] = {name: _without_empty(dataclasses.asdict(step)) for name, step in recipe.tasks.items()}
-    return values
-
-
-def _without_empty(value: object) -> object:
-    """Leave out what is empty, so that a resolved recipe stays readable; tuples become lists, as YAML has them."""
-    if isinstance(value, Mapping):
-        return _kept(value)
-    return [_without_empty(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _kept(values: Mapping[str, object]) -> dict[str, object]:
-    kept = {key: _without_empty(one) for key, one in values.items()}
-    return {key: one for key, one in kept.items() if one is not None and one not in ({}, [], "")}
-
-
-def _job(recipe: Recipe, name: str, step: Step, where: str) -> Job:
+def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
     from linearize.synthetic.sets import make_options
 
     try:
-        found = task(
-            step.task or name,
-            columns=step.columns,
-            label=step.label,
-            labels=step.labels,
-            validation=step.validation,
-            score=step.score,
+        chosen = task(
+            column.task or name,
+            columns=column.columns,
+            label=column.label,
+            labels=column.labels,
+            validation=column.validation,
+            score=column.score,
         )
-        if step.folder is not None:
-            found = dataclasses.replace(found, folders=(step.folder,))
-        if step.make is not None:
-            make_options(step.make, step.options)
+        if column.folder is not None:
+            chosen = dataclasses.replace(chosen, folders=(column.folder,))
+        if column.make is not None:
+            make_options(column.make, column.options)
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return Job(
-        name,
-        found,
-        step,
-        recipe.data if recipe.data is not None else step.dataset,
-        build(DataOptions, {**recipe.rows, **step.rows}, f"{where}.rows"),
-        build(TuneConfig, {**recipe.teacher, **step.teacher}, f"{where}.teacher"),
-        build(Distil, {**recipe.distil, **step.distil}, f"{where}.distil"),
-        build(Align, {**recipe.align, **step.align}, f"{where}.align"),
-        build(Tune, {**recipe.finetune, **step.finetune}, f"{where}.finetune"),
-        {**recipe.model.config, **step.model},
-    )
+    options: dict[str, Any] = {
+        key: build(config, {**getattr(recipe, key), **getattr(column, key)}, f"{where}.{key}")
+        for key, config in OPTIONS.items()
+    }
+    data = column.dataset if recipe.data is None else recipe.data
+    return Job(name, chosen, column, data, {**recipe.model.config, **column.model}, **options)
 
 
-def _check_teachers(recipe: Recipe, jobs: Mapping[str, Job], where: str) -> None:
-    for name, job in jobs.items():
-        if job.finetune.teacher and recipe.flow == "scratch":
-            raise ConfigError(
-                f"{where}.tasks.{name}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no "
-                "tuned softmax model; leave it out"
-            )
-        if job.rows.unlabelled and not job.finetune.teacher:
-            called = "pairs made anew" if job.rows.unlabelled[0] == "extra_pairs" else "these texts"
-            raise ConfigError(
-                f"{where}.tasks.{name}.rows.{job.rows.unlabelled[0]}: {called} have no label; set finetune.teacher to "
-                "true"
-            )
-        try:
-            check_unlabelled(job.task, job.rows)
-        except ConfigError as error:
-            raise ConfigError(f"{where}.tasks.{name}.rows: {error}") from error
+def cells(recipe: Recipe) -> list[Cell]:
+    """Return the cells of a recipe's table in the order in which they are run: those of one task together."""
+    jobs = resolve(recipe)
+    table = []
+    for seed in recipe.seeds:
+        for name in recipe.columns:
+            for row in recipe.rows_of_table:
+                sources: list[Job | None] = [None]
+                if recipe.sources and row.name != SOFTMAX:
+                    sources = [jobs[source] for source in recipe.sources if source != name]
+                table += [Cell(row, jobs[name], seed, source) for source in sources]
+    return table
 
 
-def _check_kernel(kernel: Kernel, where: str) -> None:
-    if kernel.positions != TILE:
-        _check_positions(kernel, where)
-    if kernel.name == SOFTMAX:
-        if kernel.arguments() or kernel.keep_softmax or kernel.layers or kernel.softmax_heads:
+def plain(recipe: Recipe) -> dict[str, object]:
+    """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
+    values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
+    if isinstance(recipe.tasks, dict):
+        # A task without changes stays, as an empty section.
+        values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
+    return values
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_empty(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: _without_empty(part) for key, part in value.items()}
+    return {key: part for key, part in kept.items() if part is not None and part not in ({}, [], "")}
+
+
+def _check_teacher(recipe: Recipe, job: Job, where: str) -> None:
+    if job.finetune.teacher and recipe.flow == "scratch":
+        raise ConfigError(
+            f"{where}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
+            "model; leave it out"
+        )
+    if job.rows.unlabelled and not job.finetune.teacher:
+        option = job.rows.unlabelled[0]
+        called = "re-paired texts" if option == "extra_pairs" else "these texts"
+        raise ConfigError(f"{where}.rows.{option}: {called} have no label; set finetune.teacher to true")
+    try:
+        check_unlabelled(job.task, job.rows)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.rows: {error}") from error
+
+
+def _check_rows(recipe: Recipe, where: str) -> None:
+    labels = [row.called for row in recipe.rows_of_table]
+    for place, row in enumerate(recipe.rows_of_table):
+        _check_row(row, f"{where}[{place}]")
+        _check_reading(row, recipe.rows, f"{where}[{place}].rows")
+        if labels.count(row.called) > 1:
+            raise ConfigError(f"{where}: two rows are called {row.called!r}; give one of them another label")
+
+
+def _check_row(row: Row, where: str) -> None:
+    if row.positions != TILE:
+        if row.positions not in METHODS:
+            raise ConfigError(f"{where}: {unknown_name('positions', row.positions, METHODS)}")
+        if row.name == SOFTMAX or "max_length" not in row.rows:
+            raise ConfigError(f"{where}.positions: only a converted model with rows.max_length gets more; leave it out")
+    if row.name == SOFTMAX:
+        if row.arguments() or row.keep_softmax or row.layers or row.softmax_heads:
             raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
         return
-    _check_arguments(kernel.everywhere, where)
+    _check_kernel(row, where)
     try:
-        if kernel.softmax_heads is not None:
-            parse_heads(kernel.softmax_heads)
-        kept_layers(kernel.keep_softmax, 0)
+        if row.softmax_heads is not None:
+            parse_heads(row.softmax_heads)
+        kept_layers(row.keep_softmax, 0)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    for number, one in kernel.single_layers.items():
+    for number, kernel in row.single_layers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"{where}.layers: got {number!r}, expected numbers of layers from 0")
-        if one.name != SOFTMAX:
-            _check_arguments(one, f"{where}.layers.{number}")
-        elif one.arguments():
+        if kernel.name != SOFTMAX:
+            _check_kernel(kernel, f"{where}.layers.{number}")
+        elif kernel.arguments():
             raise ConfigError(f"{where}.layers.{number}: softmax takes no arguments; leave them out")
 
 
-def _check_positions(kernel: Kernel, where: str) -> None:
-    from linearize.surgery.positions import METHODS
-
-    if kernel.positions not in METHODS:
-        raise ConfigError(f"{where}: {unknown_name('positions', kernel.positions, METHODS)}")
-    if kernel.name == SOFTMAX or "max_length" not in kernel.rows:
-        raise ConfigError(f"{where}.positions: only a converted model with rows.max_length gets more; leave it out")
-
-
-def _check_arguments(kernel: LayerKernel, where: str) -> None:
+def _check_kernel(kernel: Kernel, where: str) -> None:
     try:
         info = kernel_info(kernel.name)
         config = make_config(info, kernel.args)
@@ -310,31 +334,24 @@ def _check_arguments(kernel: LayerKernel, where: str) -> None:
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
     if kernel.sinks is not None and (kernel.sinks < 1 or kernel.window is None):
-        raise ConfigError(
-            f"{where}.sinks: got {kernel.sinks}, expected tokens beside a window; add one, or leave it out"
-        )
+        raise ConfigError(f"{where}.sinks: got {kernel.sinks}, expected a window with them; add one, or leave it out")
 
 
-def _check_rows(kernel: Kernel, rows: Mapping[str, object], where: str) -> None:
-    """Refuse what a row of the table cannot read in its own way.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    known = ("max_length", "chunks") if kernel.name == SOFTMAX else ("max_length",)
-    for name in kernel.rows:
+def _check_reading(row: Row, rows: Mapping[str, object], where: str) -> None:
+    known = ("max_length", "chunks") if row.name == SOFTMAX else ("max_length",)
+    for name in row.rows:
         if name not in known:
-            raise ConfigError(f"{where}: {unknown_name(f'key of the rows of {kernel.name}', name, known)}")
-    build(DataOptions, {**rows, **kernel.rows}, where)
-    if kernel.rows and kernel.called == SOFTMAX:
-        raise ConfigError(f"{where}: softmax that is read in another way needs a label of its own; add one")
+            raise ConfigError(f"{where}: {unknown_name(f'key of the rows of {row.name}', name, known)}")
+    build(DataOptions, {**rows, **row.rows}, where)
+    if row.rows and row.called == SOFTMAX:
+        raise ConfigError(f"{where}: softmax that reads other rows needs its own label; add one")
 
 
 def _change(values: dict[str, Any], change: str) -> None:
-    """Carry one `key=value` out.
+    """Apply one `key=value`.
 
     Raises:
-        ConfigError: if it is written in another way.
+        ConfigError: if it is not written so.
     """
     key, equals, text = change.partition("=")
     parts = key.strip().split(".")
@@ -344,35 +361,32 @@ def _change(values: dict[str, Any], change: str) -> None:
         value = parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{key}: got {text!r}, expected a YAML value such as 1, text or [a,b]") from error
-    if parts == ["kernels"] and isinstance(value, list):
-        known = {_label(one): one for one in values.get("kernels", [])}
-        value = [known.get(one, one) if isinstance(one, str) else one for one in value]
-    if parts[0] == "tasks" and not isinstance(values.get("tasks"), dict):
-        values["tasks"] = {name: {} for name in values.get("tasks") or []} if len(parts) > 1 else values.get("tasks")
-    if parts == ["tasks"] and isinstance(value, list) and isinstance(values.get("tasks"), dict):
-        value = {name: values["tasks"].get(name, {}) for name in value}
+    tasks = values.get("tasks")
+    if parts[0] == "tasks" and len(parts) > 1 and not isinstance(tasks, dict):
+        values["tasks"] = {name: {} for name in tasks or []}
     if parts in (["kernels"], ["tasks"], ["seeds"], ["sources"]) and not isinstance(value, list | dict):
         value = [value]
+    # A name keeps what the recipe says about that row or task.
+    if parts == ["kernels"] and isinstance(value, list):
+        known = {_label(row): row for row in values.get("kernels", [])}
+        value = [known.get(row, row) if isinstance(row, str) else row for row in value]
+    if parts == ["tasks"] and isinstance(value, list) and isinstance(tasks, dict):
+        value = {name: tasks.get(name, {}) for name in value}
     place = values
     for part in parts[:-1]:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"{key}: {part!r} is no section of keys")
+            raise ConfigError(f"{key}: {part!r} is not a section of keys")
     place[parts[-1]] = value
-    if parts == ["tasks"]:
-        _drop_figures(values)
-
-
-def _drop_figures(values: dict[str, Any]) -> None:
-    """Keep the paper's figures of the tasks that are left; a task's average is then another one."""
-    left = set(values["tasks"])
-    figures = values.get("figures")
-    if isinstance(figures, dict):
+    if parts == ["tasks"] and isinstance(values.get("figures"), dict):
+        # Figures of the remaining tasks only: the paper's average is of all.
         values["figures"] = {
-            row: {name: one for name, one in found.items() if name in left} if isinstance(found, dict) else found
-            for row, found in figures.items()
+            row: {name: figure for name, figure in figures.items() if name in value}
+            if isinstance(figures, dict)
+            else figures
+            for row, figures in values["figures"].items()
         }
 
 
-def _label(kernel: object) -> object:
-    return kernel.get("label") or kernel.get("name") if isinstance(kernel, dict) else kernel
+def _label(row: object) -> object:
+    return row.get("label") or row.get("name") if isinstance(row, dict) else row

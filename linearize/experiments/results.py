@@ -1,7 +1,8 @@
-"""The rows of `results.jsonl`, and the table made of them with the paper's figures beside ours."""
+"""The rows of `results.jsonl`, the table made of them, and how a run differs from the recipe it is based on."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -11,28 +12,29 @@ from pathlib import Path
 from typing import TypedDict
 
 from linearize.errors import ConfigError, DataError, first_line
-from linearize.experiments.changes import Changes, changes_of
-from linearize.experiments.recipe import AVERAGE, cells, check, resolve
-from linearize.experiments.schema import SOFTMAX, Recipe
+from linearize.experiments.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
+from linearize.experiments.schema import FREE, SOFTMAX, Recipe, Row
 from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_json, parse_yaml, read_text
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
 CHANCE = "chance"
-"""The row of a table with the best scores of answers that look at no input."""
+"""The row of a table with the best scores of answers that ignore the input."""
+MATRIX = ("kernels", "tasks", "seeds", "sources")
+NONE = "nothing"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell as shown, means over seeds.
+    """One cell as shown: means over seeds.
 
     Attributes:
-        ours: our figure, in the paper's unit (points for shares); None where there is none yet.
-        paper: the paper's figure; None where there is none.
+        ours: our figure, in the paper's unit (points for shares); None if it was not measured yet.
+        paper: the paper's figure, or None.
         recovered: share of the softmax model's score above chance, percent; None if that model is not above chance.
         seeds: how many seeds ours is a mean of.
-        deviation: standard deviation over the seeds (of a sample, n - 1), in the unit of ours; None of fewer than two.
+        deviation: standard deviation over the seeds (of a sample, n - 1), in the unit of ours; None for less than two.
     """
 
     ours: float | None
@@ -43,17 +45,40 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """How a run differs from the recipe of the package that it is based on.
+
+    Attributes:
+        recipe: name of that recipe; None for a run of another file.
+        everywhere: what differs for every row, as "key value (the recipe's value)".
+        rows: what differs for single rows, by name, such as another argument of the kernel.
+        columns: what differs for single tasks.
+        left_out: tasks and seeds of the recipe that the run does not have.
+    """
+
+    recipe: str | None = None
+    everywhere: tuple[str, ...] = ()
+    rows: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def of(self, row: str, column: str) -> tuple[str, ...]:
+        """Return what differs for a cell; chance is not made by a recipe."""
+        return () if row == CHANCE else (*self.everywhere, *self.rows.get(row, ()), *self.columns.get(column, ()))
+
+
+@dataclass(frozen=True)
 class Table:
     """A recipe's table.
 
     Attributes:
         title: one line.
-        columns: names of the tasks, and "average" where there are several.
+        columns: names of the tasks, and "average" if there is more than one.
         rows: entries by row and column; the last row is `CHANCE`, if it is known.
-        missing: cells that are not there yet.
-        damaged: lines of the results file that could not be read.
+        missing: cells that were not run yet.
+        damaged: lines of the results file that cannot be read.
         seeds: how many seeds the recipe has.
-        changes: in what the run differs from the recipe of the package.
+        changes: how the run differs from the recipe of the package.
     """
 
     title: str
@@ -66,7 +91,7 @@ class Table:
 
 
 class ResultRow(TypedDict, total=False):
-    """A line of a run's results, one per cell; see `linearize.experiments.run` for what makes it."""
+    """A line of a run's results, one per cell; `linearize.experiments.run` makes it."""
 
     cell: str
     row: str
@@ -91,7 +116,7 @@ class ResultRow(TypedDict, total=False):
 
 
 def append_row(folder: Path, row: ResultRow) -> None:
-    """Add a line to a folder's results, whole or not at all as far as the file system allows."""
+    """Add a line to a folder's results and flush it to the disk."""
     with (folder / RESULTS).open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(row) + "\n")
         lines.flush()
@@ -102,25 +127,25 @@ def read_rows(folder: Path) -> tuple[list[ResultRow], int]:
     """Read a folder's results.
 
     Returns:
-        The rows, of several lines of one cell the last; and how many lines are damaged (an interrupted run's last one).
+        The rows, the last one for each cell; and how many lines are damaged (such as the last one of a killed run).
     """
     path = folder / RESULTS
     if not path.is_file():
         return [], 0
-    found: dict[str, ResultRow] = {}
+    rows: dict[str, ResultRow] = {}
     damaged = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = parse_json(line)
-            found[row["cell"]] = row
+            rows[row["cell"]] = row
             float(row["score"])
         except (ValueError, KeyError, TypeError):
             damaged += bool(line.strip())
-    return [row for row in found.values() if isinstance(row.get("score"), int | float)], damaged
+    return [row for row in rows.values() if isinstance(row.get("score"), int | float)], damaged
 
 
 def repair(folder: Path) -> list[ResultRow]:
-    """Rewrite a results file that holds damaged lines, and return its rows."""
+    """Rewrite a results file that has damaged lines, and return its rows."""
     rows, damaged = read_rows(folder)
     if damaged:
         fresh = folder / f".{RESULTS}"
@@ -130,89 +155,85 @@ def repair(folder: Path) -> list[ResultRow]:
 
 
 def tables(folder: str | Path) -> list[Table]:
-    """Make the tables of a run's folder, or of all runs in a folder.
+    """Make the table of a run's folder, or of every run in a folder.
 
     Raises:
-        DataError: if there is no run in it.
+        DataError: if there is no run.
         ConfigError: if a run's recipe is damaged.
     """
     root = Path(folder).expanduser()
     runs = [root] if (root / RECIPE).is_file() else sorted(file.parent for file in root.glob(f"*/{RECIPE}"))
     if not runs:
         raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
-    return [_table(run) for run in runs]
-
-
-def read_recipe(folder: Path) -> Recipe:
-    """Read the resolved recipe of a run.
-
-    Raises:
-        ConfigError: if it is damaged.
-    """
-    path = folder / RECIPE
-    try:
-        values = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again") from error
-    return check(values if isinstance(values, dict) else {}, str(path))
-
-
-def _table(folder: Path) -> Table:
-    recipe = read_recipe(folder)
-    rows, damaged = read_rows(folder)
-    return make_table(recipe, rows, folder.name, damaged)
+    made = []
+    for run in runs:
+        path = run / RECIPE
+        try:
+            values = parse_yaml(read_text(path))
+        except (OSError, ValueError) as error:
+            text = f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again"
+            raise ConfigError(text) from error
+        recipe = check(values if isinstance(values, dict) else {}, str(path))
+        rows, damaged = read_rows(run)
+        made.append(make_table(recipe, rows, run.name, damaged))
+    return made
 
 
 def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:
-    """Make a recipe's table of its results."""
+    """Make a recipe's table from its results."""
     wanted = cells(recipe)
     columns = list(dict.fromkeys(cell.job.name for cell in wanted))
     several = len(columns) > 1
-    labels = dict.fromkeys([*(cell.row for cell in wanted), *recipe.figures])
     table: dict[str, dict[str, Entry]] = {}
-    for label in labels:
+    for label in dict.fromkeys([*(cell.row for cell in wanted), *recipe.figures]):
         paper = recipe.figures.get(label, {})
         line = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
         if several:
-            line[AVERAGE] = _average(list(line.values()), paper, _by_seed(rows, label, columns))
+            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
         table[label] = line
-    chances = {column: _chance(rows, column, len(recipe.seeds)) for column in columns}
+    chances = {column: Entry(_chance(rows, column), None, None, len(recipe.seeds)) for column in columns}
     if any(entry.ours is not None for entry in chances.values()) and CHANCE not in table:
-        table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), {}, [])} if several else {})
-    _recover_averages(recipe, table)
+        table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), None, [])} if several else {})
+    if several:
+        _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
-    missing = sum(cell.key not in done for cell in wanted)
-    shown = (*columns, *((AVERAGE,) if several else ()))
-    source = f" ({recipe.paper.title}, {recipe.paper.table})" if recipe.paper is not None else ""
+    source = "" if recipe.paper is None else f" ({recipe.paper.title}, {recipe.paper.table})"
     return Table(
-        f"{name}: {recipe.summary}{source}", shown, table, missing, damaged, len(recipe.seeds), changes_of(recipe)
+        title=f"{name}: {recipe.summary}{source}",
+        columns=(*columns, *((AVERAGE,) if several else ())),
+        rows=table,
+        missing=sum(cell.key not in done for cell in wanted),
+        damaged=damaged,
+        seeds=len(recipe.seeds),
+        changes=changes_of(recipe),
     )
 
 
 def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | None) -> Entry:
     mine = [row for row in rows if row.get("row") == label and row.get("task") == column]
-    if not mine:
-        return Entry(None, paper, None, 0)
-    scores = [_scaled(row) for row in mine]
-    ours = sum(scores) / len(scores)
-    shares = [share for row in mine if (share := row.get("recovered")) is not None]
-    # Of seeds with which softmax learned nothing there is no share, and so none of all of them.
-    recovered = sum(shares) / len(shares) if len(shares) == len(mine) and label != SOFTMAX else None
-    return Entry(ours, paper, recovered, len(mine), _deviation(scores))
+    scores = [_scaled(row, row["score"]) for row in mine]
+    shares = [row.get("recovered") for row in mine]
+    # The share over all seeds is unknown if softmax learned nothing with one of them.
+    recovered = None if label == SOFTMAX else _mean(shares)
+    return Entry(_mean(scores), paper, recovered, len(mine), _deviation(scores))
 
 
-def _chance(rows: Sequence[ResultRow], column: str, seeds: int) -> Entry:
+def _chance(rows: Sequence[ResultRow], column: str) -> float | None:
     """Return what guessing reaches on a task: the validation rows, and so this level, are the same for all rows."""
-    known = [
-        chance * (100.0 if row.get("percent") else 1.0)
-        for row in rows
-        if row.get("task") == column and (chance := row.get("chance")) is not None
+    levels = [
+        _scaled(row, level) for row in rows if row.get("task") == column and (level := row.get("chance")) is not None
     ]
-    return Entry(sum(known) / len(known) if known else None, None, None, seeds)
+    return _mean(levels)
 
 
-def _scaled(row: ResultRow) -> float:
-    return float(row["score"] * (100.0 if row.get("percent") else 1.0))
+def _scaled(row: ResultRow, score: float) -> float:
+    return float(score * (100.0 if row.get("percent") else 1.0))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None if there is no value, or one is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _deviation(values: Sequence[float]) -> float | None:
@@ -221,39 +242,102 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> list[float]:
     """Return a row's average over the tasks for each seed with which all of them were run."""
-    found: dict[object, dict[str, float]] = {}
+    seeds: dict[object, dict[str, float]] = {}
     for row in rows:
         if row.get("row") == label:
-            found.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row)
-    whole = [scores for scores in found.values() if set(columns) <= scores.keys()]
+            seeds.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row, row["score"])
+    whole = [scores for scores in seeds.values() if set(columns) <= scores.keys()]
     return [sum(scores[column] for column in columns) / len(columns) for scores in whole]
 
 
-def _average(entries: Sequence[Entry], paper: Mapping[str, float], by_seed: Sequence[float]) -> Entry:
-    """Average a row where all its cells are there; the deviation is that of the averages of each seed."""
-
-    def mean(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known and len(known) == len(values) else None
-
-    figures = mean([entry.paper for entry in entries])
-    ours = mean([entry.ours for entry in entries])
-    return Entry(ours, paper.get(AVERAGE, figures), None, min(entry.seeds for entry in entries), _deviation(by_seed))
+def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[float]) -> Entry:
+    """Average a row if it is complete; the deviation is that of the averages of each seed."""
+    if paper is None:
+        paper = _mean([entry.paper for entry in entries])
+    ours = _mean([entry.ours for entry in entries])
+    return Entry(ours, paper, None, min(entry.seeds for entry in entries), _deviation(by_seed))
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:
-    """Say what share of the softmax model's average is recovered: of the averages, as the papers have it.
+    """Set what share of the softmax model's average is recovered, as papers do: the share of the averages.
 
-    Without a chance level, as in runs of before, the share is of the whole score; without a share of one of the tasks
-    there is none of their average.
+    Without a chance level, as in older results, it is the share of the whole score. It is unknown if the share of any
+    task is.
     """
     tasks = [job.task for job in resolve(recipe).values()]
     original, chance = (table.get(label, {}).get(AVERAGE) for label in (SOFTMAX, CHANCE))
     if original is None or original.ours is None or any(task.lower_is_better for task in tasks):
         return
     for label, line in table.items():
-        entry, others = line[AVERAGE], [one for column, one in line.items() if column != AVERAGE]
-        if label in (SOFTMAX, CHANCE) or entry.ours is None or any(one.recovered is None for one in others):
-            continue
-        level = None if chance is None else chance.ours
-        line[AVERAGE] = replace(entry, recovered=recovery(tasks[0], entry.ours, original.ours, chance=level))
+        entry = line[AVERAGE]
+        shares = [other.recovered for column, other in line.items() if column != AVERAGE]
+        if label not in (SOFTMAX, CHANCE) and entry.ours is not None and None not in shares:
+            level = None if chance is None else chance.ours
+            line[AVERAGE] = replace(entry, recovered=recovery(tasks[0], entry.ours, original.ours, chance=level))
+
+
+def changes_of(recipe: Recipe) -> Changes:
+    """Compare a run's recipe with the one of the package that has the same summary and paper."""
+    for name, original in _packaged():
+        if (original.summary, original.paper) == (recipe.summary, recipe.paper):
+            return _compare(name, original, recipe)
+    return Changes()
+
+
+@functools.cache
+def _packaged() -> tuple[tuple[str, Recipe], ...]:
+    return tuple((name, load_recipe(name)) for name in recipe_names())
+
+
+def _compare(name: str, original: Recipe, recipe: Recipe) -> Changes:
+    before, now = (
+        _flat({key: value for key, value in plain(one).items() if key not in (*FREE, *MATRIX)})
+        for one in (original, recipe)
+    )
+    rows = _differing(
+        {row.called: _of_row(row) for row in original.rows_of_table},
+        {row.called: _of_row(row) for row in recipe.rows_of_table},
+        "not a row of the recipe",
+    )
+    columns = _differing(
+        {task: _flat(vars(column)) for task, column in original.columns.items()},
+        {task: _flat(vars(column)) for task, column in recipe.columns.items()},
+        "not a task of the recipe",
+    )
+    left_out = [f"task {task}" for task in original.columns if task not in recipe.columns]
+    left_out += [f"seed {seed}" for seed in original.seeds if seed not in recipe.seeds]
+    left_out += [f"source {source}" for source in original.sources if source not in recipe.sources]
+    return Changes(name, differences(before, now), rows, columns, tuple(left_out))
+
+
+def _differing(
+    before: Mapping[str, Mapping[str, object]], now: Mapping[str, Mapping[str, object]], missing: str
+) -> dict[str, tuple[str, ...]]:
+    """Return the differences of each named section, without the sections that have none."""
+    pairs = {name: differences(before[name], values) if name in before else (missing,) for name, values in now.items()}
+    return {name: texts for name, texts in pairs.items() if texts}
+
+
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
+    """Return what differs between two flat mappings, each as "key value (value before)"."""
+    names = [*now, *(name for name in before if name not in now)]
+    return tuple(
+        f"{name} {now.get(name, NONE)} ({before.get(name, NONE)})"
+        for name in names
+        if now.get(name) != before.get(name)
+    )
+
+
+def _of_row(row: Row) -> dict[str, object]:
+    return _flat({key: value for key, value in vars(row).items() if key != "note"})
+
+
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested keys joined by dots, without empty values."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value is not None and value not in ("", (), []):
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,4 +1,4 @@
-"""Run a recipe: cell by cell, each whole or not at all, one line of results for each."""
+"""Run a recipe cell by cell. Each cell is completed or not begun, and adds one line to the results."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from linearize.checkpoint.output import atomic_folder, clear_leftovers
 from linearize.checkpoint.ownership import remove_weights
-from linearize.errors import CheckpointError, ConfigError
-from linearize.events import Callback, ignore
-from linearize.experiments.events import CellDone, CellStarted
+from linearize.data.local import looks_local
+from linearize.errors import CheckpointError, ConfigError, DataError
+from linearize.events import Callback, Event, ignore
 from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe
-from linearize.experiments.stages import STAGE, StageRunner
+from linearize.experiments.stages import RECORD, Runner, Stage, softmax_folder, stages_of
 from linearize.finetune.extra_texts import texts_at
 from linearize.finetune.prepare import located
 from linearize.finetune.tasks import recovery
@@ -31,7 +31,29 @@ from linearize.parsing import MOST_TEXT, parse_yaml, read_json, read_text
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")
-"""What a continuation may have more of: that only adds cells."""
+"""Keys of which a resumed run may have more, as that only adds cells."""
+
+
+@dataclass(frozen=True)
+class CellStarted(Event):
+    """A cell begins.
+
+    Attributes:
+        number: which one, from 1.
+        count: how many cells there are.
+        key: its name.
+    """
+
+    number: int
+    count: int
+    key: str
+
+
+@dataclass(frozen=True)
+class CellDone(Event):
+    """A cell is complete; `row` is its line of the results."""
+
+    row: ResultRow
 
 
 def run_recipe(
@@ -42,21 +64,21 @@ def run_recipe(
     only: Sequence[str] = (),
     on_event: Callback = ignore,
 ) -> list[ResultRow]:
-    """Run a recipe to its end, or a part of its cells.
+    """Run a recipe to its end, or some of its cells.
 
     Args:
         recipe: a checked recipe.
         output: the run's folder.
-        resume: whether to go on with a run in that folder: an interrupted one, or one of fewer kernels or tasks.
+        resume: whether to continue the run in that folder: an interrupted one, or one with fewer kernels or tasks.
         only: patterns (`*-mrpc-*`) of the cells to run; none: all. Several processes may fill one folder, as long as no
             two of them share a task: its softmax model is trained once.
-        on_event: called with what happens: `linearize.experiments.events`, and events of jobs.
+        on_event: called with `CellStarted`, `CellDone` and events of jobs.
 
     Returns:
         The rows of the results so far, one per cell.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right. What is finished stays.
+        LinearizeError: one of its children, for everything the user can put right. Finished stages stay.
     """
     from linearize.loading import check_device
 
@@ -64,89 +86,67 @@ def run_recipe(
     check_data(recipe)
     device = check_device(recipe.device)
     _open_folder(recipe, folder, resume)
-    wanted = cells(recipe)
-    chosen = _choose(wanted, only)
+    table = cells(recipe)
+    chosen = _choose(table, only)
     rows = {row["cell"]: row for row in repair(folder)}
-    runner = StageRunner(recipe, folder, device, on_event)
-    for number, cell in enumerate(wanted, start=1):
+    runner = Runner(recipe, folder, device, on_event)
+    for number, cell in enumerate(table, start=1):
         if cell.key in rows or cell not in chosen:
             continue
-        on_event(CellStarted(number, len(wanted), cell.key))
-        row = run_cell(runner, cell)
+        on_event(CellStarted(number, len(table), cell.key))
+        stages = stages_of(recipe, cell)
+        for stage in stages.values():
+            runner.run(stage)
+        row = _result(recipe, folder, cell, stages)
         append_row(folder, row)
         on_event(CellDone(row))
         # Another process may have added some.
         rows = {row["cell"]: row for row in read_rows(folder)[0]}
-    if all(cell.key in rows for cell in wanted):
+    if all(cell.key in rows for cell in table):
         _sweep(recipe, folder)
-    return [rows[cell.key] for cell in wanted if cell.key in rows]
+    return [rows[cell.key] for cell in table if cell.key in rows]
 
 
-def _choose(wanted: list[Cell], only: Sequence[str]) -> list[Cell]:
+def _choose(table: list[Cell], only: Sequence[str]) -> list[Cell]:
     for pattern in only:
-        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in wanted):
+        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
             raise ConfigError(
-                f"only: got {pattern!r}, which no cell is called; give a pattern of {wanted[0].key!r} and the like "
-                "(--dry-run lists the cells)"
+                f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
+                "--dry-run lists the cells"
             )
-    return [cell for cell in wanted if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
-
-
-def run_cell(runner: StageRunner, cell: Cell) -> ResultRow:
-    """Do the stages of one cell and return its row of the results."""
-    flow = runner.recipe.flow
-    if flow == "scratch":
-        first = resolve(runner.recipe).get("pretrain")
-        base = None if first is None else runner.pretrained(cell, first)
-        return _row(runner, cell, runner.tuned(cell, base), None, None)
-    if flow == "untuned":
-        distilled = None if cell.kernel.name == SOFTMAX else runner.distilled(cell, None)
-        return _row(runner, cell, runner.measured(cell, distilled), distilled, None)
-    teacher = runner.teacher(cell.job, cell.seed) if flow == "finetuned" else None
-    if cell.kernel.name == SOFTMAX:
-        done = teacher or runner.untouched(cell.job, cell.seed)
-        done = runner.measured(cell, done) if cell.kernel.rows else done
-        return _row(runner, cell, done, None, None)
-    distilled = runner.distilled(cell, None if teacher is None else str(teacher))
-    done = runner.tuned(cell, distilled)
-    return _row(runner, cell, done, distilled, teacher)
+    return [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
 
 
 def check_data(recipe: Recipe) -> None:
-    """Refuse a folder of data that lacks a task's, or texts that are nowhere, before anything slow, without the Hub.
+    """Check before anything slow, and without the Hub, that the tasks' local folders and further texts exist.
 
     Raises:
         DataError: naming what is missing.
     """
     for job in resolve(recipe).values():
-        if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
-            located(job.task, job.data) if Path(job.data).expanduser().exists() else _missing(job.data)
+        if job.data is not None:
+            if Path(job.data).expanduser().exists():
+                located(job.task, job.data)
+            elif recipe.data is not None and (looks_local(job.data) or job.data.count("/") > 1):
+                raise DataError(
+                    f"data: got {job.data!r}, which does not exist, expected a folder or a Hub name; check the path"
+                )
         for name, _ in job.rows.text_sources:
-            texts_at(name, None if job.step.make else job.data)
-
-
-def _missing(name: str) -> None:
-    from linearize.data.local import looks_local
-    from linearize.errors import DataError
-
-    if looks_local(name) or name.count("/") > 1:
-        raise DataError(f"data: got {name!r}, which does not exist, expected a folder or a Hub name; check the path")
+            texts_at(name, None if job.column.make else job.data)
 
 
 def environment(recipe: Recipe) -> dict[str, object]:
-    """Return what a result depends on beside the recipe."""
+    """Return what a result depends on in addition to the recipe."""
     import torch
 
-    found = {}
+    versions = {}
     for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.system(),
-        "packages": found,
+        "packages": versions,
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "seeds": list(recipe.seeds),
@@ -154,70 +154,62 @@ def environment(recipe: Recipe) -> dict[str, object]:
 
 
 def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
+    """Make the run's folder, or check that the run in it can be resumed.
+
+    Raises:
+        ConfigError: if the folder holds something else, or a run with other options.
+    """
     file = folder / RECIPE
     values = plain(recipe)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if os.path.isdir(folder) and any(folder.iterdir()):
-        if not resume:
-            raise ConfigError(f"output {str(folder)!r} exists and is not empty; go on with --resume, or choose another")
-        if not file.is_file():
-            raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
-        clear_leftovers(folder)
-        before = _read_recipe(file)
-        _same(before, values, folder)
-        if before != values:
-            beside = file.with_name(f".{RECIPE}")
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(file)
+    if not os.path.isdir(folder) or not any(folder.iterdir()):
+        with atomic_folder(folder, marked=False) as fresh:
+            (fresh / RECIPE).write_text(text, encoding="utf-8")
+            (fresh / "environment.json").write_text(json.dumps(environment(recipe), indent=2) + "\n", encoding="utf-8")
         return
-    with atomic_folder(folder, marked=False) as fresh:
-        (fresh / RECIPE).write_text(text, encoding="utf-8")
-        text = json.dumps(environment(recipe), indent=2) + "\n"
-        (fresh / "environment.json").write_text(text, encoding="utf-8")
-
-
-def _read_recipe(file: Path) -> object:
+    if not resume:
+        raise ConfigError(f"output {str(folder)!r} exists and is not empty; continue with --resume, or choose another")
+    if not file.is_file():
+        raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
+    clear_leftovers(folder)
     try:
-        return parse_yaml(read_text(file))
+        before = parse_yaml(read_text(file))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(file)!r} cannot be read ({error}), so its run cannot be gone on with; choose another output"
+            f"{str(file)!r} cannot be read ({error}), so its run cannot be resumed; choose another output"
         ) from None
-
-
-def _same(before: object, now: dict[str, object], folder: Path) -> None:
     before = before if isinstance(before, dict) else {}
-    for key in sorted({*before, *now} - set(FREE)):
-        old, new = before.get(key), now.get(key)
-        if old != new and not (key in GROWING and _grown(old, new)):
+    for key in sorted({*before, *values} - set(FREE)):
+        old, new = before.get(key), values.get(key)
+        if old != new and not (key in GROWING and _has_grown(old, new)):
             raise ConfigError(
                 f"output {str(folder)!r} holds a run with another {key!r}; give the same changes (more kernels, tasks "
                 "or seeds may be added), or another output"
             )
+    if before != values:
+        spare = file.with_name(f".{RECIPE}")
+        spare.write_text(text, encoding="utf-8")
+        spare.replace(file)
 
 
-def _grown(old: object, new: object) -> bool:
-    """Tell whether all that was there is there still, unchanged."""
+def _has_grown(old: object, new: object) -> bool:
     if isinstance(old, dict) and isinstance(new, dict):
         return all(name in new and new[name] == value for name, value in old.items())
     return isinstance(old, list) and isinstance(new, list) and all(item in new for item in old)
 
 
-def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, teacher: Path | None) -> ResultRow:
-    """Read a finished cell's records and make its line of the results."""
-    tuned = read_json(done / STAGE, MOST_TEXT)
-    stage_one = None if distilled is None else read_json(distilled / STAGE, MOST_TEXT)
-    original = None
-    if teacher is not None:
-        original = read_json(teacher / STAGE, MOST_TEXT)
-    elif cell.kernel.name != SOFTMAX:
-        original = _softmax_record(runner, cell)
+def _result(recipe: Recipe, folder: Path, cell: Cell, stages: Mapping[str, Stage]) -> ResultRow:
+    """Make a cell's line of the results from the records of its stages."""
+    tuned = read_json(folder / stages["done"].folder / RECORD, MOST_TEXT)
+    distilled = stages.get("distilled")
+    stage_one = None if distilled is None else read_json(folder / distilled.folder / RECORD, MOST_TEXT)
+    softmax = folder / softmax_folder(recipe, cell) / RECORD
+    original = read_json(softmax, MOST_TEXT) if cell.kernel.name != SOFTMAX and softmax.is_file() else None
     task = cell.job.task
     recovered = None
     if original is not None:
         levels = {"chance": tuned.get("chance"), "interval": original.get("interval")}
         recovered = recovery(task, tuned["score"], original["score"], **levels)
-    figures = runner.recipe.figures.get(cell.row, {})
     return {
         "cell": cell.key,
         "row": cell.row,
@@ -234,18 +226,12 @@ def _row(runner: StageRunner, cell: Cell, done: Path, distilled: Path | None, te
         "chance": tuned.get("chance"),
         "original": None if original is None else original["score"],
         "recovered": recovered,
-        "paper": figures.get(cell.job.name),
+        "paper": recipe.figures.get(cell.row, {}).get(cell.job.name),
         "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
         "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
         "align": None if stage_one is None else stage_one.get("alignment"),
         "finetune": {k: tuned.get(k) for k in ("steps", "best_step", "stopped", "seconds", "selection", "teacher")},
     }
-
-
-def _softmax_record(runner: StageRunner, cell: Cell) -> dict[str, Any] | None:
-    """Return the record of the softmax row of the same task and seed, if the recipe has one and it was run before."""
-    path = runner.folder / "cells" / f"{SOFTMAX}-{cell.job.name}-s{cell.seed}" / STAGE
-    return read_json(path, MOST_TEXT) if path.is_file() else None
 
 
 def _sweep(recipe: Recipe, folder: Path) -> None:
@@ -261,4 +247,4 @@ def _sweep(recipe: Recipe, folder: Path) -> None:
             remove_weights(path)
 
 
-__all__ = ["check_data", "environment", "run_cell", "run_recipe"]
+__all__ = ["CellDone", "CellStarted", "check_data", "environment", "run_recipe"]

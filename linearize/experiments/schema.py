@@ -1,14 +1,14 @@
-"""What a recipe is: one published table (or a demonstration) with a matrix over kernels and tasks, as data."""
+"""The keys of a recipe: a table of kernels by tasks by seeds, and the options of the stages that fill it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from linearize.alignment.config import AlignConfig
 from linearize.distillation.config import DistillConfig
 from linearize.errors import ConfigError, unknown_name
 from linearize.finetune.config import TuneConfig
+from linearize.options import option
 
 FLOWS = ("finetuned", "pretrained", "transfer", "scratch", "untuned")
 """finetuned: tune the softmax model, convert it, distil, tune. pretrained: the same without the first step. transfer:
@@ -20,9 +20,7 @@ SOFTMAX = "softmax"
 TILE = "tile"
 
 FREE = ("device", "data", "keep_models", "needs", "paper", "differs", "figures", "summary")
-"""What says where a run is done, or something about it, and changes no figure: a continuation may differ in it."""
-
-Cells = dict[str, dict[str, float]]
+"""Keys that change no result, so that a resumed run may have other values."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,17 @@ class Paper:
 
 
 @dataclass(frozen=True)
-class LayerKernel:
-    """The kernel of one layer where it is another one than the row's; "softmax" leaves the layer as it is."""
+class Kernel:
+    """A kernel with its arguments.
+
+    Attributes:
+        name: the kernel, or "softmax" to leave attention unconverted.
+        args: its arguments.
+        window: tokens of a softmax window joined to the kernel.
+        sinks: first tokens that get softmax as well.
+        exact_keys: chosen keys per head that get softmax as well.
+        scale: learned log-scales: none, linear or network.
+    """
 
     name: str
     args: dict[str, object] = field(default_factory=dict)
@@ -46,50 +53,37 @@ class LayerKernel:
     scale: str = "none"
 
     def arguments(self) -> dict[str, object]:
-        """The kernel's arguments, window and other additions among them."""
+        """The kernel's arguments, including the window and other additions."""
         more = {"window": self.window, "sinks": self.sinks, "exact_keys": self.exact_keys}
-        found = dict(self.args) | {name: value for name, value in more.items() if value is not None}
-        # A table says what it has: recipes were written before scales were a default of `convert`.
-        return found | ({"scale": self.scale} if self.window is not None or self.scale != "none" else {})
+        values = dict(self.args) | {name: value for name, value in more.items() if value is not None}
+        # Recipes were written before `convert` had scales by default with a window, and must keep their meaning.
+        return values | ({"scale": self.scale} if self.window is not None or self.scale != "none" else {})
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Row(Kernel):
     """One row of the table.
 
     Attributes:
-        name: the kernel, or "softmax" for the model that is not converted.
-        label: what the row is called; by default the kernel's name.
-        args: its arguments.
+        label: the row's name; by default the kernel's.
         distil: whether stage one is run.
-        align: whether the alignment is run, where the recipe has one.
-        window: softmax inside a window of so many tokens, beside the kernel.
-        sinks: softmax for so many first tokens too.
-        exact_keys: softmax for so many chosen keys per head too, see `linearize.ops.exact_keys`.
-        scale: learned log-scales, see `linearize.attention.scale`.
+        align: whether the alignment is run, if the recipe has one.
         softmax_heads: query heads that stay softmax, such as "4:0,11:7".
-        keep_softmax: numbers of layers that stay, or "1/4" for the last of every four.
-        layers: kernels of single layers by their number, as a search finds them (`linearize search`); the others have
-            the row's.
-        rows: what this row reads in another way, `max_length` or `chunks`. A converted model takes that many tokens,
-            and is tuned and measured so; softmax, which is tuned with the recipe's own rows, is measured so.
-        positions: how learned positions become as many as `rows.max_length`, "tile" or "interpolate".
+        keep_softmax: numbers of the layers that stay softmax, or "1/4" for the last of every four.
+        layers: kernels of single layers by their number, as `linearize search` finds them; all others have the row's.
+        rows: how this row of the table reads the data differently: `max_length` or `chunks`. A converted model takes
+            that many tokens, and is tuned and measured on them; softmax is tuned on the recipe's rows and measured so.
+        positions: how learned positions are extended to `rows.max_length`: "tile" or "interpolate".
         note: what differs from the paper.
     """
 
-    name: str
     label: str = ""
-    args: dict[str, object] = field(default_factory=dict)
     distil: bool = True
     align: bool = True
-    window: int | None = None
-    sinks: int | None = None
-    exact_keys: int | None = None
-    scale: str = "none"
     softmax_heads: str | None = None
     keep_softmax: tuple[int, ...] | str = ()
-    layers: dict[int, str | LayerKernel] = field(default_factory=dict)
-    rows: dict[str, Any] = field(default_factory=dict)
+    layers: dict[int, str | Kernel] = field(default_factory=dict)
+    rows: dict[str, object] = field(default_factory=dict)
     positions: str = TILE
     note: str = ""
 
@@ -98,24 +92,15 @@ class Kernel:
         """The row's name."""
         return self.label or self.name
 
-    def arguments(self) -> dict[str, object]:
-        """The kernel's arguments, window and other additions among them."""
-        return self.everywhere.arguments()
-
     @property
-    def everywhere(self) -> LayerKernel:
-        """The kernel of the layers that have none of their own."""
-        return LayerKernel(self.name, self.args, self.window, self.sinks, self.exact_keys, self.scale)
-
-    @property
-    def single_layers(self) -> dict[int, LayerKernel]:
-        """The layers with a kernel of their own, each with name and arguments."""
-        return {number: LayerKernel(one) if isinstance(one, str) else one for number, one in self.layers.items()}
+    def single_layers(self) -> dict[int, Kernel]:
+        """The layers that have another kernel than the row."""
+        return {number: Kernel(one) if isinstance(one, str) else one for number, one in self.layers.items()}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokenizer of a model trained from scratch: one by name, or one made here."""
+    """The tokenizer of a model trained from scratch: one by name, or one made from the data."""
 
     name: str | None = None
     kind: str | None = None
@@ -150,22 +135,33 @@ class Model:
         if not self.pretrained and not isinstance(self.config.get("model_type"), str):
             raise ConfigError("got pretrained false and no config.model_type, expected one such as bert or gpt2")
 
+    @property
+    def checkpoint(self) -> str:
+        """Name or folder of the pretrained checkpoint.
+
+        Raises:
+            CheckpointError: if it belongs to a package that is not installed.
+        """
+        from linearize.demo import in_package
+
+        return str(self.name if self.package is None else in_package(self.package))
+
 
 @dataclass(frozen=True)
-class Step:
-    """What a task of the matrix changes, and what it reads.
+class Column:
+    """One column of the table: a task, what it reads, and what differs from the recipe's options.
 
     Attributes:
-        task: a task of `linearize.finetune.tasks`; by default the one of the same name.
-        dataset: Hub name, file or folder instead of the task's own.
-        make: a data set made here (`linearize.synthetic.sets`), of `dataset` where it is made of something.
-        options: its options.
-        columns: text or image columns.
+        task: a task of `linearize.finetune.tasks`; by default the one with the column's name.
+        dataset: Hub name, file or folder to read instead of the task's own.
+        make: a data set made by `linearize.synthetic.sets`, from `dataset` if it needs a source.
+        options: the options of `make`.
+        columns: text or image columns of the data.
         label: label column.
         labels: class names in the order of their numbers.
         validation: split to measure on.
-        score: figures whose mean is the score.
-        folder: name of the folder in `data=PATH`.
+        score: metrics whose mean is the score.
+        folder: name of the task's folder in `data=PATH`.
         tokenizer: of a model trained from scratch.
         rows: changes to the recipe's `rows`.
         model: changes to the model's config.
@@ -195,46 +191,33 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Distil(DistillConfig):
-    """Stage one: its own options, and how much data it sees."""
+class Batches:
+    """Which rows stage one and the alignment read."""
 
-    batch_size: int = field(default=32, metadata={"help": "rows per batch"})
-    epochs: float | None = field(default=None, metadata={"help": "passes over the training rows, instead of steps"})
-    holdout: int = field(default=64, metadata={"help": "rows held out of the training rows, to measure on"})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "tokens per row, those that the kernel's row reads at most; by default those of rows"},
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_size < 1 or self.holdout < 1 or (self.epochs is not None and self.epochs <= 0):
-            raise ConfigError("batch_size, holdout and epochs: expected numbers above 0")
+    batch_size: int = option(32, "rows per batch", low=1)
+    holdout: int = option(64, "held-out training rows that the loss is measured on", low=1)
+    max_length: int | None = option(None, "tokens per row, at most those that the table's row reads", low=1)
 
 
 @dataclass(frozen=True)
-class Align(AlignConfig):
-    """The alignment: its own options, and how much data it sees. Without `steps` there is none."""
+class StageOne(DistillConfig, Batches):
+    """Options of `distil`."""
 
-    steps: int = field(default=0, metadata={"help": "optimizer steps; 0 skips the alignment"})
-    batch_size: int = field(default=32, metadata={"help": "rows per batch"})
-    holdout: int = field(default=64, metadata={"help": "held-out rows that the loss is measured on"})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "tokens per row, those that the kernel's row reads at most; by default those of rows"},
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_size < 1 or self.holdout < 1:
-            raise ConfigError("batch_size and holdout: expected numbers above 0")
+    epochs: float | None = option(None, "passes over the training rows, instead of steps", above=0)
 
 
 @dataclass(frozen=True)
-class Tune(TuneConfig):
-    """Stage two: its own options, and whether the softmax model tuned on the same task and seed is the teacher."""
+class Alignment(AlignConfig, Batches):
+    """Options of `align`."""
 
-    teacher: bool | str = field(default=False, metadata={"help": "true, or softmax: that model guides stage two"})
+    steps: int = option(0, "optimizer steps; 0 skips the alignment", low=0)
+
+
+@dataclass(frozen=True)
+class StageTwo(TuneConfig):
+    """Options of `finetune`. With `teacher`, the softmax model tuned on the same task and seed guides the training."""
+
+    teacher: bool | str = option(False, "true, or softmax")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,17 +236,17 @@ class Recipe:
         tasks: columns of the table: names of tasks, or names with what differs.
         model: the model.
         paper: where the table comes from.
-        needs: what it takes to run it, in words.
-        data: a folder instead of the Hub: with one folder per task, or the data set itself.
+        needs: what running it takes, in words.
+        data: a folder to read instead of the Hub: with one folder per task, or the data set itself.
         sources: tasks to distil on (transfer).
-        seeds: the whole table once per seed.
-        rows: how data becomes rows (`linearize.finetune.prepared.DataOptions`).
-        pretrain: a task and how to train on it first, before the tasks of the table.
-        pretrain_task: the task of `pretrain`.
+        seeds: the whole table is made once per seed.
+        rows: how data becomes rows (`linearize.finetune.config.DataOptions`).
+        pretrain: how to train on a first task (`StageTwo`).
+        pretrain_task: that task.
         teacher: how the softmax model is tuned first (`TuneConfig`).
-        distil: stage one.
-        align: the alignment behind it, with the model's softmax, tuned where the flow tunes it, as the teacher.
-        finetune: stage two (`Tune`).
+        distil: stage one (`StageOne`).
+        align: the alignment after it, with the model's own softmax as the teacher (`Alignment`).
+        finetune: stage two (`StageTwo`).
         figures: the paper's figures by row and task.
         differs: what differs from the paper, one line each.
         device: where to run.
@@ -272,8 +255,8 @@ class Recipe:
 
     summary: str
     flow: str
-    kernels: tuple[str | Kernel, ...]
-    tasks: tuple[str, ...] | dict[str, Step]
+    kernels: tuple[str | Row, ...]
+    tasks: tuple[str, ...] | dict[str, Column]
     model: Model
     paper: Paper | None = None
     needs: str = ""
@@ -282,7 +265,7 @@ class Recipe:
     seeds: tuple[int, ...] = (0,)
     rows: dict[str, object] = field(default_factory=dict)
     pretrain: dict[str, object] = field(default_factory=dict)
-    pretrain_task: Step | None = None
+    pretrain_task: Column | None = None
     teacher: dict[str, object] = field(default_factory=dict)
     distil: dict[str, object] = field(default_factory=dict)
     align: dict[str, object] = field(default_factory=dict)
@@ -293,11 +276,11 @@ class Recipe:
     keep_models: bool = True
 
     @property
-    def rows_of_table(self) -> tuple[Kernel, ...]:
-        """The kernels, each with its name and arguments."""
-        return tuple(Kernel(one) if isinstance(one, str) else one for one in self.kernels)
+    def rows_of_table(self) -> tuple[Row, ...]:
+        """The rows of the table."""
+        return tuple(Row(one) if isinstance(one, str) else one for one in self.kernels)
 
     @property
-    def steps(self) -> dict[str, Step]:
-        """The tasks, each with what differs."""
-        return dict(self.tasks) if isinstance(self.tasks, dict) else {name: Step() for name in self.tasks}
+    def columns(self) -> dict[str, Column]:
+        """The columns of the table by name."""
+        return dict(self.tasks) if isinstance(self.tasks, dict) else {name: Column() for name in self.tasks}

@@ -1,14 +1,15 @@
-"""Whole articles out of a corpus of lines under headings, as WikiText has them."""
+"""Whole articles, from a corpus of lines under headings such as WikiText."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from linearize.errors import ConfigError, DataError
+from linearize.errors import DataError
+from linearize.options import check, option
 
 _TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
 
@@ -17,28 +18,20 @@ _TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
 class Articles:
     """Which articles are taken."""
 
-    text_column: str = field(default="text", metadata={"help": "column of the lines"})
-    shortest: int = field(default=200, metadata={"help": "words of an article, at least"})
-    held: float | None = field(
-        default=None, metadata={"help": "share of all articles to measure on, in place of a split"}
+    text_column: str = option("text", "column of the lines")
+    shortest: int = option(200, "words of an article, at least", low=2)
+    held: float | None = option(
+        None, "share of all articles to measure on, instead of the data's own split", above=0, below=1
     )
-    opening: int = field(
-        default=0,
-        metadata={"help": "words of another article, always the same, before each half of every article"},
-    )
-    seed: int = field(default=0, metadata={"help": "of the choice of those"})
+    opening: int = option(0, "words of another article, always the same, before each half of every article", low=0)
+    seed: int = option(0, "of the choice of those to measure on")
 
     def __post_init__(self) -> None:
-        if self.shortest < 2:
-            raise ConfigError(f"articles: got shortest {self.shortest}, expected at least 2 words")
-        if self.held is not None and not 0 < self.held < 1:
-            raise ConfigError(f"articles: got held {self.held}, expected a share between 0 and 1")
-        if self.opening < 0:
-            raise ConfigError(f"articles: got opening {self.opening}, expected 0 words or more")
+        check(self, "articles")
 
 
-def split_anew(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
-    """Set a share of all articles aside to measure on, where the options say one; else leave the splits as they are.
+def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
+    """Set a share of all articles aside to measure on, if `held` is given; otherwise keep the splits.
 
     Raises:
         DataError: if nothing is left on one side.
@@ -55,10 +48,10 @@ def split_anew(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> 
 
 
 def open_alike(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
-    """Let both halves of every article open with the same words, as contracts, reports or mails of one house do.
+    """Begin both halves of every article with the same words, as contracts, reports or mails of one company do.
 
-    The words are the first of the first training article, which is left out; task `retrieval` cuts in the middle, where
-    they stand again. Without `opening` nothing is changed.
+    The words are the first ones of the first training article, which is left out. Task `retrieval` cuts articles in the
+    middle, where the words come again. Without `opening` nothing is changed.
 
     Raises:
         DataError: if that article has too few words, or is the only one.
@@ -70,7 +63,7 @@ def open_alike(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> 
     if len(opening) < config.opening or not train:
         raise DataError(
             f"articles: got {len(splits['train'])} training articles, the first of {len(first['text'].split())} words, "
-            f"expected another one behind an opening of {config.opening}; lower opening"
+            f"expected another article and an opening of {config.opening} words; lower opening"
         )
 
     def opened(row: dict[str, str]) -> dict[str, str]:
@@ -82,26 +75,26 @@ def open_alike(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> 
 
 
 def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, str]]:
-    """Put lines together -> rows with `text`; a line such as `= Title =` begins an article and is left out.
+    """Join lines into articles -> rows with `text`. A line such as `= Title =` begins an article and is left out.
 
     Raises:
         DataError: if there is no heading, or no article is long enough.
     """
-    found: list[list[str]] = []
+    joined: list[list[str]] = []
     for line in lines:
         if line and _TITLE.fullmatch(line):
-            found.append([])
-        elif line and line.strip() and found:
-            found[-1].append(line.strip())
-    if not found:
+            joined.append([])
+        elif line and line.strip() and joined:
+            joined[-1].append(line.strip())
+    if not joined:
         raise DataError(
-            "articles: got lines without a heading such as '= Title =', expected a corpus as WikiText has it; where "
-            "rows are whole texts leave `make: articles` out"
+            "articles: got lines without a heading such as '= Title =', expected a corpus such as WikiText; if rows "
+            "are whole texts, leave `make: articles` out"
         )
-    texts = [" ".join(one) for one in found]
+    texts = [" ".join(lines_of_one) for lines_of_one in joined]
     rows = [{"text": text} for text in texts if len(text.split()) >= config.shortest]
     if not rows:
         raise DataError(
-            f"articles: got {len(found)} articles, expected some of at least {config.shortest} words; lower shortest"
+            f"articles: got {len(joined)} articles, expected some of at least {config.shortest} words; lower shortest"
         )
     return rows

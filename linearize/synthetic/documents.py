@@ -1,24 +1,25 @@
-"""Long documents whose class stands in one or two passages at any place: texts of a data set in a row, which decide.
+"""Long documents, joined from the texts of a data set, whose class depends on one or two passages at any place.
 
-Where real documents can be told by their beginnings, or by what most of their parts say, neither cutting them nor
-averaging over chunks costs anything, and nothing is learned about long inputs. Here the other passages are texts about
-something else (`filler`), or of random classes, told from those that decide by what stands before them.
+Real documents often show their class at the beginning or in most of their parts. Then neither cutting them nor
+averaging over chunks costs anything, and they teach nothing about long inputs. Here the other passages are texts about
+something else (`filler`), or texts of random classes with another heading.
 
-One text that decides can be found by chunks too: those without it say nothing, and the mean is what its chunk says.
-Where two decide and stand farther apart than a chunk is long, no mean over chunks can tell: every chunk sees one of the
-two at most. Whether their classes agree comes as often with one class as with the other; and a chunk does not know
-whether there is another text behind it, which alone counts if the last decides.
+If one text decides, chunks can find it: the others say nothing, so their mean is what its chunk says. If two decide and
+are farther apart than a chunk is long, no mean over chunks can find the class: every chunk sees at most one of them.
+Whether their classes agree is independent of either class; and if the last one decides, no chunk knows whether it holds
+the last one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from linearize.errors import ConfigError, DataError, unknown_name
+from linearize.errors import ConfigError, DataError
+from linearize.options import check, option
 
 ONE, LAST, AGREEMENT = "one", "last", "agreement"
 DECIDES = {
@@ -26,44 +27,36 @@ DECIDES = {
     LAST: "the last of two decides",
     AGREEMENT: "two of which decide by whether they agree",
 }
-"""What decides, and how a description of the data says it."""
+"""What decides a document's class, and how descriptions of the data put it."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """How documents are put together."""
+    """How documents are made."""
 
-    text_column: str = field(default="text", metadata={"help": "column of the texts"})
-    label_column: str = field(default="label", metadata={"help": "column of the class"})
-    filler: str = field(
-        default="", metadata={"help": "data set of texts for the other passages, beside the source or elsewhere"}
+    text_column: str = option("text", "column of the texts")
+    label_column: str = option("label", "column of the class")
+    filler: str = option("", "data set of texts for the other passages: next to the source, or elsewhere")
+    filler_column: str = option("text", "column of those")
+    decides: str = option(
+        ONE,
+        "one: the class of one text; last: that of the last of two; agreement: whether two have the same",
+        choices=DECIDES,
     )
-    filler_column: str = field(default="text", metadata={"help": "column of those"})
-    decides: str = field(
-        default=ONE,
-        metadata={"help": "one: the class of one text; last: of the last of two; agreement: whether two have the same"},
-    )
-    apart: int = field(default=1, metadata={"help": "texts from one of those two to the other, at least"})
-    parts: int = field(default=6, metadata={"help": "texts of a document"})
-    words: int = field(default=200, metadata={"help": "words of a text, at most; longer ones are cut"})
-    train: int = field(default=2_000, metadata={"help": "training documents"})
-    validation: int = field(default=1_000, metadata={"help": "documents to measure on"})
-    heading: str | None = field(
-        default=None, metadata={"help": "what stands before the text that decides (Verdict:, beside a filler nothing)"}
-    )
-    other: str | None = field(
-        default=None, metadata={"help": "what stands before the others (Report:, beside a filler nothing)"}
-    )
-    seed: int = field(default=0, metadata={"help": "of all draws"})
+    apart: int = option(1, "distance of the two texts that decide, at least", low=1)
+    parts: int = option(6, "texts of a document", low=1)
+    words: int = option(200, "words of a text, at most; longer ones are cut", low=1)
+    train: int = option(2_000, "training documents", low=1)
+    validation: int = option(1_000, "documents to measure on", low=1)
+    heading: str | None = option(None, "heading of the text that decides (Verdict:, with a filler nothing)")
+    other: str | None = option(None, "heading of the others (Report:, with a filler nothing)")
+    seed: int = option(0, "of all draws")
 
     def __post_init__(self) -> None:
-        if min(self.parts, self.words, self.train, self.validation) < 1:
-            raise ConfigError("documents: parts, words, train and validation: expected numbers from 1")
-        if self.decides not in DECIDES:
-            raise unknown_name("documents: decides", self.decides, DECIDES)
+        check(self, "documents")
         if self.decides != ONE and self.parts < 2:
             raise ConfigError(f"documents: parts: got {self.parts}, expected 2 or more, as two of them decide")
-        if not 1 <= self.apart < max(self.parts, 2):
+        if self.apart >= max(self.parts, 2):
             raise ConfigError(
                 f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
             )
@@ -74,7 +67,7 @@ class Documents:
 
     @property
     def headings(self) -> tuple[str, str]:
-        """What stands before the text that decides, and before the others."""
+        """The heading of the text that decides, and that of the others."""
         usual = ("", "") if self.filler else ("Verdict:", "Report:")
         return (
             usual[0] if self.heading is None else self.heading,
@@ -90,19 +83,18 @@ def documents(
     seed: int,
     filler: Sequence[str] | None = None,
 ) -> list[dict[str, object]]:
-    """Put documents together -> rows with `text`, `label` and `places` (of the texts that decide, from 0).
+    """Make documents -> rows with `text`, `label` and `places` (of the texts that decide, from 0).
 
     Args:
-        config: how.
-        texts: to draw from; none comes twice in a document.
+        config: the options.
+        texts: to draw from; a document has no text twice.
         labels: their classes.
         count: how many documents.
         seed: of the draws.
         filler: texts for the other passages; those of fewer than `config.words` words are left out. None: `texts`.
 
     Raises:
-        DataError: if there are fewer texts than a document has, or, where two decide, fewer than two classes or
-            two texts of one.
+        DataError: if there are too few texts for a document, or, if two decide, too few classes or texts of a class.
     """
     if filler is not None:
         filler = [text for text in filler if len(text.split()) >= config.words]
@@ -152,7 +144,7 @@ def _two(
 
 
 def _exchanged(drawn: list[int], chosen: list[int], places: list[int]) -> list[int]:
-    """Put texts that decide at their places, by exchange with where they were drawn for."""
+    """Put the texts that decide at their places, exchanged with the texts drawn for these."""
     drawn = list(drawn)
     for place, one in zip(places, chosen, strict=True):
         if one in drawn:

@@ -2,8 +2,8 @@
 
 Grammar of Nangia & Bowman (2018, https://arxiv.org/abs/1804.06028) with the sizes of Long Range Arena
 (https://arxiv.org/abs/2011.04006): a node is an operator with probability 1/4 below the deepest level, else a digit;
-an operator has 2 to `most_arguments` arguments; sequences of 500 to 2,000 tokens are kept. As in Long Range Arena's
-input pipeline, the binary tree's round brackets are left out.
+an operator has 2 to `most_arguments` arguments; sequences of 500 to 2,000 tokens are kept. Round brackets of the binary
+tree are left out, as in Long Range Arena's input pipeline.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from linearize.errors import ConfigError
+from linearize.options import check, option
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MAX": max,
@@ -30,26 +31,24 @@ TOKENS = (*OPERATORS, END, *(str(digit) for digit in range(10)))
 class ListOps:
     """Sizes of the data set; the defaults are Long Range Arena's."""
 
-    train: int = field(default=96_000, metadata={"help": "training rows"})
-    validation: int = field(default=2_000, metadata={"help": "validation rows"})
-    shortest: int = field(default=500, metadata={"help": "tokens of a row, at least"})
-    longest: int = field(default=2_000, metadata={"help": "tokens of a row, at most"})
-    depth: int = field(default=10, metadata={"help": "deepest nesting"})
-    most_arguments: int = field(default=10, metadata={"help": "arguments of an operator, at most"})
-    seed: int = field(default=0, metadata={"help": "of all rows"})
+    train: int = option(96_000, "training rows")
+    validation: int = option(2_000, "validation rows")
+    shortest: int = option(500, "tokens of a row, at least", low=1)
+    longest: int = option(2_000, "tokens of a row, at most", low=1)
+    depth: int = option(10, "deepest nesting", low=2)
+    most_arguments: int = option(10, "arguments of an operator, at most", low=2)
+    seed: int = option(0, "of all rows")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest or self.depth < 2 or self.most_arguments < 2:
-            raise ConfigError(
-                f"listops: got shortest {self.shortest}, longest {self.longest}, depth {self.depth} and most_arguments "
-                f"{self.most_arguments}, expected shortest <= longest and the others at least 2"
-            )
+        check(self, "listops")
+        if self.shortest > self.longest:
+            raise ConfigError(f"listops: got shortest {self.shortest}, expected at most longest ({self.longest})")
         if self.most_arguments**self.depth < self.shortest:
             raise ConfigError(f"listops: no list of depth {self.depth} has {self.shortest} tokens; lower shortest")
 
 
 class TooLongError(Exception):
-    """The list being drawn has more tokens than are wanted."""
+    """The list being drawn has too many tokens."""
 
 
 def rows(config: ListOps, count: int, seed: int) -> list[dict[str, object]]:
@@ -88,21 +87,7 @@ def draw(chance: random.Random, config: ListOps, tokens: list[str], level: int) 
     return OPERATORS[name](values)
 
 
-def evaluate(text: str) -> int:
-    """Compute the value of a list from its text."""
-    stack: list[tuple[str, list[int]]] = [("", [])]
-    for token in text.split():
-        if token in OPERATORS:
-            stack.append((token, []))
-        elif token == END:
-            name, values = stack.pop()
-            stack[-1][1].append(OPERATORS[name](values))
-        else:
-            stack[-1][1].append(int(token))
-    return stack[0][1][0]
-
-
 def tables(config: ListOps) -> dict[str, list[dict[str, object]]]:
-    """Draw both splits; no validation row is among the training rows."""
+    """Draw both splits, which have no row in common."""
     every = rows(config, config.train + config.validation, config.seed)
     return {"train": every[config.validation :], "validation": every[: config.validation]}

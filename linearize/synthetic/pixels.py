@@ -7,13 +7,14 @@ and the images that they name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linearize.errors import ConfigError, DataError
+from linearize.errors import DataError
+from linearize.options import check, option
 from linearize.parsing import read_text
 
 if TYPE_CHECKING:
@@ -25,30 +26,26 @@ FEWEST_FIELDS = 4
 
 @dataclass(frozen=True)
 class Pixels:
-    """Rows of pixels made of an image data set."""
+    """Rows of pixels, made from an image data set."""
 
-    side: int = field(default=32, metadata={"help": "images are scaled to side x side pixels"})
-    label_column: str = field(default="label", metadata={"help": "column of the class"})
-    limit: int | None = field(default=None, metadata={"help": "only the first so many images of a split"})
+    side: int = option(32, "images are scaled to side x side pixels", low=1)
+    label_column: str = option("label", "column of the class")
+    limit: int | None = option(None, "only the first so many images of a split")
 
     def __post_init__(self) -> None:
-        if self.side < 1:
-            raise ConfigError(f"pixels: got side {self.side}, expected at least 1")
+        check(self, "pixels")
 
 
 @dataclass(frozen=True)
 class Pathfinder:
     """Pathfinder's released files."""
 
-    side: int = field(default=32, metadata={"help": "images are scaled to side x side pixels"})
-    validation: float = field(default=0.1, metadata={"help": "share of the images to measure on"})
-    seed: int = field(default=0, metadata={"help": "of the choice of images to measure on"})
+    side: int = option(32, "images are scaled to side x side pixels", low=1)
+    validation: float = option(0.1, "share of the images to measure on", above=0, below=1)
+    seed: int = option(0, "of the choice of images to measure on")
 
     def __post_init__(self) -> None:
-        if self.side < 1 or not 0 < self.validation < 1:
-            raise ConfigError(
-                f"pathfinder: got side {self.side} and validation {self.validation}, expected at least 1 and a share"
-            )
+        check(self, "pathfinder")
 
 
 def tokens() -> tuple[str, ...]:
@@ -71,7 +68,7 @@ def read_pathfinder(folder: str, config: Pathfinder) -> dict[str, list[dict[str,
         DataError: if there are no such files, or an image is missing or damaged.
     """
     root = Path(folder).expanduser()
-    found = []
+    entries = []
     for file in sorted((root / "metadata").glob("*.npy")):
         try:
             lines = read_text(file).splitlines()
@@ -79,13 +76,13 @@ def read_pathfinder(folder: str, config: Pathfinder) -> dict[str, list[dict[str,
             raise DataError(f"pathfinder: cannot read {file.name!r} ({error}); copy the files again") from error
         for line in lines:
             if line.strip():
-                found.append(_entry(line, file))
-    if not found:
+                entries.append(_entry(line, file))
+    if not entries:
         raise DataError(f"pathfinder: got no metadata/*.npy in {folder!r}; expected the released files, such as those "
                         "of pathfinder32/curv_contour_length_14")  # fmt: skip
-    order = np.random.default_rng(config.seed).permutation(len(found))
-    count = max(1, round(config.validation * len(found)))
-    read = [_read(root, *entry, config.side) for entry in found]
+    order = np.random.default_rng(config.seed).permutation(len(entries))
+    count = max(1, round(config.validation * len(entries)))
+    read = [_read(root, *entry, config.side) for entry in entries]
     return {
         "validation": [read[i] for i in sorted(order[:count])],
         "train": [read[i] for i in sorted(order[count:])],

@@ -1,15 +1,16 @@
 """Associative recall: a row of key-value pairs ends in a key seen before; the next token is that key's value.
 
 The task of Hedgehog's table 4 and figure 5 (https://arxiv.org/abs/2402.04347, appendix B): 40 tokens, half of them keys
-and half values, 128 tokens long, so that a key comes up three times on average. Each row has a mapping of its own.
+and half values, 128 tokens long, so that a key comes up three times on average. Each row has another mapping.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from linearize.errors import ConfigError
+from linearize.options import check, option
 
 SUPERVISED = ("last", "all")
 
@@ -18,35 +19,35 @@ SUPERVISED = ("last", "all")
 class AssociativeRecall:
     """Sizes of the data set; the defaults are the paper's where it gives them."""
 
-    train: int = field(default=20_000, metadata={"help": "training rows"})
-    validation: int = field(default=500, metadata={"help": "validation rows"})
-    vocabulary: int = field(default=40, metadata={"help": "tokens: keys and values, half each"})
-    length: int = field(default=128, metadata={"help": "tokens of a row, the answer among them"})
-    fewest_keys: int | None = field(
-        default=None, metadata={"help": "different keys of a training row, at least; by default all: easy rows help"}
+    train: int = option(20_000, "training rows")
+    validation: int = option(500, "validation rows")
+    vocabulary: int = option(40, "tokens: keys and values, half each", low=4)
+    length: int = option(128, "tokens of a row, including the answer", low=4)
+    fewest_keys: int | None = option(
+        None, "different keys of a training row, at least; by default all: easy rows help", low=1
     )
-    shortest: int | None = field(
-        default=None, metadata={"help": "tokens of a training row, at least; by default all rows are equally long"}
+    shortest: int | None = option(
+        None, "tokens of a training row, at least; by default all rows are equally long", low=4
     )
-    supervise: str = field(default="all", metadata={"help": "answers that are trained on: all seen keys', or the last"})
-    seed: int = field(default=0, metadata={"help": "of all rows"})
+    supervise: str = option(
+        "all", "answers that are trained on: those of all seen keys, or the last", choices=SUPERVISED
+    )
+    seed: int = option(0, "of all rows")
 
     def __post_init__(self) -> None:
-        if self.vocabulary < 4 or self.vocabulary % 2 or self.length < 4 or self.length % 2:
+        check(self, "associative recall")
+        if self.vocabulary % 2 or self.length % 2:
             raise ConfigError(
-                f"associative recall: got vocabulary {self.vocabulary} and length {self.length}, expected even numbers "
-                "of at least 4"
+                f"associative recall: got vocabulary {self.vocabulary} and length {self.length}, expected even numbers"
             )
-        if self.fewest_keys is not None and not 1 <= self.fewest_keys <= self.vocabulary // 2:
+        if self.fewest_keys is not None and self.fewest_keys > self.vocabulary // 2:
             raise ConfigError(
                 f"associative recall: got fewest_keys {self.fewest_keys}, expected 1 to half the vocabulary"
             )
-        if self.shortest is not None and (not 4 <= self.shortest <= self.length or self.shortest % 2):
+        if self.shortest is not None and (self.shortest > self.length or self.shortest % 2):
             raise ConfigError(
                 f"associative recall: got shortest {self.shortest}, expected an even number from 4 to the length"
             )
-        if self.supervise not in SUPERVISED:
-            raise ConfigError(f"associative recall: got supervise {self.supervise!r}, expected all or last")
 
 
 def tokens(config: AssociativeRecall) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ def rows(
 ) -> list[dict[str, object]]:
     """Draw rows with `text` (the answer is its last token) and `positions` (of the answers to learn or measure).
 
-    Easy rows are of random length from `shortest` on, and their keys are a random choice of at least `fewest_keys`.
+    Easy rows have a random length of at least `shortest`, and a random choice of at least `fewest_keys` keys.
     """
     chance = random.Random(seed)
     half = config.vocabulary // 2
@@ -86,7 +87,7 @@ def rows(
 
 
 def tables(config: AssociativeRecall) -> dict[str, list[dict[str, object]]]:
-    """Draw both splits; the last answer alone is measured."""
+    """Draw both splits; only the last answer is measured."""
     return {
         "train": rows(config, config.train, 2 * config.seed, config.supervise, easy=True),
         "validation": rows(config, config.validation, 2 * config.seed + 1, "last"),

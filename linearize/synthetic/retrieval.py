@@ -1,20 +1,21 @@
-"""Long Range Arena's retrieval: do two documents belong together? From its released files, or made of any texts.
+"""Long Range Arena's retrieval: do two documents belong together? From its released files, or made from any texts.
 
 Long Range Arena's own pairs come from the ACL Anthology Network; its files `new_aan_pairs.{train,eval,test}.tsv` have
-no header and the columns label, id, id, text, text. Where there is only a set of long texts, the halves of one text
-belong together and halves of two texts do not.
+no header and the columns label, id, id, text, text. Pairs made from any long texts are halves: those of one text belong
+together, those of two texts do not.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from linearize.errors import ConfigError, DataError
+from linearize.options import check, option
 from linearize.parsing import read_text
 
 RELEASED = {"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv"}
@@ -23,35 +24,31 @@ FIELDS = 5
 
 @dataclass(frozen=True)
 class Halves:
-    """Pairs made of texts."""
+    """Pairs made from texts."""
 
-    text_column: str = field(default="text", metadata={"help": "column of the texts"})
-    longest: int = field(default=4_000, metadata={"help": "characters of a half, at most"})
-    shortest: int = field(default=0, metadata={"help": "characters of a text, at least; shorter ones are left out"})
-    overlap: int = field(default=0, metadata={"help": "characters around the middle that both halves have"})
-    seed: int = field(default=0, metadata={"help": "of the order of the texts"})
+    text_column: str = option("text", "column of the texts")
+    longest: int = option(4_000, "characters of a half, at most", low=2)
+    shortest: int = option(0, "characters of a text, at least; shorter ones are left out", low=0)
+    overlap: int = option(0, "characters around the middle that both halves have", low=0)
+    seed: int = option(0, "of the order of the texts")
 
     def __post_init__(self) -> None:
-        if self.longest < 2:
-            raise ConfigError(f"retrieval: got longest {self.longest}, expected at least 2 characters")
-        if self.shortest < 0 or not 0 <= self.overlap < self.longest:
-            raise ConfigError(
-                f"retrieval: got shortest {self.shortest} and overlap {self.overlap}, expected 0 characters or more, "
-                f"the overlap below longest ({self.longest})"
-            )
+        check(self, "retrieval")
+        if self.overlap >= self.longest:
+            raise ConfigError(f"retrieval: got overlap {self.overlap}, expected less than longest ({self.longest})")
 
 
 @dataclass(frozen=True)
 class Released:
-    """Released files have nothing to choose."""
+    """Released files have no options."""
 
 
 def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     """Cut texts in two -> rows with `text1`, `text2` and `label`: first halves with their own second and with another.
 
-    So every half stands in one row of either label, and no word of a text tells the label by itself. The halves of a
-    text shorter than twice `longest` are equally long, which would tell that they belong together; with `shortest` at
-    twice `longest` all halves are. With `overlap`, the first half ends and the second begins with a text's middle.
+    Every half is in one row of each label, so no single text shows the label. Halves of a text shorter than twice
+    `longest` are equally long, which would show that they belong together; with `shortest` at twice `longest` all
+    halves are. With `overlap`, the first half ends and the second begins with the text's middle.
 
     Raises:
         DataError: if there are fewer than two texts of the length wanted.

@@ -1,4 +1,4 @@
-"""Tokenizers made here: fixed vocabularies, bytes, and words or pieces learned from texts."""
+"""Tokenizers made here: with a fixed vocabulary, of bytes, and of words or pieces learned from texts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make_tokenizer(
     Args:
         kind: "bytes" (one token per byte), "words" (all words between blanks) or "pieces" (byte-level BPE).
         texts: what words or pieces are learned from.
-        size: size of the vocabulary, special tokens among it; None: all words, or 8,192 pieces.
-        framed: whether rows begin with a token of their own, which classifiers read.
-        segments: whether rows have `token_type_ids`, 1 from a pair's second text on; for models that embed them.
+        size: size of the vocabulary, including special tokens; None: all words, or 8,192 pieces.
+        framed: whether rows begin with a special token, which classifiers read.
+        segments: whether rows have `token_type_ids` (1 from a pair's second text on), for models that embed them.
 
     Raises:
         UnknownNameError: for another kind.
@@ -44,8 +44,8 @@ def make_tokenizer(
         learner: trainers.WordLevelTrainer | trainers.BpeTrainer = trainers.WordLevelTrainer(
             vocab_size=size or 10_000_000, special_tokens=list(SPECIAL)
         )
-        # A special token that stands in the texts, such as WikiText's <unk>, would leave a gap in the words' numbers,
-        # the last of which then lies outside of the embedding.
+        # A special token in the texts, such as WikiText's <unk>, would leave a gap in the words' numbers, and the last
+        # number would be outside of the embedding.
         plain = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
         made.train_from_iterator(plain, learner)
         return wrap(made, framed, segments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -44,9 +45,9 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def tiny(checkpoint, sets) -> dict:
-    """A recipe of the flow `finetuned`, as plain data."""
+@pytest.fixture(scope="session")
+def tiny_values(checkpoint, sets) -> dict:
+    """A recipe of the flow `finetuned`, as plain data; not to be changed."""
     tune = {"learning_rate": 5e-3, "batch_size": 16, "epochs": 2, "eval_every": 2, "log_every": 1}
     return {
         "summary": "tiny",
@@ -62,6 +63,12 @@ def tiny(checkpoint, sets) -> dict:
         "figures": {"softmax": {"cola": 58.8, "mrpc": 90.2}, "another": {"cola": 1.0}},
         "device": "cpu",
     }
+
+
+@pytest.fixture
+def tiny(tiny_values) -> dict:
+    """That recipe, to be changed."""
+    return copy.deepcopy(tiny_values)
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ import yaml
 from PIL import Image
 from support.command_lines import run
 
-from linearize.experiments.changes import changes_of, differences
-from linearize.experiments.formats import CSV, notes, to_csv, to_latex, to_markdown
-from linearize.experiments.plot import results_figure
+from linearize.experiments.formats import CSV, notes, results_figure, to_csv, to_latex, to_markdown
 from linearize.experiments.recipe import cells, load_recipe, plain
-from linearize.experiments.results import make_table
+from linearize.experiments.results import changes_of, differences, make_table
 from linearize.finetune.tasks import recovery
 
 KERNELS = "kernels=[softmax,{name: hedgehog, args: {activation: exp}},{name: elu, label: e&u_1}]"
@@ -52,7 +50,7 @@ def test_what_was_changed_and_what_was_left_out(recipe):
     }  # fmt: skip
     assert found.columns == {"stsb": ("finetune.epochs 1 (4)",)}
     assert found.left_out == ("task sst2", "task mrpc", "seed 2")
-    assert found.marked("softmax", "cola"), "a change of stage one holds everywhere"
+    assert found.of("softmax", "cola"), "a change of stage one holds everywhere"
 
 
 @pytest.mark.parametrize("name", ["minilm-glue", "associative-recall", "luna-lra"])
@@ -60,7 +58,7 @@ def test_a_recipe_as_it_is_has_no_mark(name):
     for one in (load_recipe(name), load_recipe(name, ["data=here", "device=cpu"])):
         found = changes_of(one)
         assert (found.recipe, found.everywhere, found.rows, found.columns, found.left_out) == (name, (), {}, {}, ())
-        assert not found.marked("softmax", "cola")
+        assert not found.of("softmax", "cola")
     # What a run's folder holds is the resolved recipe.
     from linearize.experiments.recipe import check
 
@@ -71,9 +69,9 @@ def test_a_recipe_as_it_is_has_no_mark(name):
 def test_only_what_differs_is_marked():
     found = changes_of(load_recipe("minilm-glue", ["tasks.stsb.finetune.epochs=1", "seeds=[0]"]))
     assert found.everywhere == () and found.left_out == ("seed 1", "seed 2")
-    assert found.marked("hedgehog", "stsb") and not found.marked("hedgehog", "cola")
+    assert found.of("hedgehog", "stsb") and not found.of("hedgehog", "cola")
     own = replace(load_recipe("minilm-glue"), summary="a file of one's own", seeds=(7,))
-    assert changes_of(own).recipe is None and not changes_of(own).marked("softmax", "cola")
+    assert changes_of(own).recipe is None and not changes_of(own).of("softmax", "cola")
     assert differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == ("b 3 (2)", "c 4 (nothing)", "a nothing (1)")
 
 
@@ -105,7 +103,7 @@ def test_latex(table):
 
 @pytest.mark.parametrize(("softmax", "share"), [(0.80, "80.0 %"), (0.65, None)])
 def test_chance_has_a_row_and_no_ratio_stands_on_it(tmp_path, softmax, share):
-    """35.00 (100.0 %) stood in tables where the majority class gives 65: now chance has a row of its own."""
+    """35.00 (100.0 %) stood in tables where the majority class gives 65: now chance has a separate row."""
     recipe = load_recipe("minilm-glue", ["tasks=[cola,sst2]", "kernels=[softmax,elu]", "seeds=[0]"])
     made = []
     for cell in cells(recipe):
@@ -130,7 +128,7 @@ def test_chance_has_a_row_and_no_ratio_stands_on_it(tmp_path, softmax, share):
 
 def test_notes(table):
     said = " ".join(notes(table))
-    assert "Means over 2 seeds" in said and "1 cells are not there yet" in said
+    assert "Means over 2 seeds" in said and "1 cells are missing" in said
     assert "row hedgehog: args.activation exp (nothing)" in said and "task stsb: finetune.epochs 1 (4)" in said
 
 
@@ -140,7 +138,7 @@ def test_the_verb(recipe, tmp_path, capsys):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(plain(recipe)))
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(recipe)))
     code, out, _ = run(capsys, "results", folder)
-    assert code == 0 and "51.00* +- 1.41" in out and "* Not as recipe minilm-glue has it" in out
+    assert code == 0 and "51.00* +- 1.41" in out and "* Not as in recipe minilm-glue" in out
     for kind, sign in (("md", "| --- |"), ("csv", "run,row,task,mean"), ("latex", r"\toprule")):
         code, out, err = run(capsys, "results", folder, "--format", kind)
         assert code == 0 and sign in out and err == ""

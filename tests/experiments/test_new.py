@@ -12,10 +12,9 @@ from support.command_lines import run
 
 import linearize
 from linearize.errors import ConfigError, LinearizeError
-from linearize.experiments.check import convert
-from linearize.experiments.new import new_recipe
-from linearize.experiments.recipe import cells, load_recipe
+from linearize.experiments.recipe import cells, load_recipe, new_recipe
 from linearize.experiments.schema import FLOWS, Recipe
+from linearize.from_yaml import convert
 from linearize.registry import kernel_info, make_config
 
 DOCUMENT = (Path(linearize.__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -38,7 +37,7 @@ def test_a_new_recipe_is_checked_and_listed(tmp_path, capsys, monkeypatch):
     whole = load_recipe("all.yaml")
     assert whole.paper.title == "Hedgehog" and whole.figures["softmax"]["cola"] == 58.8 and "mine" in whole.tasks
     code, _, err = run(capsys, "recipes", "--new", "mine.yaml")
-    assert code == 2 and "is there already" in err
+    assert code == 2 and "exists; choose another name" in err
     assert run(capsys, "recipes", "--new", "mine.txt")[0] == 2
     assert run(capsys, "recipes", "minilm-glue", "--new", "x.yaml")[0] == 2 and not Path("x.yaml").exists()
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -116,7 +116,7 @@ def load(tiny, write, **changes):
         ({"tasks": {"x": {"task": "recall", "make": "listop"}}}, r"tasks.x: unknown made data set 'listop'"),
         (
             {"tasks": {"x": {"task": "recall", "make": "listops", "options": {"a": 1}}}},
-            r"unknown option of listops 'a'",
+            r"tasks.x: listops: unknown option 'a'",
         ),
         ({"tasks": {"cola": {"rows": {"max_lenght": 3}}}}, r"tasks.cola.rows: unknown key 'max_lenght'"),
         ({"flow": "finetune"}, r"flow: unknown flow 'finetune'. Did you mean 'finetuned'"),
@@ -131,7 +131,7 @@ def load(tiny, write, **changes):
         ({"finetune": {"teacher": "bert"}}, r"teacher: got 'bert', expected true, false or softmax"),
         ({"finetune": {"teacher": 3}}, r"teacher: got 3, expected true or false or text"),
         ({"teacher": {"teacher": True}}, r"tasks.cola.teacher: unknown key 'teacher'"),
-        ({"rows": {"extra_pairs": 1}}, r"rows.extra_pairs: pairs made anew have no label; set finetune.teacher"),
+        ({"rows": {"extra_pairs": 1}}, r"rows.extra_pairs: re-paired texts have no label; set finetune.teacher"),
         ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got true, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
     ],

@@ -1,9 +1,8 @@
-"""Rows of a table that read the same data at lengths of their own."""
+"""Rows of a table that read the same data at different lengths."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from linearize.errors import ConfigError
 from linearize.experiments.recipe import check
 from linearize.experiments.run import run_recipe
-from linearize.experiments.schema import Kernel
+from linearize.experiments.schema import Row
 from linearize.experiments.stages import lengthen
 from linearize.finetune.load import load_for_task
 from linearize.finetune.prepare import prepare
@@ -73,7 +72,7 @@ def test_a_tuned_model_is_measured_in_chunks_and_a_longer_one_tuned_at_its_lengt
     ("kernel", "message"),
     [
         ({"name": "hedgehog", "rows": {"chunks": True}}, r"kernels\[0\]\.rows: .*chunks"),
-        ({"name": "softmax", "rows": {"max_length": 8}}, "needs a label of its own"),
+        ({"name": "softmax", "rows": {"max_length": 8}}, "needs its own label"),
         ({"name": "softmax", "rows": {"limit": 3}}, r"kernels\[0\]\.rows: .*limit"),
         ({"name": "softmax", "rows": {"max_length": "long"}}, r"kernels\[0\]\.rows\.max_length: got 'long'"),
         ({**LINEAR, "positions": "stretch"}, "unknown positions 'stretch'"),
@@ -96,8 +95,8 @@ def test_positions_that_are_not_there(tiny, tmp_path):
 def test_positions_of_a_row_are_tiled_or_stretched(checkpoint):
     def table(positions):
         model = AutoModel.from_pretrained(checkpoint)
-        row = Kernel("hedgehog", rows={"max_length": 48}, positions=positions)
-        lengthen(model, AutoTokenizer.from_pretrained(checkpoint), SimpleNamespace(kernel=row))
+        row = Row("hedgehog", rows={"max_length": 48}, positions=positions)
+        lengthen(model, AutoTokenizer.from_pretrained(checkpoint), row)
         return model.embeddings.position_embeddings.weight.detach()
 
     short = AutoModel.from_pretrained(checkpoint).embeddings.position_embeddings.weight.detach()

@@ -1,4 +1,4 @@
-"""Recipes run to the end, go on after an interruption, and show their table."""
+"""Recipes run to the end, resume after an interruption, and show their table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from linearize.alignment.loop import AlignStep
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import LOCKED_BY
 from linearize.errors import ConfigError, DataError, LinearizeError
-from linearize.experiments.batches import TaskBatches
-from linearize.experiments.events import CellStarted
 from linearize.experiments.formats import cell
-from linearize.experiments.job_data import _embeds_segments
 from linearize.experiments.recipe import cells, check, load_recipe
 from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
-from linearize.experiments.run import run_recipe
+from linearize.experiments.run import CellStarted, run_recipe
+from linearize.experiments.schema import StageOne
+from linearize.experiments.stages import _embeds_segments, batches_of
 from linearize.finetune.tasks import recovery, task
 from linearize.jobs.events import Logged, StepDone
 
@@ -27,25 +26,10 @@ def figures(rows):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, checkpoint, sets):
+def finished(tmp_path_factory, tiny_values):
     """One uninterrupted run of the tiny recipe."""
-    tune = {"learning_rate": 5e-3, "batch_size": 16, "epochs": 2, "eval_every": 2, "log_every": 1}
-    values = {
-        "summary": "tiny",
-        "flow": "finetuned",
-        "kernels": ["softmax", "hedgehog", {"name": "t2r", "label": "t2r as it is", "distil": False}],
-        "tasks": {"cola": {}, "mrpc": {"score": ["f1"]}},
-        "model": {"name": checkpoint},
-        "data": str(sets),
-        "rows": {"max_length": 20},
-        "teacher": tune,
-        "distil": {"steps": 4, "eval_every": 2, "batch_size": 8, "holdout": 8},
-        "finetune": {**tune, "epochs": 1},
-        "figures": {"softmax": {"cola": 58.8, "mrpc": 90.2}, "another": {"cola": 1.0}},
-        "device": "cpu",
-    }
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    return folder, run_recipe(check(values, "tiny"), folder)
+    return folder, run_recipe(check(tiny_values, "tiny"), folder)
 
 
 def test_a_run_leaves_everything_behind(finished, tiny):
@@ -118,7 +102,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, 
 
     with pytest.raises(KeyboardInterrupt):
         run_recipe(recipe, tmp_path / "run", on_event=stop)
-    with pytest.raises(ConfigError, match="go on with --resume"):
+    with pytest.raises(ConfigError, match="continue with --resume"):
         run_recipe(recipe, tmp_path / "run")
     with (tmp_path / "run" / "results.jsonl").open("a") as lines:
         lines.write('{"cell": "hedgehog-mrpc-s0", "sco')
@@ -132,7 +116,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, 
 
 
 def test_the_tuned_softmax_model_is_the_teacher(tiny, sets, tmp_path):
-    """Stage two is guided by the model of the first stage, of the same task and seed; pairs are made anew."""
+    """Stage two is guided by the model of the first stage, of the same task and seed; texts are re-paired."""
     tiny |= {"kernels": ["softmax", "hedgehog"], "tasks": {"mrpc": {"rows": {"extra_pairs": 1}}}, "figures": {}}
     tiny |= {"seeds": [0, 1], "finetune": {**tiny["finetune"], "teacher": True, "kernel_learning_rate": 1e-4}}
     recipe = check(tiny, "tiny")
@@ -192,7 +176,7 @@ def test_the_averages_of_seeds_have_a_deviation():
         for task, scores in values.items()
         for seed, score in enumerate(scores)
     ]
-    entry = _average([_entry(rows, "elu", task, None) for task in values], {}, _by_seed(rows, "elu", list(values)))
+    entry = _average([_entry(rows, "elu", task, None) for task in values], None, _by_seed(rows, "elu", list(values)))
     assert entry.ours == pytest.approx(55.0) and entry.deviation == pytest.approx(0.0, abs=1e-9) and entry.seeds == 2
     assert _entry(rows, "elu", "a", None).deviation == pytest.approx(20 / 2**0.5)
     assert _entry(rows[:1], "elu", "a", None).deviation is None
@@ -224,7 +208,7 @@ def test_cells_may_be_added_and_run_apart(finished, tiny, tmp_path):
     assert [row["cell"] for row in first] == ["softmax-mrpc-s0"]
     tiny |= {"kernels": ["softmax", "hedgehog"], "needs": "other words"}
     recipe = check(tiny, "tiny")
-    with pytest.raises(ConfigError, match=r"which no cell is called.*softmax-"):
+    with pytest.raises(ConfigError, match=r"which matches no cell.*softmax-"):
         run_recipe(recipe, folder, resume=True, only=["mrpc"])
     started = []
     rows = run_recipe(
@@ -411,7 +395,7 @@ def test_batches_of_stage_one_are_the_same_for_any_number_of_processes(sets, che
     from linearize.finetune.prepare import prepare
 
     data = prepare(task("cola"), load_processor(checkpoint, "text"), data=str(sets))
-    one, two = TaskBatches(data, 8, 10, 3), TaskBatches(data, 4, 10, 3)
+    one, two = (batches_of(data, StageOne(batch_size=size, holdout=10), 3) for size in (8, 4))
     whole = next(one.train_batches(2))["attention_mask"].sum()
     parts = sum(next(two.train_batches(2, rank, 2))["attention_mask"].sum() for rank in (0, 1))
     # 9 of the 48 training rows are held out; the validation rows are left alone.
@@ -461,4 +445,4 @@ def test_changes(tiny, write):
     assert [kernel.called for kernel in recipe.rows_of_table] == ["t2r as it is", "elu"]
     assert recipe.rows_of_table[0].distil is False and recipe.seeds == (3,)
     assert recipe.finetune["learning_rate"] == "1e-5" and cells(recipe)[0].job.finetune.learning_rate == 1e-5
-    assert list(recipe.steps) == ["cola"] and recipe.figures["softmax"] == {"cola": 58.8}
+    assert list(recipe.columns) == ["cola"] and recipe.figures["softmax"] == {"cola": 58.8}

@@ -1,14 +1,14 @@
-"""Recipes whose tasks read texts without a label beside their rows."""
+"""Recipes whose tasks read texts without a label in addition to their rows."""
 
 from __future__ import annotations
 
 import pytest
 
 from linearize.errors import DataError
-from linearize.experiments.batches import TaskBatches
-from linearize.experiments.job_data import open_job
 from linearize.experiments.recipe import check, resolve
 from linearize.experiments.run import run_recipe
+from linearize.experiments.schema import StageOne
+from linearize.experiments.stages import batches_of, open_job
 from linearize.jobs.events import DataOpened
 
 
@@ -20,7 +20,7 @@ def test_texts_without_a_label_are_found_before_a_run_begins(tiny, sets, tmp_pat
     data, _ = open_job(recipe.model, resolve(recipe)["cola"], 0)
     assert data.description.endswith("24 texts without a label (24 of mrpc)")
     # 48 rows, 9 of them held out, and 24 texts.
-    assert TaskBatches(data, 8, 8, 0).steps_per_epoch == (39 + 24 + 7) // 8
+    assert batches_of(data, StageOne(batch_size=8, holdout=8), 0).steps_per_epoch == (39 + 24 + 7) // 8
     tiny["tasks"]["cola"]["rows"]["extra_texts"] = "mrcp"
     with pytest.raises(DataError, match="extra_texts: got 'mrcp', which does not exist in "):
         run_recipe(check(tiny, "tiny"), tmp_path / "other")
@@ -41,6 +41,6 @@ def test_texts_without_a_label_beside_the_rows(tiny, sets, tmp_path):
     rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", on_event=seen.append)
     said = [event.description for event in seen if isinstance(event, DataOpened)]
     assert said and all("24 texts without a label (24 of mrpc)" in line for line in said)
-    # 48 rows, 9 of them held out; two passes of 16 rows, one of 8 with 24 texts beside them.
+    # 48 rows, 9 of them held out; two passes of 16 rows, one of 8 with 24 more texts.
     assert [row["finetune"]["steps"] for row in rows] == [2 * 3, (39 + 24 + 7) // 8]
     assert [row["finetune"]["selection"]["rows"] for row in rows] == [9, 9]

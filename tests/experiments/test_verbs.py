@@ -74,7 +74,7 @@ def test_run_and_results(tiny, write, tmp_path, capsys):
     assert code == 0 and "| 58.8" in out
     assert len(json.loads(out_of(capsys, "results", tmp_path, "--json")[1])) == 1
     code, _, err = out_of(capsys, "run", name, "tasks=[cola]", "--output", folder)
-    assert code == 2 and "go on with --resume" in err
+    assert code == 2 and "continue with --resume" in err
     assert out_of(capsys, "run", name, "tasks=[cola]", "--output", folder, "--resume")[0] == 0
     code, _, err = out_of(capsys, "run", name, "finetune.epoch=1", "--dry-run")
     assert code == 2 and "Did you mean 'epochs'" in err

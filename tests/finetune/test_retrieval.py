@@ -130,7 +130,7 @@ def test_articles_that_open_alike(tmp_path):
         (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
     plain = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
     made = make("articles", {"shortest": 2, "opening": 5}, str(tmp_path / "corpus"))
-    assert "both halves behind the same 5 words" in made.description
+    assert "both halves beginning with the same 5 words" in made.description
     opening = [f"train0w{m}" for m in range(5)]
     for split, skipped in (("train", 1), ("validation", 0)):
         before = plain.tables[split]["text"][skipped:]
@@ -139,7 +139,7 @@ def test_articles_that_open_alike(tmp_path):
             halves = words[: len(words) // 2], words[len(words) // 2 :]
             assert all(half[:5] == opening for half in halves)
             assert [*halves[0][5:], *halves[1][5:]] == old.split()
-    with pytest.raises(DataError, match="the first of 6 words, expected another one behind an opening of 7"):
+    with pytest.raises(DataError, match="the first of 6 words, expected another article and an opening of 7 words"):
         make("articles", {"shortest": 2, "opening": 7}, str(tmp_path / "corpus"))
-    with pytest.raises(ConfigError, match="got opening -1, expected 0 words or more"):
+    with pytest.raises(ConfigError, match="articles, opening: got -1, expected a whole number of at least 0"):
         make("articles", {"opening": -1}, str(tmp_path / "corpus"))
