@@ -27,7 +27,7 @@ EPILOG = """examples:
   linearize longdoc roberta-base --task text-regression --dataset ./essays --max-length 2048 --chunk-length 256
 
 The original is tuned at its own length (512, say), cut there. It is then converted for --max-length tokens, aligned on
-long rows, where positions behind its old end are learned, and tuned with the same options on whole documents. Both are
+long rows, where positions after its old end are learned, and tuned with the same options on whole documents. Both are
 measured on the same rows: the original cut, the original in chunks whose logits are averaged, the linear model cut
 alike, the linear model on whole documents. The output holds original/, linear/, results.json, and times.json with all
 that depends on the machine. Ctrl-C loses nothing: the same line and --resume continue at the step."""
@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def kept(job: LongdocJob) -> str:
-    """Say what an interrupted run has left on disk."""
-    from linearize.jobs.longdoc_work import work_folder
+    """Say what an interrupted run left on the disk."""
+    from linearize.jobs.longdoc_data import work_folder
 
     work = work_folder(job.target())
     if not work.exists():
         return "nothing was written"
-    return f"what is done lies in {work}; go on with the same line and --resume"
+    return f"finished steps are in {work}; continue with the same line and --resume"
 
 
 def show(event: Event, out: Console, progress: StepProgress, beat: Heartbeat) -> None:

@@ -1,7 +1,7 @@
-"""Long documents from end to end: is a linear model that reads all of them better than the original, which cannot?
+"""Long documents from end to end: is a linear model that reads whole documents better than the original, which cannot?
 
-The original is tuned at its own length; its conversion, with more positions, on whole documents, with the same options.
-Both are measured on the same rows, the original in chunks too, which is what people do today.
+The original is tuned at its own length, and its conversion, with more positions, on whole documents with the same
+options. Both are measured on the same rows; the original also in chunks, as is common today.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import contextlib
 import json
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.distillation.processes import check_alone
@@ -20,13 +22,24 @@ from linearize.finetune.config import TuneConfig
 from linearize.finetune.prepared import TaskData
 from linearize.finetune.save import without_folders
 from linearize.jobs.align import align_checkpoint
-from linearize.jobs.config import AlignJob, ConvertJob
+from linearize.jobs.config import AlignJob, ConvertJob, Job
 from linearize.jobs.convert import convert_checkpoint
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.longdoc_data import Lengths, check_options, examine, quick, write_texts
-from linearize.jobs.longdoc_work import ALIGNED, CONVERTED, LINEAR, ORIGINAL, begin, remove
+from linearize.jobs.longdoc_data import (
+    ALIGNED,
+    CONVERTED,
+    LINEAR,
+    ORIGINAL,
+    Lengths,
+    begin,
+    check_options,
+    examine,
+    quick,
+    remove,
+    write_texts,
+)
 from linearize.jobs.sides import (
     Setup,
     Side,
@@ -43,7 +56,7 @@ from linearize.loading import check_device
 from linearize.options import recorded
 
 RESULTS, TIMES = "results.json", "times.json"
-"""Files of the output: what was measured, the same for every run with one seed; and what depends on the machine."""
+"""Files of the output: what was measured, which a seed determines; and what depends on the machine."""
 STEPS = 5
 
 
@@ -57,10 +70,10 @@ class LongdocResult:
         data: one line about the data.
         rows: how many rows were measured.
         longest_row: tokens of the longest one.
-        sides: original cut, original in chunks (where rows are longer and the task reads one text), linear cut alike,
+        sides: original cut, original in chunks (if rows are longer and the task reads one text), linear cut alike,
             linear at full length.
         differences: the linear model at full length minus each of the others, on the same rows.
-        chance: the score of the best answer that looks at no input.
+        chance: the score of the best answer that ignores the input.
         notes: what a reader must know.
         verdict: one or two sentences.
         times: what reading costs each side.
@@ -84,8 +97,8 @@ class LongdocResult:
 def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     """Tune a model, convert it for long documents, tune that alike, compare; all or nothing.
 
-    What is done lies beside the output, in `<output>.work`, until the result is saved: an interrupted run goes on from
-    there with `resume`, in the step and at the state where it was.
+    Finished steps are kept in `<output>.work` until the result is saved. With `resume`, an interrupted run continues
+    there, at its last state.
 
     Args:
         job: what to do.
@@ -105,10 +118,10 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         for note in lengths.notes:
             on_event(Noted(note))
         work = begin(job, data)
-        tune_original(job, work, lengths, on_event)
-        convert_model(job, work, lengths, on_event)
-        align_converted(job, work, lengths, on_event)
-        tune_linear(job, work, lengths, on_event)
+        for number, (folder, title, step) in enumerate(steps(job, work, lengths), start=1):
+            if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
+                on_event(Started(f"step {number} of {STEPS}: {title}"))
+                RUN[type(step)](step, on_event)
         result = compare(job, work, data, lengths, device, on_event)
         result = replace(result, seconds=time.perf_counter() - start)
         save_all(job, work, result)
@@ -116,20 +129,32 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     return result
 
 
-def tune_original(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
-    """Tune the original at its own length."""
-    _tune(job, job.model, work / ORIGINAL, lengths.original, 1, "the original", on_event)
+def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Job]]:
+    """Return the jobs before the comparison in order, each with its folder and title."""
+    short, long = lengths.original, lengths.linear
+    conversion = conversion_job(job, work, lengths, job.distill_length or short)
+    aligned_at = min(job.align_length or long, long)
+    alignment = AlignJob.of(
+        model=str(work / CONVERTED),
+        length=aligned_at,
+        steps=job.align_steps,
+        **_training(job, work, lengths, aligned_at),
+        output=str(work / ALIGNED),
+    )
+    base = str(work / (ALIGNED if job.align_steps else CONVERTED))
+    return [
+        (ORIGINAL, f"tuning the original at {short:,} tokens", tuning_job(job, job.model, work / ORIGINAL, short)),
+        (CONVERTED, f"conversion for {long:,} tokens, stage one on rows of {conversion.distill_length:,}", conversion),
+        (ALIGNED, f"alignment on rows of up to {aligned_at:,} tokens", alignment),
+        (LINEAR, f"tuning the linear model at {long:,} tokens", tuning_job(job, base, work / LINEAR, long)),
+    ]
 
 
-def convert_model(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
-    """Put kernels into the original, with more positions, and teach them to imitate its attention."""
-    target = work / CONVERTED
-    if target.exists():
-        return
-    conversion = conversion_job(job, work, lengths, job.distill_length or lengths.original)
-    rows = f"stage one on rows of {conversion.distill_length:,}"
-    on_event(Started(f"step 2 of {STEPS}: conversion for {lengths.linear:,} tokens, {rows}"))
-    convert_checkpoint(conversion, on_event)
+RUN: dict[type[Job], Callable[[Any, Callback], object]] = {
+    TuneJob: finetune_checkpoint,
+    ConvertJob: convert_checkpoint,
+    AlignJob: align_checkpoint,
+}
 
 
 def conversion_job(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> ConvertJob:
@@ -148,40 +173,8 @@ def conversion_job(job: LongdocJob, work: Path, lengths: Lengths, length: int) -
     )
 
 
-def align_converted(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
-    """Bring the whole model close to its own softmax on long rows: positions behind the old end are learned there."""
-    target = work / ALIGNED
-    if target.exists() or not job.align_steps:
-        return
-    length = min(job.align_length or lengths.linear, lengths.linear)
-    on_event(Started(f"step 3 of {STEPS}: alignment on rows of up to {length:,} tokens"))
-    align_checkpoint(
-        AlignJob.of(
-            model=str(work / CONVERTED),
-            length=length,
-            steps=job.align_steps,
-            **_training(job, work, lengths, length),
-            output=str(target),
-        ),
-        on_event,
-    )
-
-
-def tune_linear(job: LongdocJob, work: Path, lengths: Lengths, on_event: Callback) -> None:
-    """Tune the linear model on whole documents, with the options that the original was tuned with."""
-    base = work / (ALIGNED if job.align_steps else CONVERTED)
-    _tune(job, str(base), work / LINEAR, lengths.linear, 4, "the linear model", on_event)
-
-
-def _tune(job: LongdocJob, model: str, target: Path, length: int, step: int, called: str, on_event: Callback) -> None:
-    if target.exists():
-        return
-    on_event(Started(f"step {step} of {STEPS}: tuning {called} at {length:,} tokens"))
-    finetune_checkpoint(tuning_job(job, model, target, length), on_event)
-
-
 def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJob:
-    """Return the tuning of a model on rows of so many tokens."""
+    """Return the tuning of a model on rows of so many tokens, with the options that both models share."""
     return TuneJob(
         model,
         job.task,
@@ -196,7 +189,7 @@ def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJo
 
 
 def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> TuneConfig:
-    """Return options whose optimizer steps have the same rows, in batches that hold at most `batch_tokens` tokens."""
+    """Return the options with the same rows per optimizer step, in batches of at most `batch_tokens` tokens."""
     most = max(1, min(tune.batch_size, batch_tokens // length))
     rows = max(rows for rows in range(1, most + 1) if tune.batch_size % rows == 0)
     return replace(
@@ -205,7 +198,7 @@ def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> T
 
 
 def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, object]:
-    """Return the options that stage one and the alignment share: the training texts, and states to go on from."""
+    """Return the options that stage one and the alignment share: the training texts, and states to resume from."""
     file, columns, texts = write_texts(job, work)
     rows = rows_of_tokens(job.batch_tokens, min(length, lengths.longest))
     return {
@@ -240,8 +233,8 @@ def compare(
         sides.measure(Side(f"linear at {lengths.original:,}", linear, short))
     full = sides.measure(Side(f"linear at {lengths.linear:,}", linear, replace(short, max_length=lengths.linear)))
     differences = sides.differences(full)
-    # Where they lie on this machine is nobody's business.
-    results = tuple(replace(one.result, model=Path(one.result.model).name) for one in sides.read)
+    # The folders' names, without where they are on this machine.
+    results = tuple(replace(side.result, model=Path(side.result.model).name) for side in sides.read)
     chance, rows = full.measured.chance, full.measured.rows
     return LongdocResult(
         str(job.target()),
@@ -268,7 +261,7 @@ def verdict(
 ) -> str:
     """Say in one or two sentences whether the linear model at full length is worth it.
 
-    Whether anything was learned comes first: of guesses none is better than another.
+    It comes first whether anything was learned: guesses cannot be ranked.
     """
     failed = [side.name for side in sides if not side.learned]
     if failed and not (sides[0].learned or sides[-1].learned):
@@ -287,20 +280,20 @@ def verdict(
     full = f"Read at {lengths.linear:,} tokens, the linear model"
     whole = f"the original cut at {lengths.original:,}"
     if cut <= 0:
-        compared = "within the noise of" if cut == 0 else "behind"
+        compared = "within the noise of" if cut == 0 else "worse than"
         text = f"No gain is shown: {full[0].lower()}{full[1:]} is {compared} {whole}{by_cut}"
-        text += f", and behind its chunks{by_chunks}" if chunks == -1 else ""
+        text += f", and worse than its chunks{by_chunks}" if chunks == -1 else ""
         text += f"; {_finest(job, differences, rows)}" if cut == 0 else "."
     elif chunks is None:
         text = f"Reading on pays: {full[0].lower()}{full[1:]} is better than {whole}{by_cut}."
     else:
-        compared = {1: "better than", 0: "within the noise of", -1: "behind"}[chunks]
+        compared = {1: "better than", 0: "within the noise of", -1: "worse than"}[chunks]
         text = f"{full} is better than {whole}{by_cut}, and {compared} its averaged chunks{by_chunks}."
     return text + warning
 
 
 def _finest(job: LongdocJob, differences: tuple[SideDifference, ...], rows: int) -> str:
-    """Say which differences so many rows cannot show: half the widest interval of those that were measured."""
+    """Say which differences so many rows cannot show: half the widest interval that was measured."""
     widest = max(((one.interval[1] - one.interval[0]) / 2 for one in differences), default=0.0)
     size = f"{100 * widest:.0f} points" if job.task.percent else f"{widest:.2f}"
     return f"{rows:,} rows cannot show differences below about {size}."
@@ -311,14 +304,14 @@ def _score(job: LongdocJob, score: float) -> str:
 
 
 def _gain(job: LongdocJob, differences: tuple[SideDifference, ...], minus: str) -> tuple[int, str]:
-    """Return 1 for a gain, -1 for a loss, 0 for noise, and by what, if accuracy and macro-F1 do not agree."""
-    found = {one.by: _sign(job, one) for one in differences if one.minus == minus}
-    signs = set(found.values())
+    """Return 1 for a gain, -1 for a loss, 0 for noise; and by which metric, if accuracy and macro-F1 differ."""
+    by_metric = {one.by: _sign(job, one) for one in differences if one.minus == minus}
+    signs = set(by_metric.values())
     if len(signs) <= 1:
         return sum(signs), ""
-    words = {1: "better", 0: "within the noise", -1: "behind"}
-    # Both decide: one that is within the noise leaves it to the other, and a contradiction shows nothing.
-    return sum(signs), f" (by {' and '.join(f'{name}: {words[sign]}' for name, sign in found.items())})"
+    words = {1: "better", 0: "within the noise", -1: "worse"}
+    # If one is within the noise, the other decides; if they contradict each other, nothing is shown.
+    return sum(signs), f" (by {' and '.join(f'{name}: {words[sign]}' for name, sign in by_metric.items())})"
 
 
 def _sign(job: LongdocJob, one: SideDifference) -> int:
@@ -328,7 +321,7 @@ def _sign(job: LongdocJob, one: SideDifference) -> int:
 
 
 def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
-    """Write both models and the results as one folder, and drop the work folder."""
+    """Write both models and the results as one folder, and remove the work folder."""
     values = {**asdict(result), "output": job.target().name, "options": {"task": job.task.name, **recorded(job)}}
     timed = {name: values.pop(name) for name in ("times", "seconds")}
     with atomic_folder(job.target(), overwrite=job.overwrite) as fresh:

@@ -21,7 +21,7 @@ TUNED = (
     *("learning_rate", "batch_size", "epochs", "steps", "warmup", "kernel_learning_rate", "selection_rows"),
     *("precision", "gradient_checkpointing"),
 )
-"""What of `TuneConfig` is left to the user."""
+"""Fields of `TuneConfig` that are options of `longdoc`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class LongdocJob(Job):
     model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     task: Task = section(TaskChoice)
     dataset: str = option(help="Hub data set, file, or folder with one file per split", metavar="NAME_OR_PATH")
-    max_length: int | None = option(None, "longest document that the linear model shall read, in tokens", low=2)
+    max_length: int | None = option(None, "longest document that the linear model can read, in tokens", low=2)
     rows: DataOptions = section(DataOptions, only=("limit", "validation_limit"))
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
     quick: bool = option(
         False,
-        "a taste in some 15 minutes on two cores: lengths, rows and steps as the size of the model allows; those that "
-        "are given stay",
+        "a taste in about 15 minutes on two cores: lengths, rows and steps follow from the model's size; options given "
+        "explicitly take precedence",
     )
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
@@ -55,7 +55,7 @@ class LongdocJob(Job):
     align_steps: int = option(400, "steps of the alignment; 0 skips it", group=CONVERSION, low=0)
     align_length: int | None = option(
         None,
-        "tokens per row of the alignment, where positions behind the original's end are learned; by default max_length",
+        "tokens per row of the alignment, where positions after the original's end are learned; by default max_length",
         group=CONVERSION,
         low=2,
     )
@@ -69,7 +69,7 @@ class LongdocJob(Job):
     seed: int = option(0, "of everything", metavar="S")
     output: str | None = option(None, "folder to make (<model-name>-long)", group=OUTPUT, metavar="DIR")
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
-    resume: bool = option(False, "go on with an interrupted run of the same output", group=OUTPUT)
+    resume: bool = option(False, "continue an interrupted run of the same output", group=OUTPUT)
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
 
     def __post_init__(self) -> None:
@@ -83,20 +83,13 @@ class LongdocJob(Job):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what follows from other options: a preset's."""
+        """Return the options of a preset."""
         return {"": dict(preset_options(values))}
 
     def attention(self) -> dict[str, Any]:
-        """Return the options of `convert` that say what becomes of attention."""
-        return {
-            "kernel": self.kernel,
-            "kernel_arg": self.kernel_args,
-            "preset": self.preset,
-            "window": self.window,
-            "sinks": self.sinks,
-            "exact_keys": self.exact_keys,
-            "scale": self.scale,
-        }
+        """Return the options that `convert` has for the attention."""
+        names = ("kernel", "preset", "window", "sinks", "exact_keys", "scale")
+        return {"kernel_arg": self.kernel_args} | {name: getattr(self, name) for name in names}
 
     def target(self) -> Path:
         """Return the output folder: as asked, or `<model-name>-long`."""

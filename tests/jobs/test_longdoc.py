@@ -94,7 +94,7 @@ def test_both_are_tuned_alike(place, done):
     assert provenance["alignment"]["steps"] == 2 and provenance["distillation"]["steps"] == 2
 
 
-def test_an_interrupted_run_goes_on(place, done):
+def test_an_interrupted_run_resumes(place, done):
     def stop(event):
         if isinstance(event, events.Started) and event.what.startswith("step 4"):
             raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def test_an_interrupted_run_goes_on(place, done):
     work = place / "cut.work"
     assert {path.name for path in work.iterdir() if path.is_dir()} == {"original", "converted", "aligned"}
     assert not (place / "cut").exists()
-    with pytest.raises(ConfigError, match="holds an interrupted run; go on with --resume"):
+    with pytest.raises(ConfigError, match="holds an interrupted run"):
         run_longdoc(job(place, "cut"))
     with pytest.raises(ConfigError, match="the run was started with distill_steps=2, now it is 3"):
         run_longdoc(job(place, "cut", resume=True, distill_steps=3))
@@ -162,7 +162,7 @@ def test_a_document_of_zero_tokens_is_refused(place, tmp_path):
         run_longdoc(job(place, model=str(tmp_path / "bert"), dataset=str(tmp_path / "rows.jsonl"), output="zero"))
 
 
-def test_data_that_cannot_decide_is_said_and_not_refused(place, tmp_path):
+def test_data_that_cannot_decide_is_reported_and_not_refused(place, tmp_path):
     rows = [{"text": f"good film {number}", "label": number % 2} for number in range(20)]
     write(tmp_path / "short.jsonl", rows)
     _, lengths = examine(job(place, dataset=str(tmp_path / "short.jsonl")))
@@ -192,7 +192,7 @@ def test_optimizer_steps_have_the_same_rows_at_every_length():
         assert found.seed == 3 and found.eval_batch_size == rows
 
 
-def test_a_taste_is_sized_by_the_model_and_what_is_given_stays(place, monkeypatch):
+def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch):
     given = {"max_length": None, "distill_steps": 1000, "align_steps": 400, "batch_size": 32, "batch_tokens": 16_384}
     given["steps"] = None
     assert quick(job(place, **given)).rows.limit is None
@@ -258,9 +258,9 @@ def sides_of(*learned):
     [
         (0.1, 0.1, "Read at 32 tokens, the linear model is better than the original cut at 12, and better than its"),
         (0.1, 0.0, "better than the original cut at 12, and within the noise of its averaged chunks."),
-        (0.1, -0.1, "better than the original cut at 12, and behind its averaged chunks."),
-        (0.0, -0.1, "is within the noise of the original cut at 12, and behind its chunks; 64 rows cannot show"),
-        (-0.1, 0.1, "is behind the original cut at 12."),
+        (0.1, -0.1, "better than the original cut at 12, and worse than its averaged chunks."),
+        (0.0, -0.1, "is within the noise of the original cut at 12, and worse than its chunks; 64 rows cannot show"),
+        (-0.1, 0.1, "is worse than the original cut at 12."),
         (0.1, None, "Reading on pays: read at 32 tokens, the linear model is better than the original cut at 12."),
     ],
 )  # fmt: skip
@@ -295,12 +295,12 @@ def test_macro_f1_decides_alongside_accuracy(place):
         return verdict(job(place), (sides[0], *sides[2:]), tuple(differences), lengths, 64, 0.6)
 
     assert "is better than the original cut at 12 (by accuracy: within the noise and f1_macro: better)." in said(0, 0.1)
-    assert "is behind the original cut at 12 (by accuracy: within the noise and f1_macro: behind)." in said(0, -0.1)
+    assert "is worse than the original cut at 12 (by accuracy: within the noise and f1_macro: worse)." in said(0, -0.1)
     assert "No gain is shown" in said(0.1, -0.1) and "better than the original cut at 12." in said(0.1, 0.1)
 
 
 def test_two_runs_with_one_seed_give_one_result(place, done):
-    """To the bit: what was measured, and the weights. Everything timed lies in a file of its own."""
+    """To the bit: what was measured, and the weights. Everything timed is in a separate file."""
     again = run_longdoc(job(place, "again/long"))
     for name in ("results.json", "original/model.safetensors", "linear/model.safetensors"):
         assert (place / "again/long" / name).read_bytes() == (place / "long" / name).read_bytes(), name
