@@ -1,4 +1,4 @@
-"""Data that is there without a network: English prose out of Python itself, crops of two photographs."""
+"""Data that needs no network: English prose from Python itself, and crops of two photographs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DEFAULT_IMAGES = "uoft-cs/cifar10"
 CROPS = 2048
 PHOTOGRAPHS = ("china.jpg", "flower.jpg")
 MIN_CHARACTERS = 80
-# Prose has few signs in it; code, tables and grammars have many.
+# Prose has few symbols; code, tables and grammars have many.
 MIN_LETTERS = 0.88
-# Modules with much to say in their docstrings, all of them in Python 3.11 to 3.14; read as files, never imported.
+# Modules with long docstrings, all of them in Python 3.11 to 3.14; read as files, never imported.
 MODULES = """
 argparse ast asyncio/base_events asyncio/events asyncio/locks asyncio/tasks bdb bisect calendar cmd code codecs
 collections/__init__ concurrent/futures/_base configparser contextlib copy csv dataclasses datetime difflib dis
@@ -47,20 +47,20 @@ def prose() -> tuple[str, ...]:
     """Collect paragraphs of English prose: Python's manual topics and the docstrings of its standard library.
 
     Returns:
-        Different paragraphs of at least 80 characters, in a fixed order; the same for the same version of Python.
+        Different paragraphs of at least 80 characters, in a fixed order that depends on Python's version only.
 
     Raises:
         DataError: If this Python comes without its sources.
     """
     texts = [*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
-    found = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
-    if not found:
+    different = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
+    if not different:
         raise DataError("this Python has no manual topics and no sources to take prose from; pass a dataset.")
-    return tuple(found)
+    return tuple(different)
 
 
 def prose_table() -> tuple[Dataset, str]:
-    """Give the built-in prose as a table with the column ``text``, and how to call it."""
+    """Return the built-in prose as a table with the column ``text``, and its name for messages."""
     from datasets import Dataset
 
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -71,7 +71,7 @@ def prose_table() -> tuple[Dataset, str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Cut a text at its blank lines and keep what reads as prose, each paragraph on one line."""
+    """Cut a text at its blank lines and keep the paragraphs of prose, each on one line."""
     for block in re.split(r"\n\s*\n", text):
         line = " ".join(block.split())
         letters = sum(sign.isalpha() or sign == " " for sign in line)
@@ -100,7 +100,7 @@ def _docstrings(library: Path) -> Iterator[str]:
 class Crops:
     """Random crops of scikit-learn's two sample photographs (427 x 640), of varied scale and shape, half mirrored.
 
-    Crop ``i`` depends on the seed and ``i`` alone.
+    Crop ``i`` depends only on the seed and ``i``.
 
     Args:
         count: How many crops there are.

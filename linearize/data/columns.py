@@ -1,4 +1,4 @@
-"""Which columns of a table are text, image and label; every table leaves here with the same column names."""
+"""Find the columns of a table that are text, image and label, and rename them alike for every table."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ PAIRS = (
     ("question", "sentence"),
     ("question", "context"),
 )
-"""Columns that are read as the two texts of a pair where none is named."""
+"""Columns that are read as the two texts of a pair unless columns are named."""
 PEEK = 20
 
 
 def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -> Table:
-    """Keep the wanted columns only, as ``text`` and ``pair``, or ``image``; and ``label``.
+    """Return a table with only the wanted columns, called ``text`` and ``pair``, or ``image``; and ``label``.
 
     Args:
         table: A loaded or streamed data set.
         config: Names of the columns, or None to find them.
         modality: Whether the model reads text or images.
-        origin: How messages call the data set.
+        origin: Name of the data set in messages.
 
     Returns:
-        The table with at most three columns; images stay undecoded.
+        The table with at most three columns; images are not decoded.
 
     Raises:
         DataError: If a column is missing, cannot be found, or holds something else.
@@ -70,7 +70,7 @@ def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -
 def column_kinds(table: Dataset | IterableDataset, origin: str) -> dict[str, str]:
     """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name.
 
-    Where a streamed table does not know its types, its first rows are looked at.
+    If a streamed table does not know its types, its first rows are read.
     """
     if table.features is not None:
         return {name: _feature_kind(feature) for name, feature in table.features.items()}
@@ -83,14 +83,14 @@ def column_kinds(table: Dataset | IterableDataset, origin: str) -> dict[str, str
 
 
 def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin: str) -> str:
-    """Give the asked column, or else find it: by a usual name, or as the only one of its kind.
+    """Return the column that is asked for, or else the one with a usual name, or the only one of its kind.
 
     Raises:
-        DataError: If none or several fit; the message lists the columns there are.
+        DataError: If no column fits, or more than one; the message lists all columns.
     """
     if asked is not None:
         return asked
-    fitting = [name for name, found in kinds.items() if found == kind]
+    fitting = [name for name, has in kinds.items() if has == kind]
     usual = [name for name in TEXT_NAMES if name in fitting]
     if kind == "text" and usual:
         return usual[0]
@@ -103,7 +103,7 @@ def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin
 
 
 def find_pair(kinds: dict[str, str]) -> tuple[str, str] | None:
-    """Give the two columns of a pair of texts where it is clear: under usual names, and no other usual text beside."""
+    """Return the two columns of a pair if they have usual names and no other column has the name of a text."""
     for pair in PAIRS:
         others = [name for name in TEXT_NAMES if kinds.get(name) == "text" and name not in pair]
         if not others and all(kinds.get(name) == "text" for name in pair):
@@ -112,15 +112,15 @@ def find_pair(kinds: dict[str, str]) -> tuple[str, str] | None:
 
 
 def listed(kinds: dict[str, str]) -> str:
-    """Write the columns and what they hold, for a message."""
+    """List the columns and what they hold, for a message."""
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
 def class_names(table: Dataset | IterableDataset, origin: str) -> tuple[str, ...] | None:
-    """Give the names behind the ``label`` column of a uniform table; None if there is none or it holds numbers.
+    """Return the class names of a uniform table; None if it has no ``label`` column or that holds numbers.
 
     Raises:
-        DataError: If a streamed table has text labels: their full set is not known until its end.
+        DataError: If a streamed table has text labels, whose full set is only known at its end.
     """
     from datasets import ClassLabel, Dataset
 
@@ -136,7 +136,7 @@ def class_names(table: Dataset | IterableDataset, origin: str) -> tuple[str, ...
 
 
 def merge_names(all_names: Sequence[tuple[str, ...] | None], origins: Iterable[str]) -> tuple[str, ...] | None:
-    """Bring the class names of a mixture's parts together: kept as they are if equal, else sorted.
+    """Return the class names of a whole mixture: unchanged if all parts have the same, else sorted.
 
     Raises:
         DataError: If some parts have names and others bare numbers.
@@ -156,7 +156,7 @@ def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> N
     allowed = {
         "text": {"text"},
         "pair": {"text"},
-        # A path or the bytes of a file do as well, and `datasets` makes images of both.
+        # `datasets` makes images of paths and of bytes as well.
         "image": {"image", "text", "binary"},
         "label": {"number", "class", "text"},
     }[role]

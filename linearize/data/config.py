@@ -1,4 +1,4 @@
-"""What a user may say about the data: one frozen dataclass, with its help texts beside the fields."""
+"""The options of data, and mixtures of data sets with weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearize.options import check, option
 Mixture = tuple[tuple[str, float], ...]
 
 HOLDOUT = 64
-"""Examples held out by default, where there are four times as many."""
+"""Examples held out by default, if there are at least four times as many."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class DataConfig:
 
     dataset: str | Mixture | None = option(
         None,
-        "Hub data set (name or name:config), local file or folder; several with weights: a.jsonl=0.7,b.txt=0.3; "
-        "by default a stated Hub data set, or built-in data where the Hub is out of reach",
+        "Hub data set (name or name:config), local file or folder; a mixture with weights: a.jsonl=0.7,b.txt=0.3; "
+        "by default WikiText-2 or CIFAR-10 from the Hub, and built-in sample data when offline",
         metavar="NAME_OR_PATH",
     )
     split: str = option("train", "split to read from a Hub data set or a folder; a single local file is read whole")
     text_column: str | None = option(
         None,
-        "column of the text, or the two of a pair; found by itself where clear",
+        "column of the text, or the two of a pair; found automatically if it is clear",
         metavar="C[,D]",
         second="text_pair_column",
     )
@@ -45,22 +45,20 @@ class DataConfig:
         "column of the label, which batches then carry; for image folders any name makes the class folders the labels",
         metavar="C",
     )
-    extra_pairs: float = option(
-        0.0, "texts of pairs paired anew, per training pair; half of them share words", low=0, high=100
-    )
+    extra_pairs: float = option(0.0, "re-paired texts per training pair; half of them share words", low=0, high=100)
     max_length: int = option(128, "tokens per row; longer texts are cut", low=1)
     batch_size: int = option(32, "rows per batch and process", low=1)
     seed: int = option(0, "seed of the held-out choice, the order and the built-in crops", low=0)
     holdout: int | None = option(
         None,
-        "examples set aside first, to measure on; never trained on, nor are their doubles",
+        "held-out examples to measure on, removed (with duplicates) from training",
         low=0,
         shown="64, at most a quarter of them",
     )
     packing: bool = option(False, "join short texts to rows of full length (causal language models)")
     bucketing: bool = option(False, "put texts of similar length in one batch, to pad less", name="bucket_by_length")
     streaming: bool = option(False, "read while training instead of loading first; for very large sets")
-    limit: int | None = option(None, "train on at most this many examples; the held-out ones come on top", low=1)
+    limit: int | None = option(None, "train on at most this many examples, in addition to the held-out ones", low=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", as_mixture(self.dataset))
@@ -88,11 +86,11 @@ class DataConfig:
 
     @property
     def finds_pairs(self) -> bool:
-        """Whether the two columns of a pair are looked for: no column is named, and texts are not packed."""
+        """Whether the two columns of a pair are searched for: no column is named, and texts are not packed."""
         return self.text_column is None and self.text_pair_column is None and not self.packing
 
     def held_out(self, examples: int | None) -> int:
-        """Return how many of so many examples (None: not known) are held out."""
+        """Return how many of `examples` (None: unknown) are held out."""
         if self.holdout is not None:
             return self.holdout
         return HOLDOUT if examples is None else max(1, min(HOLDOUT, examples // 4))
@@ -107,9 +105,9 @@ def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
     """Read ``"name"`` or ``"name=weight,name=weight"``.
 
     Args:
-        text: What was given on a command line or in a recipe. A path that exists is taken as it stands, whatever
-            characters it holds. Names with commas between them and no weights weigh the same.
-        called: What the messages call it.
+        text: The option as typed or in a recipe. An existing path is a name, whatever characters it has. Names
+            separated by commas, without weights, weigh the same.
+        called: Name of the option in messages.
 
     Returns:
         The name itself, or the pairs of name and weight.
@@ -142,7 +140,7 @@ def weighted(given: str | Mixture | None) -> Mixture:
 
 
 def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
-    """Bring a string, a mapping or a list of pairs (as YAML has them) to the type of a field of data sets.
+    """Turn a string, or a mapping or list of pairs as YAML has them, into the type of an option of data sets.
 
     Raises:
         ConfigError: As `parse_mixture`; also for any other value.
@@ -150,7 +148,6 @@ def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
     if value is None:
         return None
     if isinstance(value, str | os.PathLike):
-        # Also what parse_mixture returns is checked below: "=0.5" has an empty name.
         value = parse_mixture(os.fspath(value), called)
         if isinstance(value, str):
             return value
@@ -161,7 +158,7 @@ def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
     if not shaped or not pairs:
         raise ConfigError(f"data: got {called} {value!r}, expected a name or pairs of name and weight.")
     if not all(isinstance(name, str) and name for name, _ in pairs):
-        raise ConfigError(f"data: got {called} {value!r}, expected a name beside every weight.")
+        raise ConfigError(f"data: got {called} {value!r}, expected a name for every weight.")
     return tuple((name, _weight(name, weight)) for name, weight in pairs)
 
 

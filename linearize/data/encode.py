@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -21,25 +21,12 @@ if TYPE_CHECKING:
     from linearize.types import Processor
 
 PACK_TEXTS = 256
-# Longer than any text: rows are cut by us, and the tokenizer need not warn that a text is long.
+# Longer than any text: we cut rows, so the tokenizer need not warn about long texts.
 NO_LIMIT = 10**9
 
 
-class Encoder(Protocol):
-    """Turns examples into a batch.
-
-    ``needs_all`` says whether the shape of some rows depends on the others, so that a process has to see the whole
-    global batch to build its own part of it.
-    """
-
-    needs_all: bool
-
-    def __call__(self, examples: Sequence[Example], keep: slice) -> dict[str, Tensor]:
-        """Encode the kept ones of these examples, in the shape that all of them together would have."""
-
-
 class TextEncoder:
-    """Tokenises texts, pairs of texts, or pads rows that are packed already.
+    """Tokenises texts or pairs of texts, or pads rows that are packed already.
 
     Args:
         tokenizer: The model's tokenizer; it is copied, and a copy without a padding token pads with the end token.
@@ -83,7 +70,7 @@ class TextEncoder:
         return {**dict(padded), **labels(examples[keep], self.names)}
 
     def pack(self, texts: Iterable[str], keep_rest: bool) -> Iterator[np.ndarray]:
-        """Join texts, each with its special tokens and an end token after it, and cut the row of tokens to length.
+        """Join texts, each with its special tokens and an end token, into one row of tokens, and cut that to length.
 
         Args:
             texts: The texts; they may never end.
@@ -114,7 +101,7 @@ class TextEncoder:
     def _tokenize(self, examples: Sequence[Example]) -> dict[str, list[list[int]]]:
         pairs = [example.pair for example in examples]
         if None in pairs and any(pair is not None for pair in pairs):
-            # A mixture of single texts and pairs, which a tokenizer takes apart from each other only.
+            # A tokenizer takes either single texts or pairs, but this mixture has both.
             each = [self._tokenize([example]) for example in examples]
             return {name: [row[name][0] for row in each] for name in each[0]}
         fields = self.tokenizer(
@@ -126,7 +113,7 @@ class TextEncoder:
         )
         result = {name: fields[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in fields}
         for row, ids in enumerate(result["input_ids"]):
-            if not ids:  # A row without tokens would be masked altogether, and softmax has no answer to that.
+            if not ids:  # A row without tokens would be masked completely, and softmax is undefined for it.
                 for name, filler in (("input_ids", self.tokenizer.pad_token_id), ("attention_mask", 1)):
                     result[name][row] = [filler]
                 if "token_type_ids" in result:
@@ -135,7 +122,7 @@ class TextEncoder:
 
 
 class ImageEncoder:
-    """Lets the image processor resize, crop and normalise.
+    """Makes batches with the image processor, which resizes, crops and normalises.
 
     Args:
         processor: The model's image processor, or a processor that has one.
@@ -177,9 +164,14 @@ class ImageEncoder:
         return {"pixel_values": pixels, **labels(examples, self.names)}
 
 
+Encoder: TypeAlias = TextEncoder | ImageEncoder
+"""Makes batches of examples. `needs_all`: the shape of a row depends on the others, so a process that encodes only some
+rows of a global batch needs all of them."""
+
+
 def make_encoder(
     processor: Any, modality: Modality, max_length: int, names: tuple[str, ...] | None, packed: bool
-) -> TextEncoder | ImageEncoder:
+) -> Encoder:
     """Build the encoder of a modality."""
     if modality == "image":
         return ImageEncoder(processor, names)
@@ -187,7 +179,7 @@ def make_encoder(
 
 
 def labels(examples: Sequence[Example], names: tuple[str, ...] | None) -> dict[str, Tensor]:
-    """Give ``labels`` [B] of examples that have them: long for classes and whole numbers, float for others.
+    """Return ``labels`` [B] if the examples have them: long for classes and whole numbers, float for others.
 
     Raises:
         DataError: If a class name is not among the known ones.

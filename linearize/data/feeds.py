@@ -1,11 +1,11 @@
-"""Two ways to come by training examples: by number out of records, or one after the other out of streams."""
+"""Two sources of training examples: records by number, or streams in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -25,35 +25,8 @@ SHUFFLE_BUFFER = 1_000
 DIGESTS = 16_384
 
 
-class Feed(Protocol):
-    """An endless row of items, each of which can be turned into an example.
-
-    ``size`` is the number of different training examples, or None where it is not known.
-    """
-
-    size: int | None
-
-    def open_at(self, position: int) -> Iterator[Any]:
-        """Give the items from a position on, for ever."""
-
-    def fetch(self, items: Sequence[Any]) -> list[Example]:
-        """Read the examples of these items."""
-
-    def length(self, item: Any) -> int:
-        """Tell how long an item is, in some unit that grows with its tokens."""
-
-    def pool(self, batch: int) -> int:
-        """Tell how many batches of this size may be sorted by length together."""
-
-    def digest(self) -> str:
-        """Identify the training examples: the sizes of all, the contents of up to `DIGESTS` of each part.
-
-        Of a stream, which is not read through for this, only that it is one.
-        """
-
-
 class MapFeed:
-    """Feeds chosen rows of records; going to any position costs nothing.
+    """Feeds chosen rows of records; starting at any position costs nothing.
 
     Args:
         parts: The parts of a mixture.
@@ -72,16 +45,20 @@ class MapFeed:
         self.size: int | None = sum(self.counts)
 
     def open_at(self, position: int) -> Iterator[int]:
+        """Yield the items from a position on, for ever."""
         return endless(self.counts, self.weights, self.seed, position)
 
     def length(self, item: int) -> int:
+        """Return how long an item is, in a unit that grows with its tokens."""
         return int(self.sizes[item])
 
     def pool(self, batch: int) -> int:
-        # Never more than an epoch: sorted by length, the same text of two epochs would lie side by side.
+        """Return how many batches of this size may be sorted by length together."""
+        # At most an epoch: otherwise sorting by length would put the same text of two epochs side by side.
         return max(1, min(POOL, len(self.sizes) // batch))
 
     def digest(self) -> str:
+        """Identify the examples by the sizes of all and the contents of up to `DIGESTS` of each part."""
         parts = []
         for part, chosen in zip(self.parts, self.rows, strict=True):
             some = [int(chosen[place]) for place in spread(len(chosen), DIGESTS)]
@@ -89,19 +66,20 @@ class MapFeed:
         return data_digest(parts)
 
     def fetch(self, items: Sequence[int]) -> list[Example]:
+        """Read the examples of these items."""
         numbers = np.asarray(items)
         owners = np.searchsorted(self.offsets, numbers, side="right") - 1
-        found: dict[int, Example] = {}
+        examples: dict[int, Example] = {}
         for part in np.unique(owners).tolist():
             mine = np.flatnonzero(owners == part).tolist()
             rows = self.rows[part][numbers[mine] - self.offsets[part]]
-            found.update(zip(mine, self.parts[part].fetch(rows.tolist()), strict=True))
-        return [found[place] for place in range(len(items))]
+            examples.update(zip(mine, self.parts[part].fetch(rows.tolist()), strict=True))
+        return [examples[place] for place in range(len(items))]
 
 
 @dataclass
 class StreamPart:
-    """One uniform streamed table of a mixture; ``skipped`` counts the unusable rows met in front."""
+    """One uniform streamed table of a mixture; ``skipped`` counts the unusable rows before the held-out ones end."""
 
     table: IterableDataset
     weight: float
@@ -130,10 +108,10 @@ class StreamPart:
 
 
 class StreamFeed:
-    """Feeds rows as they are read; going to a position reads, but does not decode or tokenise, what is before it.
+    """Feeds rows as they are read. Starting at a position reads the rows before it, without decoding or tokenising.
 
-    The first usable rows are held out; what equals one of them is left out wherever it comes. The rest goes through a
-    shuffle buffer of 1000 rows, anew in every epoch.
+    The first usable rows are held out, and all rows equal to one of them are left out. The others pass through a
+    shuffle buffer of 1000 rows, in a new order in every epoch.
 
     Args:
         parts: The streams.
@@ -174,10 +152,11 @@ class StreamFeed:
         return POOL
 
     def digest(self) -> str:
+        # It would have to be read to its end for more.
         return "stream"
 
     def held_items(self) -> list[tuple[int, TableRow]]:
-        """Give the held-out rows as items."""
+        """Return the held-out rows as items."""
         return [(number, row) for number, part in enumerate(self.parts) for row in part.held]
 
     def _mixed(self) -> Iterator[tuple[int, TableRow]]:
@@ -200,7 +179,7 @@ class StreamFeed:
 
 
 class PackedFeed:
-    """Feeds rows packed out of a stream of texts as it is read; going to a position tokenises what is before it."""
+    """Feeds rows packed from a stream of texts as it is read; starting at a position tokenises what is before it."""
 
     size: int | None = None
 
@@ -224,8 +203,13 @@ class PackedFeed:
         return "packed stream"
 
 
+Feed: TypeAlias = MapFeed | StreamFeed | PackedFeed
+"""An endless sequence of items, each of which can be turned into an example. `size` is the number of different training
+examples, or None if it is unknown."""
+
+
 def row_usable(row: TableRow, names: tuple[str, ...] | None) -> bool:
-    """Whether a row of a uniform table has all it should have."""
+    """Tell whether a row of a uniform table is complete."""
     if "label" in row and not usable_label(row["label"], names):
         return False
     if "image" in row:
@@ -240,7 +224,7 @@ def row_digest(row: TableRow) -> bytes:
 
 
 def row_example(row: TableRow, names: tuple[str, ...] | None) -> Example:
-    """Turn a row of a uniform table into an example; an image is decoded now."""
+    """Turn a row of a uniform table into an example; images are decoded."""
     label = named_labels([row.get("label")], names)[0]
     if "image" in row:
         return Example(decode(raw_bytes(row["image"]), row["image"]["path"] or "of a stream"), None, label)

@@ -1,4 +1,4 @@
-"""Data sets on the Hugging Face Hub: one short question whether it answers, then `datasets` does the rest."""
+"""Data sets on the Hugging Face Hub: one short request checks that it answers, then `datasets` does the rest."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def unreachable(repo: str) -> str | None:
-    """Say why the Hub cannot be asked about a data set now.
+    """Return why the Hub cannot be asked about a data set now.
 
-    `datasets` itself retries for more than 20 seconds without a network, so one request of its own comes first.
+    Without a network `datasets` retries for more than 20 seconds, so a separate request comes first.
 
     Args:
         repo: Hub name without a config.
 
     Returns:
-        The reason, or None if the Hub answers (be it that there is no such data set).
+        The reason; None if the Hub answers, even that it has no such data set.
     """
     from datasets import config as datasets_config
     from huggingface_hub import HfApi, constants
@@ -46,7 +46,7 @@ def unreachable(repo: str) -> str | None:
 
 
 def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Load one split of a Hub data set, from the local cache where the Hub is out of reach.
+    """Load one split of a Hub data set, from the local cache if the Hub cannot be reached.
 
     Args:
         name: ``owner/name`` or ``owner/name:config``.
@@ -57,7 +57,7 @@ def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDatase
         The data set.
 
     Raises:
-        DataError: If there is neither such a file nor such a name, or it cannot be loaded.
+        DataError: If it is neither a file nor a name on the Hub, or cannot be loaded.
     """
     from datasets import load_dataset
 
@@ -68,9 +68,7 @@ def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDatase
     try:
         with quiet(), _offline(reason is not None):
             return load_dataset(repo, config or None, split=split, streaming=streaming)
-    except (
-        Exception
-    ) as error:  # Anything at all may come out of a foreign data set; it is named, and kept as the cause.
+    except Exception as error:  # Foreign data sets may raise anything.
         if reason is not None:
             remedy = "unset it" if reason == OFFLINE else "connect to the network"
             raise DataError(
@@ -83,14 +81,14 @@ def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDatase
 
 
 def cause(error: BaseException) -> str:
-    """Give the innermost reason of an error in one line of at most 300 characters."""
+    """Return the innermost cause of an error in one line of at most 300 characters."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": .")[:300]
 
 
 def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[TableRow]:
-    """Read the rows of a table; of a streamed one, a fault of the data shows only now.
+    """Yield the rows of a table; faults in a streamed one only show now.
 
     Raises:
         DataError: If the data cannot be read.
@@ -100,15 +98,15 @@ def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[TableRow]
     except LinearizeError:
         raise
     except Exception as error:  # Any reader's, any file system's.
-        raise DataError(f"{origin}: cannot be read on: {cause(error)}") from error
+        raise DataError(f"{origin}: cannot be read further: {cause(error)}") from error
 
 
 @contextmanager
 def quiet(logs: bool = False) -> Iterator[None]:
-    """Keep `datasets` from drawing progress bars: what is shown is the command line's business.
+    """Hide the progress bars of `datasets`, as only the command line prints.
 
     Args:
-        logs: Whether to keep back its log lines as well, where the error raised says the same.
+        logs: Whether to hide its log lines as well, if the raised error says the same.
     """
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils import logging as datasets_logging
@@ -127,7 +125,7 @@ def quiet(logs: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _offline(active: bool) -> Iterator[None]:
-    """Let `datasets` go to its cache at once, as if its own offline variable were set."""
+    """Let `datasets` use its cache immediately, as if its offline variable were set."""
     from datasets import config as datasets_config
 
     before = datasets_config.HF_HUB_OFFLINE

@@ -1,4 +1,4 @@
-"""Images as records: from tables with an image column, from folders, and from zip files read in place."""
+"""Images as records: from tables with an image column, from folders, and from zip files without unpacking."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from linearize.data.hub import cause
-from linearize.data.records import Example, RawImage, named_labels, scan
+from linearize.data.records import Example, RawImage, TableRecords, named_labels
 from linearize.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
     from PIL.Image import Image
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -26,7 +25,7 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".
 class ImageFile(NamedTuple):
     """One image: the file ``path``, or a member of the zip file ``path``.
 
-    ``inner`` is its place under the folder or in the zip file; the last folder of it is its class. ``size`` in bytes.
+    ``inner`` is its path in the folder or zip file, whose last folder is its class. ``size`` is in bytes.
     """
 
     path: Path
@@ -36,15 +35,15 @@ class ImageFile(NamedTuple):
 
 
 class ImageFiles:
-    """Image files of a folder or of zip files; nothing is unpacked, and each image is read when it is wanted.
+    """Image files of a folder or of zip files, each read when it is needed.
 
     Args:
         files: The images.
-        labelled: Whether to take the folder an image lies in as its class.
-        origin: How messages call the data set.
+        labelled: Whether the folder of an image is its class.
+        origin: Name of the data set in messages.
 
     Raises:
-        DataError: If classes are asked for and an image lies in no class folder.
+        DataError: If `labelled` is set and an image is in no class folder.
     """
 
     def __init__(self, files: list[ImageFile], labelled: bool, origin: str) -> None:
@@ -81,18 +80,23 @@ class ImageFiles:
             raise DataError(f"cannot read image {str(file.inner)!r} of {file.path.name!r}: {cause(error)}") from error
 
 
-class ImageTable:
-    """The usable rows of a table with the columns ``image`` (undecoded) and perhaps ``label``.
+class ImageTable(TableRecords):
+    """Rows with the columns ``image`` (undecoded) and perhaps ``label``."""
 
-    Args:
-        table: A uniform table, see `linearize.data.columns.uniform`.
-        names: Class names behind the labels, if they have any.
-    """
+    @staticmethod
+    def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows [N] have an image, and the bytes [N] of its file."""
+        import pyarrow.compute as pc
 
-    def __init__(self, table: Dataset, names: tuple[str, ...] | None = None) -> None:
-        usable, sizes = scan(table, _image_sizes)
-        self.table = table if usable.all() else table.select(np.flatnonzero(usable))
-        self.sizes, self.skipped, self.names = sizes[usable], int((~usable).sum()), names
+        # Chunks are not joined: ten thousand images may have more bytes than Arrow's offsets can count.
+        column = batch["image"]
+        sizes = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1).to_numpy().astype(np.int64)
+        good = pc.is_valid(column).to_numpy().copy()
+        for row in np.flatnonzero(good & (sizes < 0)):
+            path = column[int(row)].as_py()["path"]
+            good[row] = path is not None
+            sizes[row] = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
+        return good, sizes
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         columns = self.table[list(rows)]
@@ -112,7 +116,7 @@ def image_digest(raw: RawImage) -> bytes:
 
 
 def raw_bytes(raw: RawImage) -> bytes:
-    """Give the bytes of an undecoded image of `datasets`, ``{"bytes": ..., "path": ...}``.
+    """Return the bytes of an undecoded image of `datasets`, ``{"bytes": ..., "path": ...}``.
 
     Raises:
         DataError: If it is only a path, and that file cannot be read.
@@ -129,7 +133,7 @@ def decode(data: bytes, name: str) -> Image:
     """Decode an image file and turn it upright.
 
     Raises:
-        DataError: If these bytes are no image, or a cut one.
+        DataError: If the bytes are not an image, or a truncated one.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -142,15 +146,15 @@ def decode(data: bytes, name: str) -> Image:
 
 
 def folder_images(root: Path, paths: Sequence[Path]) -> list[ImageFile]:
-    """Describe image files by their place under a folder."""
+    """Return the image files of a folder."""
     return [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in paths]
 
 
 def zip_images(path: Path) -> list[ImageFile]:
-    """List the images in a zip file; other members are passed over.
+    """Return the images in a zip file.
 
     Raises:
-        DataError: If it is no zip file, or holds no image.
+        DataError: If it is not a zip file, or has no image.
     """
     try:
         with ZipFile(path) as archive:
@@ -164,20 +168,6 @@ def zip_images(path: Path) -> list[ImageFile]:
 
 
 def is_image(path: PurePosixPath) -> bool:
-    """Whether a name is that of an image; hidden files and the Mac's resource forks are not."""
+    """Tell whether a file name is that of an image, and not of a hidden file or a Mac's resource fork."""
     hidden = any(part.startswith((".", "__MACOSX")) for part in path.parts)
     return path.suffix.lower() in IMAGE_SUFFIXES and not hidden
-
-
-def _image_sizes(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    import pyarrow.compute as pc
-
-    # The chunks stay apart: joined, ten thousand images may be more than Arrow's offsets can count.
-    column = batch["image"]
-    sizes = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1).to_numpy().astype(np.int64)
-    good = pc.is_valid(column).to_numpy().copy()
-    for row in np.flatnonzero(good & (sizes < 0)):
-        path = column[int(row)].as_py()["path"]
-        good[row] = path is not None
-        sizes[row] = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
-    return good, sizes

@@ -1,4 +1,4 @@
-"""Open a data set: a config and a processor in, a source of batches out."""
+"""Open a data set as a source of batches."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Part:
 
 
 def load_source(config: DataConfig, processor: Processor, modality: Modality) -> Source:
-    """Open the data, set the held-out examples aside, and get ready to give batches.
+    """Open the data and set the held-out examples aside.
 
     Args:
         config: Which data, and how it becomes batches.
-        processor: The model's tokenizer or image processor, or a processor that has it. It is not changed.
+        processor: The model's tokenizer or image processor, or a processor that has one. It is not changed.
         modality: ``"text"`` or ``"image"``.
 
     Returns:
-        The source. Its description names the data that was chosen.
+        The source of batches. Its description names the data that was chosen.
 
     Raises:
-        ConfigError: If the modality, the processor and the config do not fit each other.
+        ConfigError: If the modality, the processor and the config do not match.
         DataError: If the data cannot be found, read or used.
     """
     if modality not in ("text", "image"):
@@ -77,7 +77,7 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
 
 def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]:
     if config.sources:
-        return [_open(name, weight, config, modality) for name, weight in config.sources], False
+        return [open_records(name, config, modality, weight) for name, weight in config.sources], False
     name = DEFAULT_TEXT if modality == "text" else DEFAULT_IMAGES
     reason = unreachable(name.partition(":")[0])
     if reason is None:
@@ -104,16 +104,12 @@ def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
     return Part(crops, 1.0, called + because)
 
 
-def open_records(name: str, config: DataConfig, modality: Modality) -> Part:
-    """Open one data set as records with uniform columns, nothing held out: for those who batch on their own.
+def open_records(name: str, config: DataConfig, modality: Modality, weight: float = 1.0) -> Part:
+    """Open one data set as records or a stream with uniform columns, without holding examples out.
 
     Raises:
         DataError: If the data cannot be found, read or used.
     """
-    return _open(name, 1.0, config, modality)
-
-
-def _open(name: str, weight: float, config: DataConfig, modality: Modality) -> Part:
     path = Path(name).expanduser()
     if exists(path) or looks_local(name):
         origin = f"{'folder' if path.is_dir() else 'file'} {name}"
@@ -172,7 +168,7 @@ def _mapped(
     assert train.size is not None and held.size is not None
     skipped = sum(part.skipped for part in records)
     counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
-    counted += f", {train.size - sum(map(len, split.train)):,} of them paired anew" if config.extra_pairs else ""
+    counted += f", {train.size - sum(map(len, split.train)):,} of them re-paired" if config.extra_pairs else ""
     counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
     counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
     return Source(
@@ -194,7 +190,7 @@ def _mapped(
 def _with_pairs(
     records: list[Records], split: Split, weights: list[float], config: DataConfig, parts: Sequence[Part]
 ) -> MapFeed:
-    """Feed the training rows, and beside them as many pairs made anew of each part as are asked for.
+    """Feed the training rows, and as many re-paired texts of each part as are asked for.
 
     Raises:
         DataError: if a part has no pairs.
@@ -217,7 +213,7 @@ def _with_pairs(
 def _packed(
     records: Sequence[Records], split: Split, weights: Sequence[float], encoder: TextEncoder, config: DataConfig
 ) -> tuple[MapFeed, MapFeed]:
-    """Pack training texts part by part, and all held-out ones together; texts keep the order they have in the data."""
+    """Pack the training texts part by part and all held-out ones together, in the order of the data."""
     train = []
     for part, rows in zip(records, split.train, strict=True):
         packed = list(encoder.pack(_texts(part, rows), keep_rest=False))

@@ -1,4 +1,4 @@
-"""Local files and folders: which files belong to the split, and how each kind is read."""
+"""Local files and folders: choose the files of a split, and read each kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz), images, or a .zip of images"
-# A .tsv has no quoting (GLUE's have lone quotes, which would swallow rows), and "NA" and "null" may be texts.
+# A .tsv has no quoting (GLUE's lone quotes would swallow rows), and "NA" and "null" may be texts.
 READERS: dict[str, tuple[str, dict[str, object]]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
@@ -47,20 +47,20 @@ FORMS = {
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be meant as a local path: by how it begins, or by its ending."""
+    """Tell whether a name can only be a local path, by its beginning or its ending."""
     return name.startswith((".", "/", "~")) or "\\" in name or file_kind(Path(name)) is not None
 
 
 def place_of(name: str, folder: str | None, *, called: str) -> str:
-    """Return where a data set lies: in a folder of data sets, or else where its name says; the Hub's as is.
+    """Return the path of a data set: in a folder of data sets, or else its name; a name on the Hub is unchanged.
 
     Args:
         name: as the user wrote it.
-        folder: where data sets lie beside each other, if anything.
+        folder: a folder of data sets, or None.
         called: the option that names it.
 
     Raises:
-        DataError: if it is nowhere, as far as can be told without asking the Hub.
+        DataError: if it does not exist, as far as this is known without asking the Hub.
     """
     root = None if folder is None else Path(folder).expanduser()
     if root is not None and root.is_dir() and exists(root / name):
@@ -84,15 +84,15 @@ def open_local(
     Args:
         path: A file of a known kind; a folder of such files; a folder or zip file of images, also in class folders;
             or a folder written by ``Dataset.save_to_disk``.
-        split: Which files of a folder to read, where their names or folders say train, validation or test.
+        split: Which files of a folder to read, if their names or folders say train, validation or test.
         modality: Whether the model reads text or images.
-        streaming: Whether tables are read while iterating; images are read one by one in any case.
+        streaming: Whether tables are read while iterating; images always are.
 
     Returns:
         Tables, one for each kind of file; or the images.
 
     Raises:
-        DataError: If there is nothing to read, the file is empty or damaged, or it is of another kind.
+        DataError: If there is nothing to read, or a file is empty, damaged or of another kind.
     """
     if not exists(path):
         raise DataError(f"got {str(path)!r}, which does not exist, expected a file or a folder; check the path.")
@@ -107,7 +107,7 @@ def open_local(
         raise DataError(f"{path.name!r}: got {found}, {EXPECTED}.")
     if len(counts) > 1:
         mixed = " and ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        raise DataError(f"folder {path.name!r}: got {mixed}, expected one kind; put them in folders of their own.")
+        raise DataError(f"folder {path.name!r}: got {mixed}, expected one kind; put them in separate folders.")
     if "images" in counts:
         if modality == "text":
             raise DataError(f"{path.name!r}: got images, expected text for a model that reads text; pass text.")
@@ -116,7 +116,7 @@ def open_local(
 
 
 def file_kind(path: Path) -> str | None:
-    """Name the kind of a file by its ending: a key of the readers, ``image``, ``zip`` or None."""
+    """Return the kind of a file by its ending: a value of `TABLE_KINDS`, ``image``, ``zip`` or None."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -128,13 +128,13 @@ def file_kind(path: Path) -> str | None:
 
 
 def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
-    """Keep the files of one split, where the folder tells its splits apart.
+    """Return the files of one split, or all files if the folder has no splits.
 
-    A table or zip file says its split in its name (``train.jsonl.gz``, ``test-0.zip``) or in a folder above it. Images
-    say it only in the top folder, and only if all top folders do: ``train`` may be a class as well.
+    The split of a table or zip file is in its name (``train.jsonl.gz``, ``test-0.zip``) or in a folder above it. The
+    split of images is their top folder, if all top folders are names of splits: ``train`` may be a class as well.
 
     Raises:
-        DataError: If the folder has splits, and this is none of them.
+        DataError: If the folder has splits, but not this one.
     """
     inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
     tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
@@ -153,7 +153,7 @@ def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[It
 
 
 def _top_splits(places: Sequence[PurePosixPath]) -> dict[str, str]:
-    """Map the top folders to splits, if every one of them is a split's name."""
+    """Map the top folders to splits, if all of them are names of splits."""
     tops = {place.parts[0] if len(place.parts) > 1 else "" for place in places}
     splits = {top: split for top in tops for split, words in SPLIT_WORDS.items() if top.lower() in words}
     return splits if splits.keys() == tops else {}
@@ -167,7 +167,7 @@ def _name_split(place: PurePosixPath) -> str | None:
 def _known_files(folder: Path) -> list[Path]:
     files = sorted(file for file in files_in(folder) if file_kind(file) is not None)
     for file in files:
-        exists(file)  # Refuses a link that leads nowhere.
+        exists(file)  # Raises for a broken link.
     return files
 
 
@@ -179,7 +179,7 @@ def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:
             members = zip_images(file)
             tops = _top_splits([image.inner for image in members])
             images += _of_split({image: tops.get(image.inner.parts[0]) for image in members}, split, file.name)
-    # The split's own folder is no class.
+    # The folder of the split is not a class.
     tops = _top_splits([image.inner for image in images])
     return [image._replace(inner=PurePosixPath(*image.inner.parts[1:])) for image in images] if tops else images
 
@@ -189,7 +189,7 @@ def _saved(path: Path, split: str) -> Dataset:
 
     try:
         loaded = load_from_disk(str(path))
-    except Exception as error:  # Whatever a damaged folder makes of it is a fault of the data.
+    except Exception as error:  # A damaged folder may raise anything.
         raise DataError(f"cannot read {path.name!r} as a saved data set: {cause(error)}") from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
@@ -206,7 +206,7 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
         if _is_empty(file, kind):
             raise DataError(f"{file.name!r} is empty: got no rows, expected at least one; check the file.")
         if kind != "parquet" and file.suffix.lower() == ".gz" and re.search(r"[\[\]]", str(file)):
-            # `datasets` makes a URL of it, in which brackets hold an address.
+            # `datasets` makes a URL of it, where brackets enclose an address.
             raise DataError(f"got {str(file)!r}, a .gz file with a bracket in its path, expected none; rename it.")
     builder, options = READERS.get(kind, (kind, {}))
     try:
@@ -228,10 +228,10 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
 
 
 def _check_encoding(table: Dataset) -> None:
-    """Refuse texts that are not UTF-8, which Arrow's readers of JSON and parquet let through.
+    """Check that texts are UTF-8, which Arrow's readers of JSON and parquet do not.
 
     Raises:
-        ArrowInvalid: If there is one.
+        ArrowInvalid: If a text is not.
     """
     for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
         batch.validate(full=True)
@@ -243,12 +243,12 @@ def _unreadable(files: Sequence[Path], kind: str, error: Exception) -> DataError
     if bad is not None:
         return DataError(f"{bad}; expected {form}; repair that line.")
     return DataError(
-        f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; repair the file or get it anew."
+        f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; repair the file or get it again."
     )
 
 
 def _parquet(file: Path) -> Dataset:
-    """Read a parquet file into memory; `datasets` itself does not look into a gzip'd one."""
+    """Read a parquet file into memory, as `datasets` cannot read a gzip'd one."""
     import pyarrow.parquet as pq
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -258,7 +258,7 @@ def _parquet(file: Path) -> Dataset:
 
 
 def _bad_line(files: Sequence[Path]) -> str | None:
-    """Name the first line that is not JSON; None if there is none, or the file is one list."""
+    """Describe the first line that is not JSON; None if all are, or the file is one list."""
     for file in files:
         try:
             with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb") as stream:
@@ -275,7 +275,7 @@ def _bad_line(files: Sequence[Path]) -> str | None:
 
 
 def _is_empty(file: Path, kind: str) -> bool:
-    """Whether a text file has no line but a header; asked first because each reader fails in its own way then."""
+    """Tell whether a text file has no line but a header. Each reader would raise another error for such a file."""
     if kind == "parquet":
         return False
     needed = 2 if kind in ("csv", "tsv") else 1

@@ -1,7 +1,7 @@
-"""Which example comes when: the held-out choice, the mixture, the order of every epoch, batches, and resuming.
+"""The order of examples: the held-out choice, the mixture, every epoch, and batches.
 
-Everything here is a function of the seed and a position, so a run can be taken up at any batch without reading the
-batches before it.
+Everything here is a function of the seed and a position, so a run can resume at any batch without reading the batches
+before it. (`datasets.interleave_datasets` and `train_test_split` would draw other rows for the same seed.)
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from linearize.data.records import Records
 from linearize.errors import DataError
 
 Item = TypeVar("Item")
-# Batches sorted by length together: enough to pad little, few enough to keep the order random.
+# Batches sorted by length together: enough for little padding, few enough for a random order.
 POOL = 50
-# Second words of a seed, so that no two draws of one run share their random numbers.
+# Second numbers of a seed, so that no two draws of a run share their random numbers.
 HOLDOUT, ORDER, MIX, BATCHES = range(4)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Row numbers of each part: ``held`` and ``train`` share no example; ``duplicates`` counts what that cost."""
+    """Row numbers of each part. ``held`` and ``train`` share no example: ``duplicates`` rows were left out for that."""
 
     held: list[np.ndarray]
     train: list[np.ndarray]
@@ -33,12 +33,12 @@ class Split:
 
 
 def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Share a whole number out by weights, as fairly as whole numbers allow.
+    """Divide a whole number by weights, as fairly as whole numbers allow.
 
     Args:
-        total: What is shared.
+        total: The number.
         weights: Weight of each part.
-        most: Largest share of each part; what one cannot take goes to the others.
+        most: Largest share of each part; what exceeds it goes to the others.
 
     Returns:
         The shares; they sum to ``total``, or to less if ``most`` does.
@@ -101,19 +101,19 @@ def _without(part: Records, rows: np.ndarray, known: set[bytes], sizes: np.ndarr
 
 
 def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position: int = 0) -> Iterator[int]:
-    """Number the training examples in the order they are trained on, for ever.
+    """Yield the numbers of the training examples in the order of training, for ever.
 
-    An epoch is as many examples as there are in all; each part fills its weight's share of every epoch and is
-    shuffled anew each time it has been gone through.
+    An epoch has as many examples as there are in total. Each part fills its weight's share of every epoch, and is
+    shuffled again for each pass over it.
 
     Args:
-        sizes: Number of examples of each part; examples are numbered on from part to part.
+        sizes: Number of examples of each part; numbers continue from part to part.
         weights: Weight of each part.
         seed: Seed of the order; epoch ``e`` is shuffled with ``seed + e``.
-        position: How many examples to leave out at the start; costs nothing.
+        position: How many examples to skip at the start; costs nothing.
     """
     total = sum(sizes)
-    # At least one of each, or a small part of a small mixture would never come.
+    # At least one of each, or a small part of a small mixture would never be drawn.
     shares = [1 + share for share in apportion(total - len(sizes), weights)]
     offsets = np.cumsum([0, *sizes])
     for epoch in count(position // total):
@@ -129,7 +129,7 @@ def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position:
 
 
 def _draw(size: int, begin: int, length: int, seed: int, part: int) -> np.ndarray:
-    """Take a stretch out of one part's endless row of shuffled passes."""
+    """Return a slice of one part's endless sequence of shuffled passes."""
     first, last = begin // size, (begin + length - 1) // size
     passes = [np.random.default_rng([seed + n, ORDER, part]).permutation(size) for n in range(first, last + 1)]
     return np.concatenate(passes)[begin - first * size :][:length]
@@ -143,7 +143,7 @@ def batches(
     pool: int = POOL,
     seed: int = 0,
 ) -> Iterator[list[Item]]:
-    """Cut an endless row of items into batches, with items of similar length together if ``length`` is given.
+    """Cut an endless sequence of items into batches, of items with similar length if ``length`` is given.
 
     Args:
         open_at: Gives the items from a position on.

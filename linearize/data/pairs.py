@@ -1,4 +1,4 @@
-"""Texts of pairs paired anew: rows without a label, which cost nothing, for a teacher to say something about."""
+"""Re-paired texts: free rows without a label, for a teacher to label."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from linearize.data.records import Example, Records, text_digest
 
 NEIGHBOURS = 6
-"""Among so many nearest second texts the hard partner is drawn."""
+"""The hard partner is drawn from so many nearest second texts."""
 CANDIDATES = 20_000
-"""Second texts that are searched for near ones, so that a large set costs no more than a middling one."""
+"""Second texts that are searched, so that a large set costs no more than a medium one."""
 _STREAM = 0x9A12
 
 
 def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed: int) -> list[tuple[int, int]]:
     """Pair first texts with other rows' second texts: half at random, half with one that shares words with it.
 
-    Random partners are mostly unrelated; those with common words (cosine of TF-IDF) are the near misses on which a
-    model has to compare the texts. First texts stay first, as the columns of a pair may mean different things.
+    Random partners are mostly unrelated; partners with common words (cosine of TF-IDF) are near misses, for which a
+    model must compare the texts. First texts stay first, as the columns of a pair may have different meanings.
 
     Args:
         firsts: first texts [N].
@@ -28,8 +28,8 @@ def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed:
         seed: of the choice; the same seed gives the same pairs.
 
     Returns:
-        `count` pairs (row of the first text, row of the second text), never twice the same row and never the second
-        text that the first one has already; none of fewer than two rows, or where all second texts are the same.
+        `count` pairs (row of the first text, row of the second text), never of the same row or with the second text of
+        the first one's row. Empty if there are fewer than two rows or all second texts are the same.
     """
     total = len(firsts)
     if count < 1 or total < 2 or len(set(seconds)) < 2:
@@ -53,7 +53,7 @@ def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed:
 
 
 class PairedAnew:
-    """Pairs made anew out of some rows of records, as records; their labels are gone.
+    """Re-paired texts of some rows of records, as records without labels.
 
     Args:
         records: rows with pairs of texts.
@@ -81,7 +81,7 @@ class PairedAnew:
 def _near(
     firsts: Sequence[str], seconds: Sequence[str], anchors: np.ndarray, chance: np.random.Generator
 ) -> dict[int, list[int]]:
-    """Find, for the first texts of some rows, the rows of the nearest second texts; none where there are no words."""
+    """Return for the first texts of some rows the rows of the nearest second texts; empty if there are no words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.neighbors import NearestNeighbors
 

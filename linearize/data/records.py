@@ -1,8 +1,8 @@
-"""Examples that can be fetched by number: the common shape of tables, image folders and built-in data."""
+"""Examples by number: the common interface of tables, image folders and built-in data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
@@ -25,14 +25,14 @@ class Example(NamedTuple):
 
 
 class RawImage(TypedDict):
-    """An undecoded image of `datasets`: the bytes of its file, or where that lies."""
+    """An undecoded image of `datasets`: the bytes of its file, or its path."""
 
     bytes: bytes | None
     path: str | None
 
 
 class TableRow(TypedDict, total=False):
-    """A row of a uniform table, see `linearize.data.columns.uniform`."""
+    """A row of a table that `linearize.data.columns.uniform` returned."""
 
     text: str
     pair: str | None
@@ -43,8 +43,8 @@ class TableRow(TypedDict, total=False):
 class Records(Protocol):
     """Examples by number.
 
-    ``sizes`` [N] is cheap to have: characters of a text, bytes of an image. Two equal examples have equal sizes, so
-    only examples of a held-out one's size need a ``digest``; and texts are grouped by it to pad less.
+    ``sizes`` [N] is cheap to compute: characters of a text, bytes of an image. Equal examples have equal sizes, so only
+    examples with the size of a held-out one need a digest. Texts are grouped by it for less padding.
     """
 
     sizes: np.ndarray
@@ -55,31 +55,60 @@ class Records(Protocol):
         """Read the examples of these numbers, in this order."""
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        """Give what makes each example itself: equal for equal texts or equal image files."""
+        """Yield a digest of each example, equal for equal texts or image files."""
 
 
 def text_digest(text: str, pair: str | None) -> bytes:
-    """Identify a text or a pair of texts; white space around a text does not make it another one."""
-    # The length in front keeps ("ab", "c") apart from ("a", "bc").
+    """Identify a text or a pair of texts, regardless of white space around them."""
+    # The length distinguishes ("ab", "c") from ("a", "bc").
     first = text.strip().encode("utf-8", "surrogatepass")
     second = (pair or "").strip().encode("utf-8", "surrogatepass")
     return blake2b(b"%d:" % len(first) + first + second, digest_size=16).digest()
 
 
-class TextRecords:
-    """The usable rows of a table with the columns ``text`` and perhaps ``pair`` and ``label``.
-
-    Rows whose text, pair or label is missing or blank are left out and counted in ``skipped``.
+class TableRecords:
+    """The usable rows of a table. Others are left out and counted in ``skipped``.
 
     Args:
-        table: A uniform table, see `linearize.data.columns.uniform`.
-        names: Class names behind the labels, if they have any.
+        table: What `linearize.data.columns.uniform` returns.
+        names: Names of the classes, if the labels are classes.
     """
 
     def __init__(self, table: Dataset, names: tuple[str, ...] | None = None) -> None:
-        usable, sizes = scan(table, _text_sizes)
+        from datasets import ClassLabel
+
+        is_class = isinstance(table.features.get("label"), ClassLabel)
+        parts = []
+        for batch in table.with_format("arrow").iter(batch_size=SCAN_ROWS):
+            good, sizes = self.measure(batch)
+            if "label" in batch.column_names:
+                good &= _labelled(batch["label"], is_class)
+            parts.append((good, sizes))
+        usable, sizes = map(np.concatenate, zip(*parts, strict=True))
         self.table = table if usable.all() else table.select(np.flatnonzero(usable))
         self.sizes, self.skipped, self.names = sizes[usable], int((~usable).sum()), names
+
+    @staticmethod
+    def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows [N] are complete, regardless of labels, and their sizes [N]."""
+        raise NotImplementedError
+
+
+class TextRecords(TableRecords):
+    """Rows with the columns ``text`` and perhaps ``pair`` and ``label``; blank ones are not usable."""
+
+    @staticmethod
+    def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows [N] have all texts, and their characters [N]."""
+        import pyarrow.compute as pc
+
+        good, total = np.ones(batch.num_rows, dtype=bool), np.zeros(batch.num_rows, dtype=np.int32)
+        for name in ("text", "pair"):
+            if name in batch.column_names:
+                length = pc.fill_null(pc.utf8_length(pc.utf8_trim_whitespace(batch[name])), 0).to_numpy()
+                good &= length > 0
+                total += length.astype(np.int32)
+        return good, total
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         columns = self.table[list(rows)]
@@ -94,7 +123,7 @@ class TextRecords:
 
 
 class PackedRecords:
-    """Rows of token ids, each already as long as a row may be.
+    """Packed rows of token ids.
 
     Args:
         rows: Arrays [T] of token ids.
@@ -114,44 +143,15 @@ class PackedRecords:
 
 
 def named_labels(labels: Sequence[str | float | None], names: tuple[str, ...] | None) -> list[str | float | None]:
-    """Turn class numbers into class names, so that the parts of a mixture may number their classes differently."""
+    """Turn class numbers into class names, as the parts of a mixture may number their classes differently."""
     return [names[label] if names is not None and isinstance(label, int) else label for label in labels]
 
 
 def usable_label(label: object, names: tuple[str, ...] | None) -> bool:
-    """Whether a label says something: not missing, blank or NaN, and not the -1 of a test set without labels."""
+    """Tell whether a label is usable: not missing, blank or NaN, nor the -1 of a test set without labels."""
     if label is None or label == "" or label != label:
         return False
     return not (names is not None and isinstance(label, int) and not 0 <= label < len(names))
-
-
-def scan(
-    table: Dataset, sizes_of: Callable[[pa.Table], tuple[np.ndarray, np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Go through the Arrow data once: which rows are usable [N], and their sizes [N]."""
-    from datasets import ClassLabel
-
-    is_class = isinstance(table.features.get("label"), ClassLabel)
-    usable, sizes = [], []
-    for batch in table.with_format("arrow").iter(batch_size=SCAN_ROWS):
-        good, size = sizes_of(batch)
-        if "label" in batch.column_names:
-            good &= _labelled(batch["label"], is_class)
-        usable.append(good)
-        sizes.append(size)
-    return np.concatenate(usable), np.concatenate(sizes)
-
-
-def _text_sizes(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    import pyarrow.compute as pc
-
-    good, total = np.ones(batch.num_rows, dtype=bool), np.zeros(batch.num_rows, dtype=np.int32)
-    for name in ("text", "pair"):
-        if name in batch.column_names:
-            length = pc.fill_null(pc.utf8_length(pc.utf8_trim_whitespace(batch[name])), 0).to_numpy()
-            good &= length > 0
-            total += length.astype(np.int32)
-    return good, total
 
 
 def _labelled(column: pa.ChunkedArray, is_class: bool) -> np.ndarray:

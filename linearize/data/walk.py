@@ -1,4 +1,4 @@
-"""What lies on the disk: whether a path is there, and the files of a folder, links followed."""
+"""Paths on the disk: whether one exists, and the files of a folder, following links."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_FOLDERS = 100_000
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or folder.
+    """Tell whether a file or folder exists.
 
     Raises:
-        DataError: If the path cannot be looked at, is a link to nowhere, or a pipe or device, which may never end.
+        DataError: If the path cannot be read, is a broken link, or is a pipe or device, which may never end.
     """
     try:
         if path.is_file() or path.is_dir():
@@ -31,9 +31,9 @@ def exists(path: Path) -> bool:
 
 
 def files_in(folder: Path, _above: tuple[Path, ...] = (), _seen: list[int] | None = None) -> Iterator[Path]:
-    """Give the files in a folder and its folders, sorted, without hidden ones. Links are followed, loops left out.
+    """Yield the files in a folder and its folders, sorted, without hidden ones. Links are followed, loops left out.
 
-    Also given are links that lead nowhere: who wants such a file finds it missing.
+    Broken links are included: whoever opens such a file finds it missing.
 
     Raises:
         DataError: If a folder cannot be read, or there are more than `MOST_FOLDERS`.

@@ -57,7 +57,7 @@ def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):
         model, line = tmp_path / "in", [*line, "--steps", 2]
     code, text, err = run(capsys, verb, model, *line)
     assert code == 0, err
-    assert "48 texts to train on, 6 held out, 24 of them paired anew" in json.loads(text)["data"]
+    assert "48 texts to train on, 6 held out, 24 of them re-paired" in json.loads(text)["data"]
     code, _, err = run(capsys, verb, model, *line[:2], "--text-column", "a,b,c", *line[4:], "--overwrite")
     assert code == 2 and "expected one name, or two with a comma" in err
 

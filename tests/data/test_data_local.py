@@ -184,7 +184,7 @@ def test_damage_further_on_in_a_stream(write: Write, gpt_tokenizer: Any, tmp_pat
     write("folder/b.jsonl", '{"text": "w1"}\n{nope\n')
     config = DataConfig(dataset=str(tmp_path / "folder"), streaming=True, holdout=0, batch_size=1)
     source = load_source(config, gpt_tokenizer, "text")
-    with pytest.raises(DataError, match="folder: cannot be read on: ArrowInvalid"):
+    with pytest.raises(DataError, match="folder: cannot be read further: ArrowInvalid"):
         list(source.train_batches())
 
 

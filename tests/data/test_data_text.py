@@ -102,7 +102,7 @@ def test_pairs_made_anew_come_between_the_others(rows: Rows, bert_tokenizer: Any
     path = rows("a.jsonl", items)
     config = DataConfig(dataset=path, batch_size=15, holdout=10, extra_pairs=0.5, seed=1)
     source = load_source(config, bert_tokenizer, "text")
-    assert source.num_train == 45 and "45 texts to train on, 10 held out, 15 of them paired anew" in source.description
+    assert source.num_train == 45 and "45 texts to train on, 10 held out, 15 of them re-paired" in source.description
     batches = [batch for batch, _ in zip(source.train_batches(), range(3), strict=False)]
     found = [(int(row[1]) - 5, int(row[3]) - 105) for batch in batches for row in batch["input_ids"]]
     held = {int(row[1]) - 5 for batch in source.holdout_batches() for row in batch["input_ids"]}
