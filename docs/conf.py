@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import linearize
+from linearize.cli.main import VERBS, build_parser
 
 project = "linearize"
 author = project_copyright = "The linearize authors"
@@ -22,10 +25,10 @@ html_show_sourcelink = False
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-# Notebooks show what they gave when they were run (`make notebooks`), or nothing; the tests run them anew.
+# Notebooks show their stored outputs (`make notebooks`), or none; the tests run them again.
 nb_execution_mode = "off"
 
-# A name in backticks is a link where it is one of ours.
+# A name in backticks becomes a link if it is one of ours.
 default_role = "py:obj"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -42,7 +45,7 @@ OF_VALUES: dict[str, list[str]] = {}
 
 
 def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Show formulas and code (indented) as they stand, signs such as in `|x|^2` as signs, and the help of options."""
+    """Show formulas and code (indented) verbatim, signs such as in `|x|^2` as signs, and the help of options."""
     shown: list[str] = []
     inside = False
     for before, line in pairwise(["", *lines]):
@@ -60,31 +63,65 @@ def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, 
 
 
 def restore_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Undo what napoleon does to the sentence behind a value: it takes all before a colon for a type."""
+    """Undo napoleon's change to the sentence after a value: it takes everything before a colon for a type."""
     lines[:] = OF_VALUES.get(name, lines)
 
 
 def escaped(line: str) -> str:
-    """Escape what reStructuredText would read as markup, but for what stands in backticks."""
+    """Escape what reStructuredText would read as markup, except in backticks."""
     parts = line.split("`")
     return "`".join(re.sub(r"[*|]", r"\\\g<0>", part) if n % 2 == 0 else part for n, part in enumerate(parts))
 
 
 def helps(kind: str, thing: Any) -> list[str]:
-    """Return what the fields of a config say of themselves, which is what the command line prints of them."""
+    """Return the help of a config's fields, as the command line prints it."""
     if kind != "class" or not dataclasses.is_dataclass(thing):
         return []
     found = [(one.name, one.metadata["help"]) for one in dataclasses.fields(thing) if one.metadata.get("help")]
     return ["", "Attributes:", *(f"    {name}: {escaped(text)}" for name, text in found), ""] if found else []
 
 
+def verb_page(verb: str) -> str:
+    """Return the page of a verb as Markdown: what it does, its options by group, and the end of its help."""
+    parser = build_parser(verb)
+    parts = [f"# linearize {verb}", parser.description or ""]
+    for group in parser._action_groups:
+        rows = [option_row(action) for action in group._group_actions if action.dest != "help"]
+        if rows:
+            parts += [f"## {(group.title or 'options').capitalize()}", "| | |\n|---|---|\n" + "\n".join(rows)]
+    return "\n\n".join([*parts, f"```text\n{(parser.epilog or '').strip()}\n```", ""])
+
+
+def option_row(action: argparse.Action) -> str:
+    """Return the row of an option or argument."""
+    value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    value = " ".join(value) if isinstance(value, tuple) else value
+    names = ", ".join(action.option_strings)
+    shown = f"{names} {value}".strip() if action.nargs != 0 else names
+    text = re.sub(r"[*|<\[]", r"\\\g<0>", (action.help or "").replace("%%", "%"))
+    return f"| `{shown.replace('|', chr(92) + '|')}` | {text} |"
+
+
+def write_verb_pages(app: Any) -> None:
+    """Write a page per verb into reference/cli, before Sphinx looks for pages."""
+    folder = Path(app.srcdir) / "reference" / "cli"
+    folder.mkdir(exist_ok=True)
+    for old in set(folder.glob("*.md")) - {folder / f"{verb}.md" for verb in VERBS}:
+        old.unlink()
+    for verb in VERBS:
+        page, text = folder / f"{verb}.md", verb_page(verb)
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            page.write_text(text, encoding="utf-8")
+
+
 def without_functions(app: Any, kind: str, name: str, thing: Any, options: Any, signature: str, returns: str) -> Any:
-    """Leave out signatures that hold functions or factories: the fields say more."""
+    """Omit signatures that contain functions or factories: the fields say more."""
     return ("(...)", returns) if signature and "<f" in signature else (signature, returns)
 
 
 def setup(app: Any) -> None:
     """Register the hooks, around napoleon's, which turns `Args:` and the like into lists."""
+    app.connect("builder-inited", write_verb_pages)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", restore_docstring, priority=600)
     app.connect("autodoc-process-signature", without_functions)

@@ -5,7 +5,7 @@
 
 The data is a file with columns, a data set of the Hub, or a folder with one file per split. Both models are tuned with
 the same options; the original is cut at its own length, and reads in chunks as well. What is printed last is the linear
-model at work. An interrupted run goes on with --resume.
+model at work. An interrupted run continues with --resume.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def serve(folder: str) -> list[dict[str, Any]]:
     from transformers import pipeline
 
     classify = pipeline("text-classification", model=folder, truncation=True, device="cpu")
-    answers: list[dict[str, Any]] = classify("Both parties agree to what was said before. " * 200)
+    answers: list[dict[str, Any]] = classify("Both parties agree to the terms stated above. " * 200)
     return answers
 
 

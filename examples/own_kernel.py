@@ -1,12 +1,12 @@
-"""A researcher with a kernel: write it, put it into a table beside others, over tasks and seeds.
+"""A researcher with a kernel: write it, put it into a table with others, over tasks and seeds.
 
     python examples/own_kernel.py bert-base-uncased ./glue --tasks cola,stsb --seeds 0,1,2
     python examples/own_kernel.py bert-base-uncased ./glue --tasks cola --seeds 0 distil.steps=500 finetune.epochs=3
     python examples/own_kernel.py bert-base-uncased ./glue --tasks cola,stsb --seeds 0,1,2 --resume
 
 The folder has one folder per task. The table is the recipe `minilm-glue` with other rows, columns and model; KEY=VALUE
-changes more of it, as behind `linearize run`. It is printed as Markdown, with a star behind each figure that was not
-made as the recipe says. An interrupted run goes on with --resume.
+changes more of it, as after `linearize run`. It is printed as Markdown, with a star after each figure that was not
+made as the recipe prescribes. An interrupted run continues with --resume.
 """
 
 from __future__ import annotations

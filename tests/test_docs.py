@@ -11,10 +11,11 @@ import sys
 
 import pytest
 from support.checkpoints import make_original
-from support.documents import CHECKOUT, make_cheap
+from support.documents import CHECKOUT, make_cheap, pages
 from support.scripts import script
 
 import linearize
+from linearize.cli.main import VERBS, build_parser
 
 DOCS = CHECKOUT / "docs"
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -22,7 +23,7 @@ NOTEBOOKS = {
     "convert_and_look": "STEPS = 2",
     "long_documents": "LENGTHS, LONGEST, DOCUMENTS, STEPS = (16, 128), 80, 16, 1",
 }
-"""The notebooks, and what makes them small: it stands in for what their cell `parameters` says."""
+"""The notebooks, and what makes them small; it replaces the values of their cell `parameters`."""
 
 
 def cells(name):
@@ -32,23 +33,36 @@ def cells(name):
 
 
 def directives(kind):
-    """What the pages of the reference name behind `.. auto<kind>::`."""
+    """Return the names after `.. auto<kind>::` in the reference."""
     texts = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst")]
     return [name for text in texts for name in re.findall(rf"^\.\. auto{kind}:: (\S+)$", text, re.MULTILINE)]
 
 
+def named(page):
+    """The pages in the tables of contents of a page, by their paths in docs without a suffix."""
+    text, folder = (DOCS / f"{page}.md").read_text(encoding="utf-8"), (DOCS / page).parent
+    trees = re.findall(r"^:::\{toctree\}\n(.*?)^:::$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    return [(folder / line).relative_to(DOCS).as_posix() for line in lines]
+
+
 def test_every_page_can_be_reached():
-    index = (DOCS / "index.md").read_text(encoding="utf-8")
-    named = [
-        line
-        for tree in re.findall(r"^:::\{toctree\}\n(.*?)^:::$", index, re.MULTILINE | re.DOTALL)
-        for line in tree.splitlines()
-        if line and not line.startswith(":")
-    ]
-    pages = [p.relative_to(DOCS).with_suffix("").as_posix() for p in DOCS.rglob("*") if p.suffix in (".md", ".ipynb")]
-    assert sorted(named) == sorted({*pages, "reference/index"} - {"index"})
+    found = [page for index in ("index", "benchmarks/index") for page in named(index)]
+    notebooks = [path.relative_to(CHECKOUT).as_posix() for path in DOCS.rglob("*.ipynb")]
+    there = {page.removeprefix("docs/").rpartition(".")[0] for page in [*pages(), *notebooks]}
+    assert sorted(found) == sorted({*there, "reference/index"} - {"index"})
+    assert named("reference/cli") == ["reference/cli/*"]
     reference = (DOCS / "reference" / "index.rst").read_text(encoding="utf-8").partition("toctree::")[2].split()
     assert sorted(reference) == sorted({p.stem for p in (DOCS / "reference").glob("*.rst")} - {"index"})
+
+
+def test_the_page_of_a_verb_has_all_its_options():
+    conf = script("conf", DOCS)
+    for verb in VERBS:
+        page = conf.verb_page(verb)
+        options = {o for a in build_parser(verb)._actions if a.dest != "help" for o in a.option_strings}
+        assert options <= set(re.findall(r"(?<=[` ])--[a-z-]+", page)), verb
+        assert page.startswith(f"# linearize {verb}\n") and "examples:" in page
 
 
 def test_the_reference_names_what_there_is():
@@ -69,7 +83,7 @@ def test_the_notebooks_are_those_that_are_tested():
 
 @pytest.mark.parametrize("name", ["convert_and_look", pytest.param("long_documents", marks=pytest.mark.slow)])
 def test_a_notebook_runs(name, tmp_path, monkeypatch):
-    """All its cells in order on a tiny model under the name that it gives, and what it gives are numbers."""
+    """All its cells run in order, on a tiny model under the name in the notebook, and the results are numbers."""
     make_cheap(monkeypatch, tmp_path)
     make_original(tmp_path / MODEL)
     names = {"__name__": "notebook"}
@@ -87,7 +101,7 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_what_a_notebook_shows_came_from_running_it(name):
-    """Each cell was run once, in order, none failed, no path of a machine is in it; one with times shows nothing."""
+    """Each cell was run once, in order, without failing; no path of a machine shows, and no time of one."""
     stored = (DOCS / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
     code = [cell for cell in json.loads(stored)["cells"] if cell["cell_type"] == "code"]
     counts = [cell["execution_count"] for cell in code]
@@ -105,7 +119,7 @@ def test_what_a_notebook_shows_came_from_running_it(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_in_jupyter(name, tmp_path):
-    """By a kernel of its own, with magics and rich output, as `make notebooks` runs it."""
+    """In a separate kernel, with magics and rich output, as `make notebooks` runs it."""
     nbformat = pytest.importorskip("nbformat", reason="the extra `docs` is not installed")
     pytest.importorskip("nbclient", reason="the extra `docs` is not installed")
     pytest.importorskip("ipykernel", reason="the extra `docs` is not installed")
@@ -127,7 +141,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for page in [*DOCS.glob("*.md"), *DOCS.glob("notebooks/*.ipynb"), *DOCS.glob("reference/*.rst")]:
+    written = [*map(CHECKOUT.joinpath, pages()), *DOCS.glob("notebooks/*.ipynb"), *DOCS.glob("reference/*.rst")]
+    for page in [*written, *(DOCS / "reference" / "cli" / f"{verb}.md" for verb in VERBS)]:
         assert (tmp_path / page.relative_to(DOCS)).with_suffix(".html").is_file(), page
     found = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").glob("*.html"))
     for name in set(linearize.__all__) - {"__version__"}:

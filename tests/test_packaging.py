@@ -111,7 +111,7 @@ def test_readme_of_the_package_page_has_no_relative_link():
     make, readme = script("setup", CHECKOUT).package_readme, (CHECKOUT / "README.md").read_text(encoding="utf-8")
     targets = [target for _, target in re.findall(r"(!?\[[^\]]*\])\(([^)]+)\)", readme)]
     relative = [target for target in targets if not target.startswith("https://")]
-    assert len(relative) > 5 and any(target.endswith(".png") for target in relative)
+    assert len(relative) > 5 and any(target.endswith(".svg") for target in relative)
     alone = make(readme)
     assert not [target for target in relative if f"]({target})" in alone] and "![" not in alone
     assert all(f"`{target}`" in alone or target in alone for target in relative)

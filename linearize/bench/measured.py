@@ -1,6 +1,6 @@
 """What was measured of the kernels, with where it stands: the one table that `linearize kernels` reads.
 
-The figures are those of docs/benchmarks.md and docs/results, which say with which commands; a test holds them together.
+The figures are those of docs/benchmarks and docs/results, which say with which commands; a test holds them together.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ EMBEDDING = Experiment("a", "MiniLM, 300 steps of stage one on STS-B, one seed",
 MIXTURE = Experiment(
     "b",
     "MiniLM, 1,000 steps of 8 sentences, one seed",
-    "docs/benchmarks.md, How close each kernel comes with the same training",
+    "docs/benchmarks/kernels.md",
 )
 EXPERIMENTS = (EMBEDDING, MIXTURE)
 QUALITY = (
@@ -90,7 +90,7 @@ QUALITY = (
     KernelQuality("elu", 1.307, MIXTURE),
 )
 FORWARD, CAUSAL, DECODE = "attention, forward", "causal attention, forward", "decoding, 12 layers"
-SPEED_SOURCE = "docs/benchmarks.md, Speed and memory: 2 CPU cores, 12 heads of size 64, fp32, native op, against SDPA"
+SPEED_SOURCE = "docs/benchmarks/speed.md: 2 CPU cores, 12 heads of size 64, fp32, native op, against SDPA"
 SPEED = (
     KernelSpeed("hedgehog", FORWARD, 4096, 19.7, noisy=True),
     KernelSpeed("flexformer_n", FORWARD, 4096, 16.6, noisy=True),

@@ -14,7 +14,7 @@ from linearize.modeling.plan import LayerPlan
 from linearize.registry import KernelInfo, kernel_infos
 
 SHORT = 512
-"""Tokens up to which linear attention gains little; see docs/benchmarks.md."""
+"""Tokens up to which linear attention gains little; see docs/benchmarks/speed.md."""
 LONG = 4096
 """Tokens that are proposed to a model which takes few."""
 

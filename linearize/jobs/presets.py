@@ -30,7 +30,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 """By name. Both have learned log-scales, the default with a window.
 
-`causal` is for language models: docs/benchmarks.md has what its parts are worth. `encoder` is for models that see both
+`causal` is for language models: docs/benchmarks/hybrid.md has what its parts are worth. `encoder` is for models that see both
 sides: texts of up to 65 tokens come out as before, which is the window's merit; in longer texts the kernel carries what
 is farther apart.
 """

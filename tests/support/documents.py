@@ -1,13 +1,14 @@
-"""Command lines and Python blocks of README.md and docs/*.md, run as they stand on tiny inputs.
+"""Command lines and Python blocks of README.md and the pages in docs, run as they stand on tiny inputs.
 
-Most lines run as they stand: in a working folder lie tiny things under the documents' names (`FOLDERS`, `CONVERTED`,
-`reviews.jsonl`, `glue/`), and what one line writes the next ones of its document read. Three tables say what differs,
-and a line that they do not cover fails:
+Most lines run as they stand. The working folder holds tiny models and data under the documents' names (`FOLDERS`,
+`CONVERTED`, `reviews.jsonl`, `glue/`), and each line reads what earlier lines of its document wrote. Tables define the
+differences, and a line that they do not cover fails:
 
-- `WORDS` replaces what cannot lie in a folder under its own name;
-- `QUICK`, `EXAMPLES` and `RECIPES` put options behind a line that make it small (the last one of a kind counts);
-- `make` and `pip` lines are not run but checked against Makefile and pyproject.toml; of a make target its lines with
-  `linearize` are parsed (tests/test_demo.py runs the demo). Nothing is uploaded: `push` is a stand-in.
+- `WORDS` replaces names that cannot be the name of a folder here;
+- `QUICK`, `EXAMPLES` and `RECIPES` add options to a line that make it small (the last one of a kind counts);
+- `accelerate launch` and `torchrun` lines run in one process, after the launcher's own parser accepted them;
+- `make`, `pip` and `uvicorn` lines are not run but checked against Makefile, pyproject.toml and examples; the lines of
+  a make target that start `linearize` are parsed (tests/test_demo.py runs the demo). `push` uploads nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from support.checkpoints import make_original, make_text
 from support.scripts import script
 
 CHECKOUT = Path(linearize.__file__).parent.parent
+GENERATED = "docs/reference/cli"
 
 FOLDERS = {
     # Stage two takes rows of 128 tokens unless asked otherwise.
@@ -49,12 +51,15 @@ FOLDERS = {
 }
 CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
 """Converted checkpoints under the names that README.md gives them, for the other documents."""
-WORDS = {"vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2"}
+WORDS = {
+    "vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2",
+    "sentence-transformers/all-MiniLM-L6-v2": "MINILM",
+}  # fmt: skip
 LAYERS = "{1: softmax, 3: ", "{0: softmax, 1: "
 """Numbers of layers in a recipe's row, and those of a model that has two."""
 
 SMALL_SEARCH = "--search-steps 3 --length 32 --no-search-memory"
-"""Behind a line with --kernel auto."""
+"""Added to a line with --kernel auto."""
 SMALL = "--device cpu --distill-steps 2 --distill-length 16 --batch-size 4 --holdout 8"
 LOOK = "--device cpu --lengths 16 --inputs 2 --max-length 16"
 TASK = "--device cpu --batch-size 8 --max-length 16"
@@ -70,7 +75,7 @@ QUICK = {
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
 }  # fmt: skip
 OF_MODEL = "--device cpu --repeats 1 --no-memory"
-"""Behind `bench MODEL`, whose heads are its own; and whose lengths are, where it reads images."""
+"""Added to `bench MODEL`, which has its own heads, and its own lengths if it reads images."""
 ONLY_PARSED = {
     "--goals": "measures every figure that the project promises, which takes minutes",
     "bert-base": "a model of real size",
@@ -135,6 +140,12 @@ EXAMPLES = {
     "generation": ["--distill-steps", "2", "--tokens", "8", "--dataset", "corpus.txt"],
     "images": ["--distill-steps", "1", "--untrained"],
 }  # fmt: skip
+
+
+def pages():
+    """Return the Markdown pages of docs by their paths in the checkout, without those that the site generates."""
+    found = sorted(path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "docs").rglob("*.md"))
+    return [name for name in found if not name.startswith(f"{GENERATED}/")]
 
 
 def blocks(text):
@@ -232,8 +243,15 @@ def make_cheap(patch, root: Path) -> None:
 def run_line(line, capsys, *, parse_only=False):
     """Run, or check, one command; an AssertionError says that it fails or is not covered."""
     words = [WORDS.get(word, word).replace(*LAYERS) for word in shlex.split(line, comments=True)]
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if words[0] in ("accelerate", "torchrun"):
+        words = launched(words)
     if words[0] == "linearize":
         run_linearize(line, words[1:], capsys, parse_only)
+    elif words[0] == "uvicorn":
+        folder = words[words.index("--app-dir") + 1]
+        assert (CHECKOUT / folder / f"{words[1].partition(':')[0]}.py").is_file(), f"{line!r}: there is no such app"
     elif words[0] == "python":
         run_example(line, words[1], words[2:])
     elif words[0] == "make":
@@ -242,6 +260,21 @@ def run_line(line, capsys, *, parse_only=False):
         check_pip(line, words[2:])
     else:
         raise AssertionError(f"no way to run {line!r}; add one to this test")
+
+
+def launched(words):
+    """Return the line that a launcher starts, once its own parser has taken its options."""
+    if words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(words[1:])
+        assert given.no_python
+    else:
+        from accelerate.commands.launch import launch_command_parser
+
+        given = launch_command_parser().parse_args(words[2:])
+        assert words[1] == "launch" and given.no_python
+    return [given.training_script, *given.training_script_args]
 
 
 def run_linearize(line, words, capsys, parse_only=False):
