@@ -1,7 +1,7 @@
-"""Register with transformers when, and only when, somebody uses its Auto classes.
+"""Register with transformers once its Auto classes are used.
 
-`import linearize` must be quick and do nothing, yet `AutoModel.from_pretrained` must know converted checkpoints after
-it. So a finder waits for transformers' own config registry to be imported and adds one entry to it then.
+`import linearize` must be quick, but `AutoModel.from_pretrained` must know converted checkpoints afterwards. So a
+finder waits until transformers' config registry is imported, and then adds an entry to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _register() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds only `TARGET`, through the other finders, and runs `_register` after it."""
+    """Finds `TARGET` only, through the other finders, and runs `_register` after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,12 +50,12 @@ class _Loader(importlib.abc.Loader):
         _register()
 
     def __getattr__(self, name: str) -> object:
-        # get_source and friends, for inspect and debuggers.
+        # get_source and others, for inspect and debuggers.
         return getattr(self.wrapped, name)
 
 
 def install() -> None:
-    """Register now if the Auto classes are loaded already, otherwise when they are."""
+    """Register now if the Auto classes are loaded already, else when they are loaded."""
     if TARGET in sys.modules:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

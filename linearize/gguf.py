@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
-"""How llama.cpp ends the names of the files that one model was split into."""
+"""Ending of the names that llama.cpp gives the files of a split model."""
 OTHER_WEIGHTS = (".safetensors", ".bin")
 
 
 class Header(NamedTuple):
-    """What a GGUF file says about itself.
+    """Header of a GGUF file.
 
     Attributes:
-        architecture: in the words of llama.cpp; empty in all shards but the first.
-        shards: number of files that the model was split into.
-        parameters: numbers in this file's tensors.
+        architecture: llama.cpp's name of it; empty in all shards but the first.
+        shards: number of files of the model.
+        parameters: number of parameters in this file.
     """
 
     architecture: str
@@ -38,13 +38,13 @@ class Header(NamedTuple):
 
 
 def find_gguf(name: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file that a name stands for: the file itself, or the one in a folder without other weights.
+    """Return the GGUF file of a name: the file itself, or the one in a folder without other weights.
 
     Args:
         name: Hub name, file or folder.
 
     Returns:
-        The file (the first one that is there, of a model in shards); None if the name does not stand for a GGUF file.
+        The file (the first existing one of a model in shards); None if the name is not that of a GGUF file.
 
     Raises:
         CheckpointError: if the file does not exist, or a folder holds several GGUF models.
@@ -67,13 +67,13 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
 
 
 def located(name: str) -> tuple[str, dict[str, str]]:
-    """Return the name and the options by which `from_pretrained` finds a checkpoint.
+    """Return the name and options with which `from_pretrained` finds a checkpoint.
 
     transformers prefers tokenizer files in the same folder to the tokenizer inside a GGUF file.
 
     Raises:
         CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
-        MissingPackageError: if it needs the package `gguf`, which is not installed.
+        MissingPackageError: if the package `gguf` is needed and not installed.
     """
     file = find_gguf(name)
     if file is None:
@@ -83,7 +83,7 @@ def located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the values of a checkpoint's config; those of a GGUF file name the class that it was made from.
+    """Return the values of a checkpoint's config, with the original's class for a GGUF file.
 
     Raises:
         CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
@@ -98,7 +98,7 @@ def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]
 
 
 def count_parameters(name: str | os.PathLike[str]) -> int | None:
-    """Return how many numbers a GGUF file's tensors have; None if the name does not stand for one.
+    """Return the number of parameters in a GGUF file; None if the name is not that of one.
 
     Raises:
         CheckpointError: if the file is damaged, or one of its shards is missing.
@@ -108,7 +108,7 @@ def count_parameters(name: str | os.PathLike[str]) -> int | None:
 
 
 def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
-    """Load a model by a class of transformers; from a GGUF file with all weights in fp32.
+    """Load a model with a class of transformers; a GGUF file's weights are all in fp32.
 
     Args:
         loader: a model class or Auto class.
@@ -142,7 +142,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
         raise CheckpointError(
             f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"
         )
-    # transformers puts the title of the model here, which could be taken for a name on the Hub.
+    # transformers sets this to the title of the model, which could be mistaken for a name on the Hub.
     model.config._name_or_path = model.name_or_path = name
     vars(model.config).pop("_model_name_or_path", None)
     return model
@@ -157,7 +157,7 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:
-    """Return what tells a file from a later one of the same name."""
+    """Return the facts that tell a file from a later one of the same name."""
     status = path.stat()
     return path, status.st_size, status.st_mtime_ns
 
@@ -189,7 +189,7 @@ def _whole(file: Path) -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _header(path: Path, size: int, changed: int) -> Header:
-    """Read a file's header and check that all its tensors are there."""
+    """Return a file's header, after checking that all its tensors are in it."""
     reader = _open(path)
     architecture, shards = (reader.get_field(key) for key in ("general.architecture", "split.count"))
     return Header(
@@ -217,7 +217,8 @@ def _open(path: Path) -> Any:
         return gguf.GGUFReader(path)
     except Exception as error:  # Depends on where the file ends.
         raise CheckpointError(
-            f"{str(path)!r} is no whole GGUF file, it is cut off or damaged ({first_line(error)}); download it again"
+            f"{str(path)!r} is not a complete GGUF file: it is cut off or damaged ({first_line(error)}); download it "
+            "again"
         ) from error
 
 
@@ -237,7 +238,7 @@ def _joined(files: tuple[tuple[Path, int, int], ...]) -> tuple[object, Path]:
         path = Path(folder.name) / files[0][0].name
         writer = GGUFWriter(path, architecture)
         for field in readers[0].fields.values():
-            # The writer adds these by itself.
+            # The writer adds these.
             if field.name == "general.architecture" or field.name.startswith(("GGUF.", "split.")):
                 continue
             kind, inner = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
@@ -266,7 +267,7 @@ def _gguf_values(path: Path, size: int, changed: int) -> dict[str, Any]:
 
     with _named(path):
         values = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)[0]
-    # A GGUF file names no class; it holds a language model.
+    # A GGUF file does not name a class; it is a language model.
     classes = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     found = classes.get(str(values.get("model_type")))
     return {"architectures": [] if found is None else [found], **values}
@@ -274,7 +275,7 @@ def _gguf_values(path: Path, size: int, changed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Any:
-    """Say in one line that transformers cannot read a file that is whole."""
+    """Report in one line that transformers cannot read an intact file."""
     import transformers
 
     try:

@@ -1,4 +1,4 @@
-"""Load what is to be converted: a model by Hub name, folder or GGUF file, with its tokenizer or image processor."""
+"""Load a model by Hub name, folder or GGUF file, with its tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MODALITIES: dict[str, Modality] = {"input_ids": "text", "pixel_values": "image"}
 
 @dataclass
 class Loaded:
-    """A model ready to be converted.
+    """A loaded model.
 
     Attributes:
-        model: in evaluation mode.
-        processor: tokenizer or image processor; None where the checkpoint has none.
+        model: the model, in evaluation mode.
+        processor: tokenizer or image processor; None if the checkpoint has none.
         modality: "text", "image" or "other".
-        name: what it was loaded from.
-        embedder: files of a sentence embedder's further modules, by name; see `linearize.checkpoint.sentence`.
+        name: Hub name, folder or file.
+        embedder: files of a sentence embedder's other modules, by name (see `linearize.checkpoint.sentence`).
     """
 
     model: PreTrainedModel
@@ -54,17 +54,17 @@ class Loaded:
 
 
 def load_model(name: str, *, task: str | None = None, device: str = "cpu", revision: str | None = None) -> Loaded:
-    """Load a model with the head that its config names, or the one of a task.
+    """Load a model with the head that its config names, or the head of a task.
 
     Args:
         name: Hub name, folder or GGUF file.
         task: a key of `linearize.heads.HEADS`; None: the class in the config's `architectures`.
-        device: where to put it.
+        device: device of the model.
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint, the Hub name cannot be reached, or a weight is NaN or infinite.
-        UnsupportedModelError: if the model needs code of its own or is converted already.
+        CheckpointError: if the folder is not a checkpoint, the Hub name cannot be reached, or a weight is not finite.
+        UnsupportedModelError: if the model needs its own code, or is converted already.
         UnknownNameError: for an unknown task.
     """
     import transformers
@@ -81,7 +81,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
         loader = transformers.AutoModel
     if task is None and "architecture" in raw and raw.get("num_classes"):
-        # timm's own config.json, which names no class of transformers.
+        # timm's config.json does not name a class of transformers.
         loader = transformers.AutoModelForImageClassification
     with quiet(), _explained(name, architecture):
         model = load_weights(loader, name, revision=revision, **_timm_options(name, revision, raw))
@@ -92,7 +92,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 
 
 def _timm_options(name: str, revision: str | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a folder that timm wrote with all arguments of its model: transformers gives some itself."""
+    """Return the config of a folder that timm wrote, without the arguments that transformers sets itself."""
     arguments = raw.get("model_args")
     if "architecture" not in raw or not isinstance(arguments, dict) or "num_classes" not in arguments:
         return {}
@@ -108,10 +108,10 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
 
     Args:
         name: folder or Hub name.
-        device: where to put it.
+        device: device of the model.
 
     Raises:
-        CheckpointError: if it is no converted checkpoint, or is damaged.
+        CheckpointError: if it is not a converted checkpoint, or is damaged.
     """
     import transformers
 
@@ -134,7 +134,7 @@ def check_converted(name: str) -> dict[str, Any]:
     """Return the config of a converted checkpoint.
 
     Raises:
-        CheckpointError: if it is no converted checkpoint, or cannot be read.
+        CheckpointError: if it is not a converted checkpoint, or cannot be read.
     """
     raw = _read_config(name, None)
     if raw.get("model_type") != "linearize":
@@ -143,31 +143,31 @@ def check_converted(name: str) -> dict[str, Any]:
 
 
 def _embedder(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, bytes]:
-    """Read the modules of a sentence embedder; a model with a head is none."""
+    """Return the files of a sentence embedder's other modules; empty for a model with a head."""
     from linearize.checkpoint.sentence import sentence_files
 
     return sentence_files(name, revision) if model.base_model is model else {}
 
 
 def model_type(name: str) -> str | None:
-    """Return the `model_type` in a checkpoint's config; that of converted ones is "linearize".
+    """Return the `model_type` in a checkpoint's config: "linearize" for converted models.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint or the Hub name cannot be reached.
+        CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
     return _read_config(name, None).get("model_type")
 
 
 def move(model: ModelT, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ModelT:
-    """Move a model to a device or to a type of numbers, in place; transformers' own `to` is annotated with neither."""
+    """Move a model to a device or dtype, in place; transformers' own `to` has annotations for neither."""
     return model.to(device=device, dtype=dtype)
 
 
 def check_device(name: str) -> str:
-    """Return a device that is there; "auto" takes the fastest.
+    """Return the name of an available device; "auto" is the fastest one.
 
     Raises:
-        ConfigError: if it is not there.
+        ConfigError: if the device is not available.
     """
     import torch
 
@@ -208,7 +208,7 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _explained(name: str, architecture: str | None) -> Iterator[None]:
-    """Turn transformers' errors into one line that says what to do."""
+    """Turn transformers' errors into one line with advice."""
     from safetensors import SafetensorError
 
     try:
@@ -238,7 +238,7 @@ def _explained(name: str, architecture: str | None) -> Iterator[None]:
 
 
 def wait(device: torch.device | None = None) -> None:
-    """Wait for a GPU, where there is one in use: the given one, or the current one."""
+    """Wait for the given GPU, or the current one, if one is in use."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -249,7 +249,7 @@ def wait(device: torch.device | None = None) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' own bars and its list of unused head weights off the screen."""
+    """Temporarily hide transformers' progress bars and its list of unused head weights."""
     from transformers.utils import logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

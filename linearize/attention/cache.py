@@ -303,7 +303,7 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
 def _check_not_emptied(cache: EncoderDecoderCache, index: int | None) -> None:
     """Refuse a cache that Whisper's `generate` returned: it takes keys row by row, and a state has none to take."""
     layers, across = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
-    if index is None or index >= min(len(layers), len(across)) or not across[index].is_initialized:
+    if index is None or index >= min(len(layers), len(across)) or not getattr(across[index], "is_initialized", False):
         return
     keys = getattr(layers[index], "keys", None)
     if isinstance(layers[index], DynamicLayer) and keys is not None and keys.shape[2] == 0:

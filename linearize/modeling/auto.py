@@ -12,7 +12,7 @@ from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_cla
 
 
 def register() -> None:
-    """Register the model type `linearize`. Light: architectures follow when a checkpoint of theirs is met."""
+    """Register the model type `linearize`; architectures follow when one of their checkpoints is loaded."""
     AutoConfig.register(MODEL_TYPE, LinearizeConfig, exist_ok=True)
     on_config_class(register_architecture)
     PreTrainedConfig.from_dict = classmethod(_from_dict)  # type: ignore[assignment]
@@ -24,10 +24,10 @@ _READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
 def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
     """Read a config as transformers does, but not a converted one as its original's (`BertForMaskedLM` on a folder).
 
-    Checkpoints say so themselves (`GUARD`); those that were written before, and the reason, are only known here.
+    `GUARD` stops that too, without the reason; older checkpoints do not have it.
 
     Raises:
-        CheckpointError: for a converted checkpoint's config in a class of transformers.
+        CheckpointError: if a class of transformers reads the config of a converted checkpoint.
     """
     if config_dict.get("model_type") == MODEL_TYPE != cls.model_type:
         raise CheckpointError(
@@ -55,7 +55,7 @@ def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedCo
 
 
 def _register_processors(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
-    """Let the tokenizers and processors of the original be found by the converted config as well."""
+    """Let Auto classes find the original's tokenizers and processors by the converted config."""
     from transformers.models.auto import (
         feature_extraction_auto,
         image_processing_auto,

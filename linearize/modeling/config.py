@@ -1,7 +1,7 @@
-"""Config of a converted model: the original's config, one section more, and a `model_type` of its own.
+"""Config of a converted model: the original's config, the section `linearize`, and its own `model_type`.
 
-A model type of its own keeps transformers' Auto classes from loading the checkpoint as a softmax model. A class named
-outright (`BertForMaskedLM.from_pretrained`) only warns of another model type; `GUARD` stops its config.
+The `model_type` keeps transformers' Auto classes from loading the checkpoint as a softmax model. A concrete class
+(`BertForMaskedLM.from_pretrained`) only warns of another model type; `GUARD` stops its config.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
 from linearize.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.modeling.compat import implementation_of
 from linearize.modeling.implementations import IMPLEMENTATIONS, implementation, refusal, use_linear_attention
 from linearize.modeling.plan import ABSENT, Plan
 from linearize.modeling.portable import ENTRY, code_files, why_not
@@ -27,7 +28,7 @@ from linearize.modeling.portable import ENTRY, code_files, why_not
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
 GUARD = "; linear attention: load it with an Auto class of transformers, after `import linearize` or with code trusted"
-"""What follows a number in config.json, so that a class that knows nothing of linear attention stops at its type."""
+"""Text after a number in config.json: a class that does not know linear attention stops at the value's type."""
 
 
 class LinearizeConfig(PreTrainedConfig):
@@ -37,11 +38,11 @@ class LinearizeConfig(PreTrainedConfig):
     linearize: dict[str, Any] | None = None
 
     def __new__(cls, *args: object, **kwargs: Any) -> LinearizeConfig:
-        """Become the config class of the original here too: so does a model of several parts make each part's config.
+        """Become the config class of the original; composite models make their parts' configs in this way.
 
         Raises:
-            CheckpointError: as `from_dict`.
-            ConfigError: as `from_dict`.
+            CheckpointError: as `from_dict` does.
+            ConfigError: as `from_dict` does.
         """
         if cls is LinearizeConfig and kwargs.get("linearize") is not None:
             section = check_section(kwargs["linearize"])
@@ -72,10 +73,10 @@ class LinearizeConfig(PreTrainedConfig):
         return values
 
     def to_diff_dict(self) -> dict[str, object]:
-        """Write the section even where a default equals it, and where the code is."""
+        """Write the section even if it equals a default, and the name of the module with the code."""
         section = _with_checksum(self.linearize) if self.linearize else self.linearize
         values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
-        # Of a part's config too, which the part's class (CLIPTextModel) reads alone.
+        # Parts' configs too: a part's class (CLIPTextModel) reads its own config only.
         for key in getattr(self, "sub_configs", None) or {}:
             if isinstance(values.get(key), dict):
                 values[key] |= _guarded(getattr(self, key))
@@ -86,7 +87,7 @@ class LinearizeConfig(PreTrainedConfig):
         return values
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does, and beside it the code that runs the model where linearize is not installed."""
+        """Save as transformers does, with the code that runs the model if linearize is not installed."""
         os.makedirs(save_directory, exist_ok=True)
         for name, text in _code(Plan.from_dict(self.linearize or {})).items():
             (Path(save_directory) / name).write_text(text, encoding="utf-8")
@@ -94,7 +95,7 @@ class LinearizeConfig(PreTrainedConfig):
 
 
 def _guarded(config: PreTrainedConfig) -> dict[str, str]:
-    """Return a number of a config with `GUARD`: one that no reader needs where there is one; none without numbers."""
+    """Return a number of a config followed by `GUARD`, preferably one that is not needed to run; empty without one."""
     general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names = [
         f.name for f in dataclasses.fields(config) if f.name not in general and f.type in (float, "float", int, "int")
@@ -104,7 +105,7 @@ def _guarded(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json's values, those of the configs in it too, without `GUARD`."""
+    """Return the values of a config.json, and of the configs in it, without `GUARD`."""
     found = dict(values)
     for key, value in values.items():
         if isinstance(value, str) and value.endswith(GUARD):
@@ -119,9 +120,9 @@ def _with_checksum(section: dict[str, object]) -> dict[str, object]:
 
 
 def checksum(section: Mapping[str, object]) -> str:
-    """Return a number over all of a section but its provenance: an edit of one of its values shows.
+    """Return a checksum of a section without its provenance, so that an edit of one of its values is noticed.
 
-    Most edits would show nowhere else: another window, argument or kernel with weights of the same size.
+    Most edits would be noticed nowhere else: another window, argument or kernel with weights of the same size.
     """
     said = {key: value for key, value in section.items() if key not in ("checksum", "provenance")}
     text = json.dumps(said, sort_keys=True, separators=(",", ":"))
@@ -131,10 +132,10 @@ def checksum(section: Mapping[str, object]) -> str:
 def check_checksum(section: Mapping[str, Any]) -> None:
     """Refuse a section that was changed after it was written.
 
-    Checkpoints from before there was a checksum do not have what their hosts said either, and are taken as they are.
+    Older checkpoints, which have neither a checksum nor the facts of their hosts, are not checked.
 
     Raises:
-        CheckpointError: if it was.
+        CheckpointError: if the checksum is another one.
     """
     if "checksum" not in section and not any("host" in layer for layer in section["layers"]):
         return
@@ -153,7 +154,7 @@ def _why_no_code(plan: Plan) -> str:
 
 
 def _code(plan: Plan) -> dict[str, str]:
-    """Return the checkpoint's own code by file name; nothing, and a warning, where it cannot travel."""
+    """Return the checkpoint's own code by file name; nothing, with a warning, if it cannot travel."""
     if not __name__.startswith("linearize."):
         # This very code came with a checkpoint: it travels on.
         return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
@@ -164,7 +165,7 @@ def _code(plan: Plan) -> dict[str, str]:
 
 
 def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Call transformers' `from_dict`; whatever it stumbles over is damage to the file."""
+    """Call transformers' `from_dict`; report whatever it cannot read as damage to the file."""
     try:
         made = from_dict(config_dict, **kwargs)
         dtype = config_dict.get("dtype")
@@ -174,25 +175,25 @@ def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     except LinearizeError:
         raise
     except Exception as error:
-        # huggingface_hub's validation keeps our own errors as the cause of its own.
+        # huggingface_hub's validation wraps our errors in its own.
         if isinstance(error.__cause__, LinearizeError):
             raise error.__cause__ from None
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"config.json does not describe a model ({type(error).__name__}: {text[:300]}); the file is damaged or was "
-            "edited, or an argument that stands in for one of its values is wrong: convert the model again"
+            "edited, or an argument given in place of one of its values is wrong: convert the model again"
         ) from error
 
 
 _KEYS = ("format_version", "checksum", "provenance", ABSENT)
-"""What the section holds beside the plan."""
+"""Keys of the section other than those of the plan."""
 
 
 def check_section(section: object) -> dict[str, Any]:
-    """Hold the section `linearize` of a config.json against what this version can read, and return it.
+    """Return the section `linearize` of a config.json if this version can read it.
 
     Raises:
-        CheckpointError: saying what is wrong.
+        CheckpointError: if it cannot; says what is wrong.
         ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
     """
     if not isinstance(section, dict):
@@ -227,7 +228,7 @@ def check_section(section: object) -> dict[str, Any]:
 
 
 def _check_absent(names: object) -> None:
-    """Refuse a list of absent weights that is none, or that names a kernel's: no model was built without those."""
+    """Refuse absent weights that are not a list of names, or that belong to a kernel: every model has those."""
     good = isinstance(names, list) and all(isinstance(name, str) and "linear_attention." not in name for name in names)
     if not good:
         raise CheckpointError(
@@ -237,7 +238,7 @@ def _check_absent(names: object) -> None:
 
 
 def _check_kernels(plan: Plan) -> None:
-    """Build every kernel once, without memory: unknown names and wrong arguments show before the model is built."""
+    """Build every kernel once, without memory, so that unknown names and wrong arguments are reported first."""
     seen = []
     for layer in plan.converted:
         if layer.mixer not in seen:
@@ -271,7 +272,7 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
     Raises:
         CheckpointError: if the installed transformers does not know it.
     """
-    # Not above: linearize registers this module with transformers as soon as that one is imported.
+    # Imported here: linearize registers this module with transformers as soon as that module is imported.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -292,7 +293,7 @@ else:
 
 
 class _Mixin(_Original):
-    """What a converted model's config has beyond the original's."""
+    """What the config of a converted model has in addition to the original's."""
 
     model_type = MODEL_TYPE
 
@@ -309,8 +310,7 @@ class _Mixin(_Original):
     @property
     def _attn_implementation(self) -> str | None:
         """Name of the attention implementation; any other than linearize's is ignored with a warning."""
-        name: str | None = self._attn_implementation_internal
-        return name
+        return implementation_of(self)
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: object) -> None:
@@ -321,7 +321,7 @@ class _Mixin(_Original):
 
     @property
     def output_attentions(self) -> bool | None:
-        """Whether a forward returns its attention weights; transformers gives them with eager softmax alone."""
+        """Whether a forward returns its attention weights; in transformers only eager softmax does."""
         return self._output_attentions
 
     @output_attentions.setter
@@ -329,7 +329,7 @@ class _Mixin(_Original):
         self._output_attentions = value
 
     def validate(self) -> None:
-        """Check as transformers does; it alone refuses attention weights of anything but eager softmax."""
+        """Check as transformers does, except that attention weights do not need eager softmax."""
         wanted, self._output_attentions = self._output_attentions, False
         try:
             super().validate()  # type: ignore[misc]
@@ -337,14 +337,14 @@ class _Mixin(_Original):
             self._output_attentions = wanted
 
     def __setattr__(self, key: str, value: object) -> None:
-        # transformers writes "sdpa" here where a caller named nothing; that would run softmax silently.
+        # transformers writes "sdpa" here if the caller names nothing; the model would silently run softmax.
         if key == "_attn_implementation_internal" and value is not None:
             value = value if value in IMPLEMENTATIONS else implementation(self)
         super().__setattr__(key, value)
 
 
 def __getattr__(name: str) -> type[LinearizeConfig]:
-    """Make the config class of converted models by its name: so does pickle ask for it."""
+    """Make the config class of converted models by its name, as pickle looks it up."""
     import transformers
 
     base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
@@ -358,7 +358,7 @@ _CALLBACKS: list[Callable[[type[LinearizeConfig], type[PreTrainedConfig]], None]
 
 
 def on_config_class(callback: Callable[[type[LinearizeConfig], type[PreTrainedConfig]], None]) -> None:
-    """Have a function called with every config class that is made, and the original's; with those there are at once."""
+    """Call a function with every config class that is made and the original's, existing ones included."""
     if callback in _CALLBACKS:
         return
     _CALLBACKS.append(callback)
@@ -367,10 +367,10 @@ def on_config_class(callback: Callable[[type[LinearizeConfig], type[PreTrainedCo
 
 
 def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
-    """Make (once) the config class of converted models of `base`; the Auto classes are told (`on_config_class`)."""
+    """Make (once) the config class of converted models of `base`, and register it with the Auto classes."""
     if base in _CLASSES:
         return _CLASSES[base]
-    # A composite's own from_dict or to_diff_dict stays in the order of inheritance behind ours.
+    # A composite's own from_dict or to_diff_dict comes after ours in the order of inheritance.
     made: Any = type(
         f"Linearized{base.__name__}",
         (_Mixin, LinearizeConfig, base),
@@ -378,7 +378,7 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
             "__module__": __name__,
             "__doc__": f"Config of a converted model; see `{base.__name__}`.",
             "__annotations__": {},
-            # transformers would copy this one file and name this class: we write more files and name the entry.
+            # transformers would copy this file alone and name this class: we write more files and name the entry.
             "_auto_class": None,
         },
     )

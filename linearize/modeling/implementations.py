@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.errors import ConfigError
+from linearize.modeling.compat import implementation_of, knows_sdpa, set_implementation
 from linearize.modeling.plan import LOCAL, OWN, SOFTMAX, Plan
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def implementation(config: PreTrainedConfig) -> str:
 def use_linear_attention(config: PreTrainedConfig, name: str | None = None) -> None:
     """Set the attention implementation on a converted model's config and on the configs inside it."""
     name = implementation(config) if name is None else name
-    config._attn_implementation_internal = name
+    set_implementation(config, name)
     for key in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, key, None)
         if inner is not None:
@@ -37,8 +38,8 @@ def use_linear_attention(config: PreTrainedConfig, name: str | None = None) -> N
 def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
     """Set the attention implementation of every part of a converted model.
 
-    Parts that know eager softmax only get masks as eager softmax does. Parts whose attention has code or masks of its
-    own, and no converted layer, run as they did in the original.
+    Parts that know eager softmax only get masks as eager softmax does. Parts without a converted layer whose attention
+    has its own code or masks run as they did in the original.
 
     Args:
         model: the model.
@@ -48,35 +49,30 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
     # Not above: transformers imports the configs of this package before its models.
     from transformers import PreTrainedModel
 
-    root = model.base_model
+    root: nn.Module = model.base_model
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in model.modules():
-        # A part may have made a config of its own (X-CLIP's): it would attend with softmax, without warning.
+        # A part may have made its own config (X-CLIP): it would attend with softmax, without warning.
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            config._attn_implementation_internal = name
+            set_implementation(config, name)
     for part in parts:
-        if name == IMPLEMENTATION and not _supports_sdpa(part):
-            part.config._attn_implementation_internal = EAGER
+        if name == IMPLEMENTATION and not knows_sdpa(part):
+            set_implementation(part.config, EAGER)
     converted = [_part_of(root, layer.module, parts) for layer in plan.converted]
     original = [_part_of(root, layer.module, parts) for layer in plan.layers if OWN in layer.host]
     for part in dict.fromkeys(part for part in original if part not in converted):
         config = part.config
         if any(one.config is config for one in converted):
-            copied = type(config).__new__(type(config))
+            copied: Any = type(config).__new__(type(config))
             vars(copied).update(vars(config))
             for module in part.modules():
                 if getattr(module, "config", None) is config:
                     module.config = copied
             config = copied
-        # Not by its attribute: a converted model's config takes no other name there.
-        vars(config)["_attn_implementation_internal"] = "sdpa" if _supports_sdpa(part) else "eager"
+        set_implementation(config, "sdpa" if knows_sdpa(part) else "eager")
 
 
-def _supports_sdpa(part: PreTrainedModel) -> bool:
-    return bool(part._supports_sdpa)
-
-
-def _part_of(root: PreTrainedModel, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:
+def _part_of(root: nn.Module, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:
     """Return the innermost model that holds the module of a name."""
     host = root.get_submodule(module)
     return [part for part in parts if any(one is host for one in part.modules())][-1]
@@ -88,9 +84,8 @@ def check_implementation(host: nn.Module) -> None:
     Raises:
         ConfigError: if it was.
     """
-    config: Any = getattr(host, "config", None)
-    name = getattr(config, "_attn_implementation_internal", IMPLEMENTATION)
-    if name not in IMPLEMENTATIONS:
+    config = getattr(host, "config", None)
+    if isinstance(config, PreTrainedConfig) and (name := implementation_of(config)) not in (None, *IMPLEMENTATIONS):
         raise ConfigError(refusal(name))
 
 

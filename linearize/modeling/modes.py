@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Temporary evaluation mode."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode while the block runs; behind it each module is in the mode that it was in.
+    """Temporarily switch a model to evaluation mode, then restore every module's mode.
 
-    `model.train(before)` would set parts to training that somebody holds in evaluation mode, such as a frozen norm.
+    `model.train(before)` would switch modules to training that are kept in evaluation mode, such as a frozen norm.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,4 +1,4 @@
-"""What a conversion did to each attention of a model, as data: shown before it is done, saved in the checkpoint."""
+"""What a conversion does to each attention of a model, as data: shown before, and saved in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from linearize.errors import CheckpointError, ConfigError
 from linearize.registry import HYBRID, PLAIN, Hybrid, kernel_info
 
 SOFTMAX = "softmax"
-"""The kernel name of a layer that stays as it is."""
+"""The kernel name of a layer that is not converted."""
 LOCAL = "local mask"
-"""Fact of a host that attends inside a sliding window or chunks, in a plan that may convert it as full attention."""
+"""Fact of a host that attends inside a sliding window or chunks, and may be converted as full attention."""
 OWN = "own attention"
-"""Fact of a host that stays softmax because of code or masks of its own: a part of such hosts alone runs as before."""
+"""Fact of a host that stays softmax because of its own code or masks: a part of such hosts only runs as before."""
 ABSENT = "absent"
 """Key of config.json's section for the weights that the saved model was built without."""
 UNKNOWN = HeadShape(1, 1, 1, 1, False)
-"""Stands for the sizes of an attention that did not run in the trial run."""
+"""Sizes of an attention that did not run in the trial run."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class LayerPlan:
         kernel: the kernel's name, or "softmax" where the layer stays.
         shape: sizes and direction.
         arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.legacy_defaults`.
-        reason: why the layer stays.
-        cache_index: the host's `layer_idx`, None where it has none, or runs several times for a token: a generation
-            cache then keeps its keys.
+        reason: why the layer stays softmax.
+        cache_index: the host's `layer_idx`; None if it has none, or runs several times for a token: a generation cache
+            then keeps its keys.
         hybrid: what the layer has in addition to the kernel, such as a softmax window.
-        host: what the host's attention module said of itself at conversion, in agreement with `shape` and `cache_index`
-            (see `host_facts`): a checkpoint whose module says something else later is refused.
+        host: names of the host's attributes that agreed with `shape` and `cache_index` at conversion (see
+            `host_facts`): a checkpoint whose module has other values later is refused.
     """
 
     module: str
@@ -61,7 +61,7 @@ class LayerPlan:
 
     @property
     def mixer(self) -> tuple[str, dict[str, Any], HeadShape, Hybrid]:
-        """What `build_mixer` and `LinearAttention` take: all that says what the layer computes."""
+        """The arguments of `build_mixer` and `LinearAttention`, which determine what the layer computes."""
         return self.kernel, self.arguments, self.shape, self.hybrid
 
     def bare(self, kernel: str = SOFTMAX, reason: str = "") -> LayerPlan:
@@ -77,7 +77,7 @@ class Plan:
         architecture: class name of the model it was made for.
         base_model_type: `model_type` of its config.
         layers: in the order in which they run.
-        seed: from which the kernels' starting values are drawn (layer i: seed + i).
+        seed: seed of the kernels' starting values (layer i: seed + i).
     """
 
     architecture: str
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def local_as_full(self) -> tuple[LayerPlan, ...]:
-        """The layers that attended inside a window and are converted as full attention."""
+        """The layers that attended inside a window, and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
     def with_reasons(self, reasons: Mapping[int, str]) -> Plan:
@@ -139,23 +139,23 @@ class Plan:
 
 
 CALLED, MASKED = "is_causal argument", "mask"
-"""How a host says its direction where its module does not: at every call, or by its mask alone."""
+"""How a host states its direction if its module does not: at every call, or by its mask only."""
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads",)
 _GROUPS = ("num_key_value_groups",)
 _SIZES = ("head_dim", "attention_head_size")
 ATTRIBUTES = ("is_causal", *_HEADS, *_KEY_HEADS, *_GROUPS, *_SIZES, "layer_idx")
-"""What a host's attention module may say of itself, by the names that transformers and timm use."""
+"""Attributes in which transformers' and timm's attention modules state their sizes and direction."""
 
 
 def host_facts(host: nn.Module, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
-    """Return the attributes of a host's module that say what `shape` and `cache_index` say."""
+    """Return the names of a host's attributes that agree with `shape` and `cache_index`."""
     return tuple(name for name in ATTRIBUTES if _said(host, name) == _planned(name, shape, cache_index))
 
 
 def contradiction(host: nn.Module, layer: LayerPlan) -> str:
-    """Say in which of the facts of a plan its host's module now says something else; empty if in none."""
+    """Describe the first fact of a plan that its host's module now contradicts; empty if there is no contradiction."""
     for name in layer.host:
         if name in ATTRIBUTES and (name == "is_causal" or hasattr(host, name)):
             said, planned = _said(host, name), _planned(name, layer.shape, layer.cache_index)
@@ -165,7 +165,7 @@ def contradiction(host: nn.Module, layer: LayerPlan) -> str:
 
 
 def _said(host: nn.Module, name: str) -> Any:
-    # Modules that say nothing of it are bidirectional, as for transformers' own attention functions.
+    # Modules without the attribute are bidirectional, as in transformers' own attention functions.
     return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not said")
 
 
@@ -181,7 +181,7 @@ def _planned(name: str, shape: HeadShape, cache_index: int | None) -> Any:
 
 
 def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
-    """Return plain data; a layer without the newer additions looks as it always did, so that older versions read it."""
+    """Return plain data, without additions that are not used, so that older versions can read it."""
     values = dataclasses.asdict(layer)
     del values["hybrid"]
     return values | {"window": layer.hybrid.window} | layer.hybrid.changed
@@ -189,7 +189,7 @@ def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
 
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     known, got = {f.name for f in dataclasses.fields(LayerPlan)} - {"hybrid"} | {"window"}, set(data)
-    # Checkpoints without a checksum were written before `host` was (see `linearize.modeling.config.check_checksum`).
+    # Checkpoints without a checksum have no `host` either (see `linearize.modeling.config.check_checksum`).
     _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
     values = {"host": (), **data}
     heads = values.pop("softmax_heads", [])
@@ -221,23 +221,23 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
 
 
 def _legacy_defaults(kernel: str) -> dict[str, Any]:
-    """Return what a plan means by arguments that it does not mention."""
+    """Return the defaults at the time the checkpoint was written, for arguments that it does not mention."""
     try:
         return dict(kernel_info(kernel).legacy_defaults)
     except ConfigError:
-        # Said, in one place for all mistakes, where the kernel is built.
+        # Reported when the kernel is built.
         return {}
 
 
 def _one_direction(host: Collection[object]) -> bool:
-    """Whether a list names facts, and exactly one of them says where the direction comes from."""
+    """Whether a list names known facts, exactly one of them for the direction."""
     known = (*ATTRIBUTES, CALLED, MASKED, LOCAL, OWN)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
     return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
 
 
 def _check_order(layers: tuple[LayerPlan, ...]) -> None:
-    """The numbers of what can be converted go up from 0, and no module comes twice."""
+    """Check that convertible layers are numbered from 0, and that no module comes twice."""
     number, modules = 0, set()
     for layer in layers:
         _expect(layer.index in (None, number), f"number of {layer.module!r} is not {number}", layer.index)
@@ -251,7 +251,7 @@ def _count(value: object) -> bool:
 
 
 def _plain(value: object) -> bool:
-    """Whether an argument is of a kind that kernels have; NaN and infinity are none."""
+    """Whether an argument is a plain, finite value."""
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 

@@ -1,8 +1,8 @@
-"""The code that travels with a checkpoint: the package's own runtime modules, flat, and only the kernels in use.
+"""The code that travels with a checkpoint: the package's runtime modules in one folder, with only the kernels in use.
 
-transformers copies a checkpoint's modules and what they import relatively, from one flat folder. So each module
-`linearize/a/b.py` becomes `linearize_a_b.py`, and nothing in it changes but the names in its import statements. A small
-module more, `modeling_linearize.py`, is what config.json's `auto_map` points to.
+transformers copies a checkpoint's modules, and what they import relatively, from one flat folder. So each module
+`linearize/a/b.py` becomes `linearize_a_b.py`, and only the names in its import statements change. config.json's
+`auto_map` points to one more small module, `modeling_linearize.py`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from linearize.modeling.plan import Plan
 from linearize.registry import kernel_info
 
 ENTRY = "modeling_linearize"
-"""Name of the module in a checkpoint's folder that loads it where linearize is not installed."""
+"""Name of the module in a checkpoint's folder that loads it if linearize is not installed."""
 
 ROOTS = ("linearize.modeling.config", "linearize.modeling.auto", "linearize.modeling.model")
 PACKAGES = ("errors", "registry", "native", "ops", "kernels", "attention", "modeling")
-"""The runtime: what a converted model needs of the package to run."""
+"""The runtime: the packages that a converted model needs to run."""
 
 _IMPORT = re.compile(r"^(\s*from\s+)(linearize(?:\.\w+)*)(\s+import\b)", re.MULTILINE)
 
 
 def code_files(plan: Plan) -> dict[str, str]:
-    """Write the code that runs a converted model where linearize is not installed.
+    """Return the code that runs a converted model if linearize is not installed.
 
     Args:
-        plan: says which kernels are used.
+        plan: the plan, which names the kernels in use.
 
     Returns:
         Text by file name.
 
     Raises:
-        CheckpointError: if a kernel's code cannot be taken along.
+        CheckpointError: if a kernel's code cannot travel.
     """
     kernels = sorted({_kernel_module(layer.kernel) for layer in plan.converted})
     modules = _closure([*ROOTS, *kernels])
@@ -47,7 +47,7 @@ def code_files(plan: Plan) -> dict[str, str]:
 
 
 def why_not(plan: Plan) -> str:
-    """Say why a checkpoint cannot carry its code: a kernel of the user's own. Empty if it can."""
+    """Return why a checkpoint cannot carry its code (a kernel of the user's); empty if it can."""
     try:
         for name in {layer.kernel for layer in plan.converted}:
             _kernel_module(name)
@@ -57,7 +57,7 @@ def why_not(plan: Plan) -> str:
 
 
 def _kernel_module(name: str) -> str:
-    """Return the module that registers a kernel: the file of its name."""
+    """Return the module that registers a kernel."""
     module = f"linearize.kernels.{name}"
     if find_spec(module) is None:
         raise CheckpointError(
@@ -73,12 +73,12 @@ def flat_name(module: str) -> str:
 
 
 def flat_text(source: str) -> str:
-    """Point a module's imports to the flat files; nothing else changes."""
+    """Point a module's imports to the flat files."""
     return _IMPORT.sub(lambda match: f"{match[1]}.{flat_name(match[2])}{match[3]}", source)
 
 
 def _entry(kernels: Iterable[str]) -> str:
-    """Write the module that `auto_map` names. Importing a kernel registers it."""
+    """Return the module that `auto_map` names. Importing a kernel registers it."""
     lines = [
         f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
         f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
@@ -94,19 +94,19 @@ def _entry(kernels: Iterable[str]) -> str:
 
 @functools.cache
 def source_of(module: str) -> str:
-    """Read a module's source text.
+    """Return a module's source text.
 
     Raises:
-        CheckpointError: if it has none (a zipped or compiled installation).
+        CheckpointError: if there is no source file (a zipped or compiled installation).
     """
     spec = find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise CheckpointError(f"the source of {module!r} is not at hand, so no code can travel with the checkpoint")
+        raise CheckpointError(f"the source of {module!r} is missing, so no code can travel with the checkpoint")
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _closure(roots: Iterable[str]) -> list[str]:
-    """Return all modules that `roots` import, directly or not, and the roots themselves."""
+    """Return `roots` and all modules that they import, directly or not."""
     found: set[str] = set()
     pending = list(roots)
     while pending:
@@ -123,7 +123,7 @@ def _closure(roots: Iterable[str]) -> list[str]:
 
 
 def _imports(source: str) -> list[str]:
-    """List the package's modules that a source imports, inside functions too."""
+    """List the package's modules that a source imports, including inside functions."""
     return [
         node.module
         for node in ast.walk(ast.parse(source))

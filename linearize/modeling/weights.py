@@ -1,6 +1,7 @@
-"""Does a weights file belong to its config.json? Answered from the file's header, before any weight is read.
+"""Check that a weights file belongs to its config.json, from the file's header, before any weight is read.
 
-A damaged or edited folder is refused whole: no partial model, and no memory for sizes that only config.json claims.
+A damaged or edited folder is refused as a whole: no partial model is built, and no memory is used for sizes that only
+config.json claims.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Header = dict[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint by its name."""
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types that floating point weights may be stored in, in safetensors' words, and as config.json names them."""
+"""Types of stored floating point weights: safetensors' names, and those of config.json."""
 
 
 class Stored(NamedTuple):
-    """What a file says of a tensor: its shape, and the type of its numbers in safetensors' words."""
+    """A stored tensor: its shape, and the type of its numbers by safetensors' name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,7 +52,7 @@ class Stored(NamedTuple):
 def check_weights(
     name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **options: Any
 ) -> tuple[set[str], dict[str, str] | None]:
-    """Hold the weights of a checkpoint against the model that its config.json describes.
+    """Check that the weights of a checkpoint are those of the model that its config.json describes.
 
     Args:
         name: folder, or name on the Hub.
@@ -61,11 +62,11 @@ def check_weights(
 
     Returns:
         The names of the model's weights, empty if they are not in safetensors files of the usual names; and the
-        renamings that a load has to do once more, for checkpoints from before 2026-12 with each done twice, or None.
+        renamings that a load has to do again (checkpoints from before 2026-12 have some done twice), or None.
 
     Raises:
-        CheckpointError: if a file is missing or cut off, or a tensor is missing, too many, of another size, or of
-            numbers of another kind.
+        CheckpointError: if a file is missing or cut off, or a tensor is missing, unexpected, or of another size or
+            type.
     """
     stored = read_header(name, **options)
     if stored is None:
@@ -90,7 +91,7 @@ def check_weights(
         named, again = twice, {x.source_patterns[0]: x.target_patterns[0] for x in renamings}
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
     renamed = _renamed(state, named)
-    # Names may be the model's own, too (`save_original_format=False`).
+    # Files may have the model's own names (`save_original_format=False`).
     stored = {key if (name := renamed.get(key, key)) in stored else name: one for key, one in stored.items()}
     header = {key: tensor.shape for key, tensor in stored.items() if key not in absent}
     _compare(header, expected, _optional(empty, header, expected, renamed))
@@ -99,22 +100,22 @@ def check_weights(
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
-    """Refuse a model that did not get every weight it shares with the saved one: transformers draws those anew.
+    """Check that a loaded model has all weights that it shares with the saved one: transformers draws missing ones.
 
     Args:
-        model: as loaded; its class may have another head than the saved one, whose weights are then new.
-        info: what transformers says of the load.
-        saved: names of the weights in the saved model; empty if that is not known.
+        model: the loaded model; its class may have another head than the saved one, whose weights are then new.
+        info: loading info of transformers.
+        saved: names of the weights in the saved model; empty if unknown.
 
     Raises:
-        CheckpointError: if it did not.
+        CheckpointError: if a weight is missing, or of another size, or was not expected.
     """
     prefix = f"{model.base_model_prefix}."
     shared = {name.removeprefix(prefix) for name in saved}
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         keys = sorted(str(key) for key in info.get(what, ()))
         if what == "unexpected_keys":
-            # Another head, or a part that the caller left out, has none of them.
+            # A model with another head, or without a part, does not have them.
             absent: Any = model.config.linearize.get(ABSENT, ())
             whole = bool(saved) and saved <= model.state_dict().keys()
             bad = [key for key in keys if whole and key not in absent]
@@ -125,21 +126,21 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
             raise CheckpointError(
                 f"weights that config.json asks for were not loaded ({what}: {bad[0]}"
                 f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}); the checkpoint is incomplete, or the "
-                "installed transformers reads its names in another way: download it again or convert the model again"
+                "installed transformers reads their names differently: download it again or convert the model again"
             )
 
 
 def _renamed(state: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the name in a file of every weight of a model that is stored as it is, by its name in the model."""
+    """Return the names in a file of a model's weights that are stored unchanged, by their names in the model."""
     stored_as = {id(tensor): key for key, tensor in named.items()}
     return {key: stored_as[id(tensor)] for key, tensor in state.items() if id(tensor) in stored_as}
 
 
 def take_stored_names(model: PreTrainedModel, state: dict[str, Tensor], prefix: str, *args: object) -> None:
-    """Before `load_state_dict`: take weights by the names that they have in files too.
+    """Before `load_state_dict`: also accept weights under the names that they have in files.
 
-    transformers renames weights as it saves and loads (ViT's), but its Trainer hands a checkpoint's file on as it is,
-    and ignores whatever has an unknown name: a resumed run would go on with other weights, without a word.
+    transformers renames weights as it saves and loads (ViT's), but its Trainer passes on a checkpoint's file unchanged,
+    and ignores unknown names: a resumed run would continue with other weights, without warning.
     """
     own = model.state_dict()
     if all(name.removeprefix(prefix) in own for name in state if name.startswith(prefix)):
@@ -150,27 +151,27 @@ def take_stored_names(model: PreTrainedModel, state: dict[str, Tensor], prefix: 
 
 
 def absent_weights(model: PreTrainedModel) -> list[str]:
-    """List the weights that a model has not, but its class does by its config, or the other way round.
+    """List the weights that a model lacks although its class builds them from the config, or the other way round.
 
-    Such as the pooler of `BertModel(config, add_pooling_layer=False)`, and the mask token of
-    `ViTModel(config, use_mask_token=True)`: config.json cannot say so, and whoever loads the checkpoint gets fresh
-    values, or none, and transformers' warning, as from a softmax checkpoint.
+    Examples are the pooler of `BertModel(config, add_pooling_layer=False)`, and the mask token of
+    `ViTModel(config, use_mask_token=True)`: they do not follow from config.json. As with a softmax checkpoint, a load
+    gives fresh values, or leaves them out, with transformers' warning.
     """
     try:
         with torch.device("meta"):
             whole = type(model)(copy.deepcopy(model.config))
     except Exception:
-        # Not to be built from its config alone, so that loading cannot hold the file against it either.
+        # Its class cannot be built from its config alone, so loading cannot compare the file with it either.
         return []
     names = whole.state_dict().keys() ^ model.state_dict().keys()
     return sorted(name for name in names if ".linear_attention." not in f".{name}")
 
 
 def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said: str) -> None:
-    """Refuse numbers of another kind than the model's: loading would cast them without a word.
+    """Refuse numbers of another type than the model's: loading would cast them without warning.
 
-    Floating point weights may be of any of `FLOATS`. Kernels are saved in fp32 whatever the rest is in, unless somebody
-    cast the whole model on purpose (`model.half().save_pretrained`): config.json then names that type too.
+    Floating point weights may have any type in `FLOATS`. Kernels are saved in fp32, unless the whole model was cast
+    (`model.half().save_pretrained`): config.json then names that type too.
     """
     for key in sorted(stored.keys() & named.keys()):
         got = stored[key].dtype
@@ -188,9 +189,9 @@ def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said
 
 
 def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed: Mapping[str, str]) -> set[str]:
-    """Return the names that may be in one of the two only: of several tied tensors a file holds one.
+    """Return the names that may be in the header or the model only: a file holds one of a group of tied tensors.
 
-    Some models have other names in the file than in the model (`renamed`): PaliGemma's tied head among them.
+    Names in the file may differ from those in the model (`renamed`), as of PaliGemma's tied head.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = {renamed.get(target, target): renamed.get(source, source) for target, source in tied.items()}
@@ -222,11 +223,11 @@ def _compare(header: Header, expected: Header, optional: set[str]) -> None:
 
 
 def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> None:
-    """Refuse loaded weights that are not finite: such a model gives NaN, or numbers that mean nothing.
+    """Check that loaded weights are finite numbers.
 
     Args:
-        model: its parameters, and its kernels' buffers, are looked at where they are in memory and floating point.
-        owner: how the error names what they come from.
+        model: the model; its floating point parameters, and its kernels' buffers, are read if they are in memory.
+        owner: name of their source in the error.
 
     Raises:
         CheckpointError: naming the first tensor that holds NaN or infinity.
@@ -243,11 +244,11 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
 def _finite(x: Tensor) -> bool:
     if x.is_meta or x.numel() == 0 or x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return True
-    # In one pass, and without a second tensor of that size: what is no number is both the least and the largest.
+    # In one pass, without another tensor of that size: NaN is both the least and the largest.
     try:
         low, high = torch.aminmax(x)
     except NotImplementedError:
-        # Quantised as it was loaded (torchao's tensors): whole numbers and scales, which say nothing of themselves.
+        # Quantised tensors of torchao are whole numbers and scales.
         return True
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -257,7 +258,7 @@ def _some(names: list[str]) -> str:
 
 
 def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None:
-    """Refuse a number of layers that the file cannot hold, before modules are made for each of them."""
+    """Refuse more layers than the file has tensors, before modules are built for them."""
     configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
     for one in configs:
         for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
@@ -270,14 +271,14 @@ def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None
 
 
 def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Stored] | None:
-    """Read the names, shapes and types of all tensors of a checkpoint, and check that no file is cut off.
+    """Return the names, shapes and types of all tensors of a checkpoint, after checking that no file is cut off.
 
     Args:
         name: folder, or name on the Hub.
         **options: of `from_pretrained`; those about the Hub are used.
 
     Returns:
-        What the files say; None where the weights are not in safetensors files of the usual names.
+        The stored tensors by name; None if the weights are not in safetensors files of the usual names.
 
     Raises:
         CheckpointError: if a file is missing or damaged.
@@ -326,12 +327,12 @@ def _shards(index: str) -> Iterable[str]:
         raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
     for file in files:
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{INDEX} names {file!r}, expected safetensors files beside it; the file was edited")
+            raise CheckpointError(f"{INDEX} names {file!r}, expected safetensors files next to it; the file was edited")
     return sorted(files)
 
 
 def _file_header(path: str) -> dict[str, Stored]:
-    """Read a file's header; safetensors holds it against the file's size, and reads no weight."""
+    """Return a file's header, which safetensors compares with the file's size without reading weights."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118

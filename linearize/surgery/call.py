@@ -1,4 +1,4 @@
-"""One call of an attention function, as a trial run saw it."""
+"""A call of an attention function in a trial run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Call:
         query: shape of q, [B, H, T, D].
         key: shape of k, [B, K, S, D].
         value: shape of v, [B, K, S, V].
-        mask: "causal", "bidirectional", "none", "local" (windows, chunks), "own" (any other that
-            transformers made) or "bias" (something added to the scores).
+        mask: "causal", "bidirectional", "none", "local" (windows, chunks), "own" (another mask made by
+            transformers) or "bias" (something added to the scores).
         altered: what else changes the scores, in words.
-        is_causal: what holds for the host: what it says at the call, or else its module's own flag.
-        declared: what it says at the call; None: nothing.
-        window: up to how many tokens a local mask hides nothing that a full one shows; None: none.
-        refused: why it cannot be converted, where the trial run could tell; empty: no reason known.
+        is_causal: the host's direction: that of the call, or else its module's flag.
+        declared: the direction that the call states; None: it states none.
+        window: largest length at which a local mask hides no more than a full one; None: no local mask.
+        refused: why it cannot be converted, if the trial run shows that; empty: no reason known.
     """
 
     module: nn.Module

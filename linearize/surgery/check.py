@@ -1,8 +1,8 @@
-"""Is a converted model, attending with softmax again, the model that it was? Held against its original on one batch.
+"""Compare a converted model that attends with softmax again with its original, on one batch.
 
-The kernels are put behind transformers' attention function and masks. A host that does more with them than a plan can
-see (a second call per layer, a mask read elsewhere, sinks in layers that stay) would differ from its original without a
-word, and stage one would imitate something else.
+A host may do more with transformers' attention function and masks than a plan shows: a second call per layer, a mask
+read elsewhere, sinks in layers that stay. Converted, it would differ from its original without warning, and stage one
+would imitate something else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from linearize.attention.interface import observed, register_interface
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.errors import UnsupportedModelError, first_line
+from linearize.modeling.compat import implementation_of, set_implementation
 from linearize.modeling.implementations import use_implementations
 from linearize.modeling.modes import evaluating
 from linearize.modeling.plan import CALLED, LOCAL, Plan
@@ -28,16 +29,16 @@ from linearize.surgery.inputs import Inputs, text_config
 from linearize.surgery.probe import Run, trial_runs
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
-"""Largest difference that rounding explains, as a share of the largest output; 5 % for half precision."""
+"""Largest difference due to rounding, as a share of the largest output; 5 % in half precision."""
 PADDED = 2
-"""Tokens of padding in the second row."""
+"""Padding tokens in the second row."""
 
 
 class Recorded(NamedTuple):
-    """What the original gave.
+    """A run of the original.
 
     Attributes:
-        module: the model, or a part of it that was run by itself.
+        module: the model, or a part of it that was run separately.
         batch: keyword arguments of its forward.
         outputs: its floating point outputs; None for those that are not compared on this batch.
     """
@@ -50,15 +51,15 @@ class Recorded(NamedTuple):
 def record(
     model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None, longest: int | None = None
 ) -> list[Recorded]:
-    """Run the original on a batch, with padding where it takes a padding mask.
+    """Run the original on a batch, with padding if it takes a padding mask.
 
     Args:
         model: the original, not yet converted.
-        inputs: keyword arguments for its forward; made up from the config where None.
-        longest: texts are cut to so many tokens, up to which layers that lose their window are what they were.
+        inputs: keyword arguments for its forward; None: made up from the config.
+        longest: largest number of tokens, up to which layers that lose their window compute the same.
 
     Returns:
-        For `check`; nothing where it cannot be run on made-up inputs.
+        The runs for `check`; empty if the model does not run on made-up inputs.
     """
     if longest is not None and longest <= PADDED:
         return []
@@ -74,16 +75,16 @@ def record(
                 continue
             known = _without_those_of_padding(module, one, outputs) if one is padded else outputs
             found.append(Recorded(module, one, known))
-            # Outputs that come from a token of padding are held against their originals on rows without any.
+            # Outputs that come from a padding token are compared on rows without padding.
             if all(output is not None for output in known):
                 break
     return found
 
 
 def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: list[Tensor]) -> list[Tensor | None]:
-    """Put None for what a head takes from a token of padding: the last one's state, whatever it is (GPT-2's choices).
+    """Replace outputs that a head takes from a padding token (GPT-2's choices) by None.
 
-    These are the outputs, other than those of tokens, that change as the embeddings of padding do.
+    These are the outputs, other than those of tokens, that change with the embeddings of padding.
     """
     mask, embeddings = batch["attention_mask"], None
     assert isinstance(mask, Tensor)
@@ -92,7 +93,7 @@ def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: li
 
     def shift(module: object, args: object, embedded: Tensor) -> Tensor:
         fits = torch.is_tensor(embedded) and embedded.ndim == 3 and embedded.shape[:2] == mask.shape
-        # Not by a constant, which layer norm would take out again.
+        # Not by a constant, which layer norm would remove again.
         return torch.where(mask[..., None].bool(), embedded, embedded.roll(1, -1)) if fits else embedded
 
     if embeddings is None:
@@ -116,19 +117,19 @@ def _try_outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
 
 
 def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
-    """Hold a converted model, with softmax in place of its kernels, against what `record` found.
+    """Compare a converted model, with softmax in place of its kernels, with its recorded original.
 
     Raises:
-        UnsupportedModelError: if it differs.
+        UnsupportedModelError: if its outputs differ.
     """
-    # An observer that gives nothing back leaves softmax's output.
+    # An observer that returns nothing leaves softmax's output.
     with observed(model, lambda *call: None):
         for one in recorded:
             _check(one)
 
 
 def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
-    """Say what a part of a model would compute otherwise once it were converted; empty if nothing. It stays unchanged.
+    """Return how a part of a model would differ once converted; empty if it would not. The model is not changed.
 
     Args:
         model: the original.
@@ -151,7 +152,7 @@ def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """Let a model attend as a converted one with softmax in place of its kernels, while the block runs."""
     register_interface()
     holders = [one for one in model.modules() if isinstance(getattr(one, "config", None), PreTrainedConfig)]
-    before = [(one, one.config, one.config._attn_implementation_internal) for one in holders]  # type: ignore[union-attr]
+    before = [(one, one.config, implementation_of(one.config)) for one in holders]  # type: ignore[arg-type]
     hosts = [(model.base_model.get_submodule(layer.module), layer) for layer in plan.converted]
     try:
         for host, layer in hosts:
@@ -165,11 +166,11 @@ def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
             vars(host).pop("linear_attention", None)
         for holder, config, name in before:
             holder.config = config
-            vars(config)["_attn_implementation_internal"] = name
+            set_implementation(config, name)  # type: ignore[arg-type]
 
 
 def why_not_built(model: PreTrainedModel) -> str:
-    """Say why a model cannot be built again from its config, as a load does; empty if it can. No memory is needed."""
+    """Return why a model cannot be built from its config again, as by a load; empty if it can. Uses no memory."""
     try:
         with torch.device("meta"):
             type(model)(copy.deepcopy(model.config))
@@ -238,31 +239,31 @@ def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
 
 def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     """Return the floating point outputs of a forward in evaluation mode."""
-    # Some draw numbers in evaluation too (ViT-MAE, which masks patches): always the same.
+    # The same random numbers each time: some models draw in evaluation too (ViT-MAE masks patches).
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = model(**batch)
     if isinstance(found, Mapping):
-        # Eager softmax writes weights for padding too, which mean nothing.
+        # Eager softmax's weights of padding mean nothing.
         found = {key: value for key, value in found.items() if not key.endswith("attentions")}
     return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
 
 
 def _real(mask: Tensor, output: Tensor) -> Tensor | None:
-    """Return where real tokens are in an output [B, T, ...]; None if a padding mask [B, T] does not belong to it."""
+    """Return a padding mask [B, T] as that of an output [B, T, ...]; None if it does not belong to it."""
     if output.ndim < 2:
         return None
     if output.ndim > 2 and output.shape[1] == mask.shape[1] - 1:
-        # Some give nothing for the first token (CSM's codebooks).
+        # Without the first token (CSM's codebooks).
         mask = mask[:, 1:]
     if output.ndim > 2 and output.shape[0] % mask.shape[0] == 0:
-        # Some have several rows of outputs for one of tokens (MusicGen's codebooks).
+        # Several rows of outputs for one row of tokens (MusicGen's codebooks).
         mask = mask.repeat_interleave(output.shape[0] // mask.shape[0], dim=0)
     return mask.bool() if output.shape[:2] == mask.shape else None
 
 
 def _difference(old: Tensor, new: Tensor, masks: list[Tensor]) -> float:
-    """Return the largest difference between outputs at real tokens, as a share of the largest output there."""
+    """Return the largest difference of outputs at real tokens, as a share of the largest output there."""
     if old.shape != new.shape:
         return float("inf")
     real = next((found for mask in masks if (found := _real(mask, old)) is not None), None)

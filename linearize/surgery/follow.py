@@ -1,8 +1,7 @@
-"""Set a field of a config and everything in the model that follows from it, whatever the architecture.
+"""Set a field of a config, and everything in the model that depends on it, for any architecture.
 
-What follows is found, not listed per model: the model's class is built twice on the meta device, from the config as it
-is and with the new value, and what differs between the two has to change. Anything that differs in a way not known
-here is an error, raised before anything is changed.
+There is no list per model: the model's class is built twice on the meta device, with the old and the new value, and
+what differs between the two has to change. A difference of an unknown kind is an error, raised before any change.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
 
 
 def refusal(model: nn.Module, why: str, do: str = "leave the option out") -> UnsupportedModelError:
-    """Build the error of a model that is left as it is."""
+    """Return the error of a model that is not changed."""
     return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
 
 
 def stray(model: nn.Module, name: str, field: str) -> UnsupportedModelError:
-    """Build the error for a tensor that depends on the field in an unknown way, or not at all."""
+    """Return the error of a tensor that depends on the field in an unknown way, or not at all."""
     return refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")
 
 
 def follow(
     model: PreTrainedModel, field: str, value: object, resize: Resize, expected: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Set a config field and all that follows from it; everything is worked out before anything is written.
+    """Set a config field and everything that depends on it; work everything out first, then write.
 
     Returns:
-        What changed: names of the tensors replaced, and of the field.
+        Names of the replaced tensors, and of the field.
 
     Raises:
-        UnsupportedModelError: something not known here follows from the field, or an `expected` tensor does not.
+        UnsupportedModelError: something unknown depends on the field, or an `expected` tensor does not.
     """
     old, new = _twin(model, field, getattr(model.config, field)), _twin(model, field, value)
     before, after, mine = dict(_tensors(old)), dict(_tensors(new)), dict(_tensors(model))
@@ -83,7 +82,7 @@ def _twin(model: PreTrainedModel, field: str, value: object) -> PreTrainedModel:
 
 
 def _refill(twin: PreTrainedModel, live: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the class writes into the named tensors when it initialises them, in the dtypes of `live`."""
+    """Return the values that the class initialises the named tensors with, in the dtypes of `live`."""
     owners = {}
     for name, tensor in live.items():
         path, _, leaf = name.rpartition(".")

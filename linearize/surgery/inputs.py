@@ -1,7 +1,7 @@
 """Inputs for a trial run, made up from a model's config: a few tokens, one image, a little sound.
 
-Architectures want them in different shapes and together with different others. So there are several candidates, the
-fullest first, and whoever runs the model takes the first that it accepts.
+Architectures want them in different shapes and combinations. So there are several candidates, the fullest first, and
+the first one that the model accepts is used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from linearize.errors import ConfigError, UnsupportedModelError, first_line
 
 TOKENS, DECODER_TOKENS = 7, 5
-"""Different lengths, so that cross-attention shows itself by its shape."""
+"""Different lengths, so that cross-attention is recognised by its shape."""
 _MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
 _SAMPLES, _FRAMES = 4000, 64
 _SIZED = ("backbone_config", "prompt_encoder_config")
 
 Inputs = dict[str, Tensor | bool]
-"""Arguments of a forward by name: tensors, and whether it shall use a cache."""
+"""Keyword arguments of a forward: tensors, and whether to use a cache."""
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
@@ -46,7 +46,7 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
             "input_values, input_features or past_values; pass example_inputs=... (--example-inputs FILE)"
         )
     both = [text | other for other in (*images, *sounds)] if text else []
-    # The text of an encoder-decoder is one input; of others its decoder's tokens go with any other.
+    # An encoder-decoder of text has one input; the decoder's tokens of others go with any input.
     decoder = {key: x for key, x in text.items() if key == "decoder_input_ids"}
     alone = [other | decoder for other in (*images, *sounds)]
     wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
@@ -64,14 +64,14 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
 
 
 def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Read keyword arguments for a model's forward from a file of tensors.
+    """Return keyword arguments for a model's forward from a file of tensors.
 
     Args:
-        path: a .safetensors or .npz file, whose names are those of the arguments.
-        model: where to, and in which floating point type.
+        path: a .safetensors or .npz file with tensors by the names of the arguments.
+        model: the model; the tensors get its device and floating point type.
 
     Raises:
-        ConfigError: if it cannot be read, or holds a name that the model does not take.
+        ConfigError: if the file cannot be read, or holds a name that the model does not take.
     """
     try:
         if path.endswith(".npz"):
@@ -98,16 +98,16 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the part of a config that tells of the text that is read or written; the config itself where it is one."""
+    """Return the part of a config for the text that is read or written: the config itself if it has no parts."""
     try:
         return config.get_text_config()
     except ValueError:
-        # Two of them, as of MusicGen: the one that writes.
+        # With two (MusicGen), the one of the text that is written.
         return config.get_text_config(decoder=True)
 
 
 def _forward_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of forward's arguments; a wrapper that takes only **kwargs is asked for its main input."""
+    """Return the names of forward's arguments, and the main input of a wrapper that takes **kwargs only."""
     names = set(inspect.signature(model.forward).parameters)
     if not names & set(_MAIN):
         names.add(model.main_input_name)
@@ -115,7 +115,7 @@ def _forward_names(model: PreTrainedModel) -> set[str]:
 
 
 def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs:
-    """Make up what some models want beside their main inputs, by the names of forward's arguments."""
+    """Make up further inputs of some models, by the names of forward's arguments."""
     found: Inputs = {}
     tensors = {key: x for key, x in made.items() if isinstance(x, Tensor)}
     ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), next(model.parameters()).device
@@ -126,7 +126,7 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
         found["image_attention_mask"] = torch.ones(*ids.shape, images.shape[1], dtype=torch.long, device=device)
     codebooks = getattr(model.config, "num_codebooks", None)
     if ids is not None and isinstance(codebooks, int):
-        # A token of text and one of every codebook at each place.
+        # Each position has a token of text and one of every codebook.
         found["input_ids"] = ids[..., None].expand(*ids.shape, codebooks + 1).contiguous()
     if sound is not None and "input_features_mask" in names:
         frames = sound.shape[1] if sound.shape[1] == _FRAMES else sound.shape[2]
@@ -135,7 +135,7 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
 
 
 def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
-    """Make up tokens that are a row for every codebook, [batch * codebooks, tokens], as MusicGen takes them."""
+    """Make up tokens with a row for every codebook, [batch * codebooks, tokens] (MusicGen)."""
     config = getattr(model.config, "decoder", None) or model.config
     codebooks = getattr(config, "num_codebooks", None)
     name = next((key for key in ("decoder_input_ids", "input_ids") if key in made), "")
@@ -144,7 +144,7 @@ def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
 
 
 def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up the past of a time series, and what forecasters with time features want of its future."""
+    """Make up the past of a time series, and the time features that some forecasters take."""
     if "past_values" not in names:
         return
     config, device = model.config, next(model.parameters()).device
@@ -171,7 +171,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     if channels:
         yield {"past_values": _floats(model, 1, length, channels)}
         return
-    # Less would be filled up with padding, for which forecasters give numbers too.
+    # Shorter ones would be filled up with padding, for which forecasters return numbers too.
     flags = {
         "past_values_padding": torch.zeros(1, length, dtype=torch.long, device=device),
         "freq": torch.zeros(1, dtype=torch.long, device=device),
@@ -181,7 +181,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 
 
 def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up the embedded inputs of a part that takes nothing else, such as an encoder behind a model's embeddings."""
+    """Make up embedded inputs for a part that takes nothing else, such as an encoder without embeddings."""
     width = next((x for x in (getattr(model.config, key, None) for key in ("hidden_size", "d_model")) if x), None)
     if "inputs_embeds" in names and not names & set(_MAIN) and isinstance(width, int):
         yield {"inputs_embeds": _floats(model, 1, TOKENS, width)}
@@ -208,20 +208,32 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 
 
 def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up the patches of one image, as towers take them that have images of all sizes in one row (Qwen-VL ...)."""
-    name = next((x for x in ("hidden_states", "pixel_values") if x in names and "grid_thw" in names), None)
+    """Make up the patches of an image for towers that take images of all sizes in one row (Qwen-VL ...)."""
     config = model.config
-    sizes = [getattr(config, key, None) for key in ("patch_size", "temporal_patch_size")]
+    if "flattened_patches" in names:
+        # The row and column of each patch come first (Pix2Struct).
+        width = getattr(getattr(config, "vision_config", None) or config, "patch_embed_hidden_size", 768)
+        yield {"flattened_patches": _floats(model, 1, TOKENS, 2 + width).abs()}
+    name = next((x for x in ("hidden_states", "pixel_values") if x in names), None)
+    reads_text = "input_ids" in inspect.signature(model.forward).parameters
+    grid_name = next((x for x in ("grid_thw", "image_grid_thw") if x in names and not reads_text), None)
+    size, depth = (getattr(config, key, None) for key in ("patch_size", "temporal_patch_size"))
     channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
-    if name is not None and isinstance(sizes[0], int):
+    if name is not None and grid_name is not None and isinstance(size, int):
         merge = getattr(config, "spatial_merge_size", None) or 2
         grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=next(model.parameters()).device)
         patches = 4 * merge * merge
-        yield {name: _floats(model, patches, channels * (sizes[1] or 1) * sizes[0] ** 2), "grid_thw": grid}
-        yield {name: _floats(model, 1, patches, channels, sizes[0], sizes[0]), "grid_thw": grid}
+        yield {name: _floats(model, patches, channels * (depth or 1) * size**2), grid_name: grid}
+        yield {name: _floats(model, 1, patches, channels, size, size), grid_name: grid}
 
 
 def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    step, semantic = (getattr(model.config, key, None) for key in ("hop_length", "semantic_model_config"))
+    if {"input_values", "input_features"} <= names and isinstance(step, int) and semantic is not None:
+        # A codec that reads the wave and its features, with as many frames of each.
+        bins = getattr(semantic, "feature_projection_input_dim", None) or semantic.hidden_size
+        features = _floats(model, 1, _FRAMES // 4, bins)
+        yield {"input_values": _floats(model, 1, 1, step * _FRAMES // 4), "input_features": features}
     if "input_values" in names:
         yield {"input_values": _floats(model, 1, _SAMPLES)}
         yield {"input_values": _floats(model, 1, 1, _SAMPLES)}
@@ -236,25 +248,25 @@ def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         stacked = getattr(config, "num_stacked_frames", None) or 1
         positions = getattr(config, "max_source_positions", None)
         if isinstance(per_token := getattr(model.config, "audio_length_per_tok", None), int):
-            # Sound that is added to the text, token by token.
+            # Sound that is added to the text token by token.
             yield {"input_features": _floats(model, 1, bins, TOKENS * per_token)}
         yield {"input_features": _floats(model, 1, bins, 2 * positions if positions else _FRAMES)}
         yield {"input_features": _floats(model, 1, _FRAMES, bins * stacked)}
-        # Frames put together before the first layer: it says how many.
+        # Frames that are joined before the first layer, whose width tells how many.
         first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
         if first is not None and first.in_features not in (bins, bins * stacked) and first.in_features % bins == 0:
             yield {"input_features": _floats(model, 1, _FRAMES, first.in_features)}
 
 
 def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
-    """Draw numbers: on zeros much is equal that is not."""
+    """Draw numbers: zeros would hide differences."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return drawn if parameter is None else drawn.to(parameter.device, parameter.dtype)
 
 
 def _tokens(config: PreTrainedConfig, count: int, device: torch.device) -> Tensor | None:
-    """Make up tokens [1, count] that mean nothing special; None where the config knows no vocabulary."""
+    """Make up tokens [1, count] without special ones; None if the config has no vocabulary."""
     text = text_config(config)
     named = {name for one in (config, text) for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
     special = {i for name in named for one in (config, text) for i in _ids(one, name)}
@@ -271,14 +283,14 @@ def _tokens(config: PreTrainedConfig, count: int, device: torch.device) -> Tenso
 
 
 def _ids(config: PreTrainedConfig, name: str) -> list[int]:
-    """Return the special tokens that a config has under a name: none, one, or several (Llama 3's ends of a text)."""
+    """Return the special tokens that a config has under a name; some have several (Llama 3's ends of text)."""
     found = getattr(config, name, None)
     return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
 
 
 def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     vision = getattr(config, "vision_config", None) or config
-    # Some say it of their backbone, or of what reads the backbone's map (SAM 2).
+    # Some give the size for their backbone, or for the part that reads the backbone's map (SAM 2).
     places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
     size = next((x for x in (getattr(one, "image_size", None) for one in places) if x), None)
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from linearize.errors import ConfigError
+from transformers import PreTrainedModel
+
+from linearize.attention.factory import check_hybrid, default_scale
+from linearize.attention.shape import HeadShape
+from linearize.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.plan import SOFTMAX
-from linearize.registry import kernel_info, make_config
+from linearize.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.surgery.config import ConversionConfig
+from linearize.surgery.positions import current_length
 
 _LARGEST = 99_999
-"""No model has as many layers; a range beyond it is a slip, and too long a list to make."""
+"""Largest layer number: a larger one is a mistake, and its range too long a list."""
 
 
 def parse_indices(text: str, where: str) -> list[int]:
     """Read "0-2,5" as [0, 1, 2, 5].
 
     Raises:
-        ConfigError: if it is written in another way.
+        ConfigError: if it cannot be read.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -37,11 +43,11 @@ def kept_layers(keep: Iterable[int] | str, count: int) -> list[int]:
     """Return the numbers of the layers that stay softmax.
 
     Args:
-        keep: their numbers, or a text: "0,11" and the like, or the share "1/N" for the last layer of every N.
+        keep: their numbers; or text, such as "0,11", or "1/N" for the last layer of every N.
         count: number of attentions that can be converted.
 
     Raises:
-        ConfigError: for another text.
+        ConfigError: if the text cannot be read.
     """
     if not isinstance(keep, str):
         return list(keep)
@@ -50,10 +56,10 @@ def kept_layers(keep: Iterable[int] | str, count: int) -> list[int]:
 
 
 def parse_share(text: str) -> int | None:
-    """Read "1/N" as N; None: it is no share.
+    """Read "1/N" as N; None if the text is not a share.
 
     Raises:
-        ConfigError: if it is another share than one of two or more.
+        ConfigError: if it is not one layer of two or more.
     """
     first, slash, last = text.partition("/")
     if not slash:
@@ -92,7 +98,7 @@ def parse_heads(text: str) -> dict[int, list[int]]:
     """Read "4:0,11:7,11:8" as {4: [0], 11: [7, 8]}: query heads by layer.
 
     Raises:
-        ConfigError: if it is written in another way, or a head is named twice.
+        ConfigError: if it cannot be read, or a head is named twice.
     """
     heads: dict[int, list[int]] = {}
     for part in text.split(","):
@@ -105,36 +111,41 @@ def parse_heads(text: str) -> dict[int, list[int]]:
     return heads
 
 
-def assign(
-    count: int,
-    kernel: str | None,
-    arguments: Mapping[str, object],
-    layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None,
-    keep_softmax: Iterable[int] | str,
-) -> list[tuple[str, dict[str, object]]]:
-    """Return kernel and arguments for each of `count` layers.
-
-    Args:
-        count: number of attentions that can be converted.
-        kernel: for all layers that `layers` does not name, a preset too; None only if it names all.
-        arguments: of `kernel`.
-        layers: kernel, or (kernel, arguments), per layer number; or the text form.
-        keep_softmax: layers to leave as they are, see `kept_layers`.
+def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list[tuple[str, dict[str, object]]]:
+    """Return kernel and arguments for each of the `count` layers of a model that can be converted.
 
     Raises:
-        ConfigError: if a layer is missing, named twice or beyond the last one, or a single layer is to be a preset.
+        ConfigError: if a layer is missing, named twice or beyond the last one, a single layer is to be a preset, or an
+            addition or a head is asked for that no layer has.
+        UnsupportedModelError: if all layers stay softmax.
     """
-    named = parse_layers(layers) if isinstance(layers, str) else dict(layers or {})
-    kept = kept_layers(keep_softmax, count)
+    chosen = assign(count, config)
+    if all(name == SOFTMAX for name, _ in chosen):
+        raise UnsupportedModelError(
+            f"all {count} attentions of {type(model).__name__} are kept as softmax, nothing is left to convert; name "
+            "fewer layers in keep_softmax"
+        )
+    text = config.softmax_heads
+    heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
+    _check_used(config.additions, heads, chosen)
+    return [
+        complete(model, name, arguments, config.additions | _heads_of(heads, number), config.max_length)
+        for number, (name, arguments) in enumerate(chosen)
+    ]
+
+
+def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, object]]]:
+    """Return kernel and arguments for each of `count` layers, without additions."""
+    named = parse_layers(config.layers) if isinstance(config.layers, str) else dict(config.layers or {})
+    kept = kept_layers(config.keep_softmax, count)
     for index in [*named, *kept]:
         if not 0 <= index < count:
             raise ConfigError(
                 f"layer {index} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
             )
-    both = sorted(set(named) & set(kept))
-    if both:
+    if both := sorted(set(named) & set(kept)):
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
-    rest = [] if kernel is None else expand(count, kernel, arguments)
+    rest = [] if config.kernel is None else expand(count, config.kernel, config.kernel_args or {})
     chosen: list[tuple[str, dict[str, object]]] = []
     for index in range(count):
         if index in kept:
@@ -150,6 +161,45 @@ def assign(
     return chosen
 
 
+def complete(
+    model: PreTrainedModel,
+    kernel: str,
+    arguments: dict[str, object],
+    more: Mapping[str, object],
+    max_length: int | None,
+) -> tuple[str, dict[str, object]]:
+    """Complete a layer's arguments with the additions of all layers and the longest input."""
+    if kernel == SOFTMAX:
+        return kernel, arguments
+    info = kernel_info(kernel)
+    if info.windowed:
+        arguments = {**more, **arguments}
+        own = {name: value for name, value in arguments.items() if name not in HYBRID}
+        arguments.setdefault("scale", default_scale(info, make_config(info, own), arguments.get("window")))
+    if info.maximum_positions and arguments.get("max_positions") is None:
+        arguments = arguments | {"max_positions": max_length or current_length(model)}
+    return kernel, arguments
+
+
+def _heads_of(heads: Mapping[int, Iterable[int]], number: int) -> dict[str, object]:
+    return {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
+
+
+def _check_used(
+    more: Mapping[str, Any], heads: Mapping[int, Iterable[int]], chosen: list[tuple[str, dict[str, object]]]
+) -> None:
+    """Refuse additions that no layer can have, and heads of layers that do not exist or stay softmax."""
+    used = [(name, arguments) for name, arguments in chosen if name != SOFTMAX]
+    if more and not any(kernel_info(name).windowed for name, _ in used):
+        info = kernel_info(used[0][0])
+        check_hybrid(info, make_config(info, used[0][1]), Hybrid.of(more), HeadShape(1, 1, 1, 1, info.causal))
+    for number in heads:
+        if not 0 <= number < len(chosen):
+            raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
+        if chosen[number][0] == SOFTMAX:
+            raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
+
+
 def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:
     """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
 
@@ -163,7 +213,7 @@ def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tup
 
 
 def _entry(index: int, entry: Any) -> tuple[str, dict[str, object]]:
-    """Read what was given for one layer: a name, or a name and arguments."""
+    """Read the entry of one layer: a name, or a name and arguments."""
     if isinstance(entry, str):
         name, arguments = entry, {}
     else:

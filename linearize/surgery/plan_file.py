@@ -1,4 +1,4 @@
-"""A plan as a YAML file that people edit: what becomes of every layer, and why; written, read, held against a model."""
+"""A plan as a YAML file that people edit: each layer's kernel, and why; written, read, and applied to a model."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class PlanFile:
     """A plan file.
 
     Attributes:
-        path: where it lies.
+        path: the file.
         architecture: class of the model that it was made for.
         model_type: its type.
-        layers: what becomes of the layers.
+        layers: the layers in order.
     """
 
     path: str
@@ -62,12 +62,12 @@ class PlanFile:
 
     @property
     def why(self) -> dict[int, str]:
-        """Why each layer has its kernel, by number, where the file says so."""
+        """Why each layer has its kernel, by number, if the file gives a reason."""
         return {one.layer: one.why for one in self.layers if one.why}
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] | None = None) -> None:
-    """Write a plan: beside the file, then renamed.
+    """Write a plan to a temporary file, then rename it.
 
     Args:
         path: the file.
@@ -96,10 +96,11 @@ def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] 
 
 
 def check_plan_target(path: str, *, overwrite: bool) -> None:
-    """Refuse a file that no plan can be written to, before anything slow.
+    """Check, before anything slow, that a plan can be written to a file.
 
     Raises:
-        ConfigError: if it is no .yaml, its folder is not there, or it is there and `overwrite` is false, or no plan.
+        ConfigError: if it is not a .yaml, its folder is missing, or it exists and is not a plan, or `overwrite` is
+            false.
     """
     check_file(path, "--plan-out", (".yaml", ".yml"), overwrite=overwrite)
     if Path(path).exists():
@@ -114,7 +115,7 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
         where: the option that names it, for messages.
 
     Raises:
-        ConfigError: if it cannot be read, or is no plan; names what is wrong.
+        ConfigError: if it cannot be read, or is not a plan; names what is wrong.
     """
     shown = os.fspath(path)
     try:
@@ -127,7 +128,7 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
         return ConfigError(f"{where}: {shown!r} is no plan ({what}); expected a file as --plan-out writes it")
 
     if not isinstance(data, dict) or set(data) != {"format", "architecture", "model_type", "layers"}:
-        raise refuse("it has not the keys format, architecture, model_type and layers")
+        raise refuse("expected the keys format, architecture, model_type and layers")
     if data["format"] != FORMAT:
         raise refuse(f"format {data['format']!r}, this version reads {FORMAT}")
     named = all(isinstance(data[key], str) for key in ("architecture", "model_type"))
@@ -155,7 +156,7 @@ def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
         raise refuse(f"softmax_heads of layer {number} is a list of numbers")
     arguments = {**arguments, **{name: one[name] for name in HYBRID if one.get(name) not in (None, [])}}
     if arguments.get("window") is not None:
-        # A file says what it has; `convert` would add scales.
+        # A file lists all additions; `convert` would add scales.
         arguments.setdefault("scale", SCALES[0])
     if one["kernel"] == SOFTMAX and arguments:
         raise refuse(f"layer {number} stays softmax, which takes no arguments")

@@ -1,16 +1,16 @@
 """Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
 
-What depends on the length is found, not listed per model (`linearize.surgery.follow`), and changed:
+The model is searched for what depends on the length (`linearize.surgery.follow`), and that is changed:
 
 - learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
   stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
 - tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does
   (timm models: by their own `set_input_size`);
-- what is a formula (sinusoidal tables, `position_ids`, causal masks): what the class itself writes there;
-- numbers that modules remember (`num_embeddings`, `image_size`, `max_seq_len_cached`).
+- values of a formula (sinusoidal tables, `position_ids`, causal masks): the values that the class itself writes;
+- numbers that modules keep (`num_embeddings`, `image_size`, `max_seq_len_cached`).
 
-Any other difference is an error, raised before anything is changed. Rotary frequencies stay as they are (no scaling).
-Parameters are replaced, so build the optimizer afterwards.
+Any other difference is an error, raised before any change. Rotary frequencies stay (no scaling). Parameters are
+replaced, so build the optimizer afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.
 _MOST_RESERVED = 8
-# Attributes holding a token that has a row of its own in the table of an image model, before those of the patches.
+# Attributes with a token whose row in the table of an image model comes before those of the patches.
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")
 # Model types whose own interpolation smooths; the others do not.
 _ANTIALIASED = frozenset({"dinov2_with_registers"})
@@ -45,14 +45,14 @@ _LENGTH, _IMAGE = "max_position_embeddings", "image_size"
 
 @dataclass(frozen=True)
 class PositionReport:
-    """What was done to a model so that it takes longer inputs.
+    """How a model was changed to take longer inputs.
 
     Attributes:
         old_length: tokens the model took before.
         new_length: tokens it takes now (image models: patches, class, distillation and register tokens).
-        method: "tile" or "interpolate" as asked for texts; "bicubic" for images.
-        changed: dotted names of the tensors replaced, and `config.<field>`; empty when there was nothing to do.
-        note: one line for the reader.
+        method: "tile" or "interpolate" for texts; "bicubic" for images.
+        changed: dotted names of the replaced tensors, and `config.<field>`; empty if nothing had to change.
+        note: one line for the user.
         image_size: height and width in pixels that an image model takes now.
     """
 
@@ -74,10 +74,9 @@ class _Image(NamedTuple):
 
 
 def current_length(model: nn.Module) -> int | None:
-    """Say how many tokens a transformers or timm model takes now.
+    """Return how many tokens a transformers or timm model takes now; None if unlimited or unknown.
 
-    Returns:
-        Usable tokens (RoBERTa's 514 rows are 512 tokens; image models count every token); None if unlimited or unknown.
+    RoBERTa's 514 rows are 512 tokens; image models count every token.
     """
     if (timm := _timm(model)) is not None:
         image = _image(model) if isinstance(getattr(timm, "pos_embed", None), Tensor) else None
@@ -95,17 +94,17 @@ def current_length(model: nn.Module) -> int | None:
 
 
 def current_image_size(model: nn.Module) -> tuple[int, int] | None:
-    """Say what images, height and width in pixels, an image model takes now; None for other models."""
+    """Return the image size, height and width in pixels, that an image model takes now; None for other models."""
     image = _image(model)
     return None if image is None else image.size
 
 
 def tokens_of_image_size(model: nn.Module, image_size: int) -> int:
-    """Return how many tokens a square image of some pixels a side is to an image model: what `extend_positions` takes.
+    """Return the tokens of a square image of `image_size` pixels a side, as `extend_positions` takes them.
 
     Raises:
         ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
-        UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
+        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
     """
     return _with_image_size(model, image_size)[3]
 
@@ -115,13 +114,13 @@ def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile")
 
     Args:
         model: any transformers model, with or without a head, or a timm one.
-        max_length: tokens; image models get the smallest square of patches that makes at least as many.
-        method: for learned tables of texts: "tile" repeats the trained rows, so inputs that were short enough before
-            give the same output, bit for bit; "interpolate" stretches them linearly, first and last row kept.
+        max_length: tokens; image models get the smallest square of at least as many patches.
+        method: for learned tables of texts: "tile" repeats the trained rows, so that inputs of the old length give
+            the same output, bit for bit; "interpolate" stretches them linearly, and keeps the first and last row.
 
     Raises:
         ConfigError: `max_length` is not a whole number or below what the model takes; `method` is unknown.
-        UnsupportedModelError: the model has no limit, or one that is kept in a way not known here.
+        UnsupportedModelError: the model has no limit, or one of an unknown kind.
     """
     if type(max_length) is not int or max_length < 1:
         raise ConfigError(f"got max_length {max_length!r}, expected a whole number of tokens, 1 or more")
@@ -149,12 +148,12 @@ def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> Po
     """Let an image model take larger images, changing it and its config in place.
 
     Args:
-        model: a transformers image model with a table of positions, or a timm one with `set_input_size`.
+        model: a transformers image model with a table of positions, or a timm model with `set_input_size`.
         image_size: pixels, one number for a square or (height, width); multiples of the patch size.
 
     Raises:
         ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
-        UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
+        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
     """
     old, new, length, tokens = _with_image_size(model, image_size)
     if new == old:
@@ -165,18 +164,18 @@ def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> Po
 
 
 def extend_processor(processor: Processor, length: PositionReport | int, model: nn.Module) -> Processor:
-    """Let the tokenizer or image processor of an extended model give it the longer inputs.
+    """Let the tokenizer or image processor of an extended model make longer inputs.
 
     Args:
         processor: tokenizer, image processor, or a processor holding both (the one `model` needs is changed in place).
-        length: what `extend_positions` returned, or tokens (an image processor takes its size from `model`).
+        length: report of `extend_positions`, or tokens (an image processor takes its size from `model`).
         model: the extended model.
 
     Returns:
         The same `processor`.
 
     Raises:
-        ConfigError: not what the model needs, or an image processor whose size is given in another way.
+        ConfigError: of another kind than the model needs, or an image processor with a size of an unknown kind.
     """
     image = _image(model)
     wanted = "tokenizer" if image is None else "image_processor"
@@ -194,15 +193,15 @@ def extend_processor(processor: Processor, length: PositionReport | int, model: 
 
 
 def _parts(model: nn.Module) -> list[str]:
-    """Name the configs of the parts (text, image ...) of a composite model."""
+    """Return the names of the parts' configs (text, image ...) in a composite model."""
     config = getattr(model, "config", None)
     return [name for name in sorted(getattr(config, "sub_configs", ())) if getattr(config, name, None) is not None]
 
 
 def _no_length(model: nn.Module) -> UnsupportedModelError:
     if parts := ", ".join(_parts(model)):
-        return refusal(model, f"made of several parts ({parts})", "extend the part itself")
-    why = f"with neither a table of positions nor a config.{_LENGTH}: not limited, or in a way not known here"
+        return refusal(model, f"composed of parts ({parts})", "extend the part itself")
+    why = f"with neither a table of positions nor a config.{_LENGTH}: without a limit, or with one of an unknown kind"
     return refusal(model, why)
 
 
@@ -234,7 +233,7 @@ def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 
 
 def _reserved(table: nn.Embedding, limit: int) -> int:
-    """Count the rows before position 0: RoBERTa's start behind the padding row, BART's and OPT's at an offset."""
+    """Count the rows before position 0: RoBERTa's start after the padding row, BART's and OPT's at an offset."""
     return table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
 
 
@@ -257,7 +256,7 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
 
 
 def _without_table(model: PreTrainedModel) -> str:
-    """Say what raising the limit of a model without a table does; refuse where it is limited by something else."""
+    """Describe what raising the limit of a model without a table does; refuse other limits."""
     rotary = False
     for name, _ in model.named_parameters():
         if "position_embedding" in name:
@@ -277,7 +276,7 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def runs_beyond_limit(model: nn.Module) -> bool:
-    """Tell whether a text model reads more tokens than its config says: positions are rotary, and there is no table."""
+    """Tell whether a text model reads more tokens than its config says: positions are rotary, without a table."""
     if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
         return False
     named = any("position_embedding" in name for name, _ in model.named_parameters())
@@ -303,16 +302,16 @@ def _image(model: nn.Module) -> _Image | None:
         return None
     try:
         return _Image(_pair(size), _pair(patch))
-    except ConfigError:  # None, or the three sides of a video: not an image whose size is known.
+    except ConfigError:  # None, or the three sides of a video.
         return None
 
 
 def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
-    """Return the image size now and as asked for, and the tokens of both.
+    """Return the current and the new image size, and the tokens of both.
 
     Raises:
         ConfigError: as `_grown`.
-        UnsupportedModelError: not an image model, or its positions are kept in a way not known here.
+        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
     """
     old, length = _image(model), current_length(model)
     if old is None or length is None:
@@ -337,7 +336,7 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
         expected = prefix + math.prod(old.grid), prefix + math.prod(new.grid)
         if not _TABLE.fullmatch(name) or (table.shape[-2], shape[-2]) != expected:
             raise stray(model, name, _IMAGE)
-        # DINOv2 sends every image through an interpolation that takes the table for a square.
+        # DINOv2 interpolates for every image, and assumes a square table.
         always = "interpolate_pos_encoding" not in inspect.signature(owner.forward).parameters
         if always and not square and hasattr(owner, "interpolate_pos_encoding"):
             raise refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
@@ -347,7 +346,7 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
         grid = F.interpolate(grid, size=new.grid, mode="bicubic", align_corners=False, antialias=smooth)
         return torch.cat([rows[:prefix], grid.flatten(2)[0].T.to(rows.dtype)]).reshape(shape)
 
-    # One number stays one where it can (CLIP's config takes nothing else), a list stays a list.
+    # A number stays one if it can (CLIP's config takes nothing else), and a list stays a list.
     was = model.config.image_size
     value = type(was)(new.size) if not isinstance(was, int) else new.size[0] if square else new.size
     expected = [name for name, _ in model.named_parameters() if _TABLE.fullmatch(name)]
@@ -355,7 +354,7 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
 
 
 def _timm(model: nn.Module) -> Any:
-    """Return the timm model in `model` (bare, or in a TimmWrapper), None if there is none."""
+    """Return the timm model in `model` (bare, or in a TimmWrapper); None for other models."""
     inner = getattr(model, "timm_model", model)
     return inner if not isinstance(inner, PreTrainedModel) and hasattr(inner, "pretrained_cfg") else None
 
@@ -377,7 +376,7 @@ def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
 
 
 def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
-    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio."""
+    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio to it."""
     old, crop = dict(processor.size), dict(getattr(processor, "crop_size", None) or {})
     base = crop if crop and getattr(processor, "do_center_crop", True) is not False else old
     height, width = (base.get(key, base.get("shortest_edge")) for key in ("height", "width"))

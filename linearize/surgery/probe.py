@@ -1,7 +1,7 @@
-"""Find out what attentions a model has by running it once on a few made-up tokens and writing down every call.
+"""Find the attentions of a model by running it once on a few made-up tokens and recording every call.
 
-No table of architectures: whatever dispatches through transformers' attention interface is seen, with its true sizes,
-direction, mask and scaling.
+No table of architectures is needed: every call of transformers' attention interface is recorded, with its sizes,
+direction and mask.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from linearize.attention.masks import key_padding
 from linearize.attention.packing import blocks
 from linearize.attention.redirect import REDIRECTED
 from linearize.errors import UnsupportedModelError, first_line
+from linearize.modeling.compat import implementation_of, knows_sdpa, set_implementation
 from linearize.modeling.modes import evaluating
 from linearize.surgery import timm
 from linearize.surgery.call import Call
@@ -37,9 +38,13 @@ _NAME = "linearize_probe"
 
 @dataclass
 class _Recorder:
-    """Notes calls; `always` says whether masks are made that hide nothing, whose kind then is known.
+    """Records calls.
 
-    `eager` holds the modules of parts that know eager softmax only: it goes by its mask, not by `is_causal`.
+    Attributes:
+        always: whether masks are made even if they hide nothing, so that their kind is known.
+        eager: modules of parts that know eager softmax only, which follows its mask and not `is_causal`.
+        calls: the calls so far.
+        masks: kind, mask and window of the masks so far, by the mask's identity.
     """
 
     always: bool = True
@@ -48,7 +53,7 @@ class _Recorder:
     masks: dict[int, tuple[str, Tensor, int | None]] = field(default_factory=dict)
 
     def mask_function(self, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
-        """Build a real mask and remember of which kind it is."""
+        """Build SDPA's mask, and remember its kind."""
         kinds = {causal_mask_function: "causal", bidirectional_mask_function: "bidirectional"}
         window = kwargs.get("local_size")
         kind = kinds.get(kwargs.get("mask_function", causal_mask_function), "own" if window is None else "local")
@@ -65,11 +70,11 @@ class _Recorder:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        # By this name: many hosts, most vision-language models among them, hand it over as a keyword.
+        # Many hosts, most vision-language models among them, pass it by this name.
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Write the call down and attend with softmax."""
+        """Record the call, and attend with softmax."""
         mask = attention_mask
         kind, _, window = (
             ("none", None, None) if mask is None else self.masks.get(id(mask)) or (_kind(mask), mask, None)
@@ -84,7 +89,7 @@ class _Recorder:
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
         self.calls.append(call)
-        # What alters the scores is left out here: only the shapes of what follows matter.
+        # Changes of the scores are left out: only shapes matter from here.
         kept = {name: value for name, value in kwargs.items() if name not in UNSUPPORTED_SCORE_MODS}
         if mask is not None and mask.shape[-1] != key.shape[2]:
             mask = None
@@ -92,7 +97,7 @@ class _Recorder:
 
 
 def _kind(mask: Tensor) -> str:
-    """Say of which kind a mask is that the host made itself."""
+    """Return the kind of a mask that the host made itself."""
     if mask.ndim == 4 and (key_padding(mask, causal=False) is not None or blocks(mask) is not None):
         return "bidirectional"
     return "causal" if mask.ndim == 4 and key_padding(mask, causal=True) is not None else "bias"
@@ -111,7 +116,7 @@ class Run(NamedTuple):
 
 
 def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> list[Call]:
-    """Run the model once and return all attention calls in order; see `trial_runs`.
+    """Run the model once and return all attention calls in order.
 
     Raises:
         UnsupportedModelError: if the trial run fails.
@@ -120,15 +125,15 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) ->
 
 
 def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> tuple[list[Run], list[Call]]:
-    """Find out on which inputs a model runs, and which attentions it calls then.
+    """Run a model once, and record its attention calls.
 
     Args:
         model: any transformers model; it is not changed.
-        inputs: keyword arguments for its forward; made up from the config where None.
+        inputs: keyword arguments for its forward; None: made up from the config.
 
     Returns:
-        One run of the whole model where it takes the inputs, and the calls in order. Where inputs are made up, parts
-        that did not run in it, such as an encoder of images in a run on tokens alone, are run separately.
+        A run of the whole model if it takes the inputs, and the calls in order. With made-up inputs, parts that did not
+        run in it, such as an encoder of images in a run on tokens alone, are run separately.
 
     Raises:
         UnsupportedModelError: if nothing runs.
@@ -158,7 +163,7 @@ def _failure(run: Run, error: Exception) -> UnsupportedModelError:
 
 
 def _made_up(model: PreTrainedModel) -> tuple[list[Run], list[Call]]:
-    """Run the model on made-up inputs, and by themselves the parts that did not run in it."""
+    """Run the model on made-up inputs, then separately the parts that did not run in it."""
     try:
         runs, calls = _first(model, model)
         failure = None
@@ -183,7 +188,7 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _first(model: PreTrainedModel, part: PreTrainedModel) -> tuple[list[Run], list[Call]]:
-    """Return the first run of a part that goes through."""
+    """Return the first run of a part that does not fail, and its calls."""
     failure: UnsupportedModelError | None = None
     for made in candidates(part):
         run = Run(part, made)
@@ -205,7 +210,7 @@ def _run(model: PreTrainedModel, run: Run) -> list[Call]:
         with _recording(model, recorder), torch.no_grad():
             run.module(**run.inputs)
     except Exception as error:
-        # Some hand a mask on to layers of another length (Informer), which goes well where none is needed.
+        # Some pass a mask on to layers of another length (Informer), which works if none is needed.
         if "ask" not in str(error):
             raise
         recorder = _Recorder(always=False)
@@ -216,7 +221,7 @@ def _run(model: PreTrainedModel, run: Run) -> list[Call]:
 
 @contextlib.contextmanager
 def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
-    """Route the attention of `model` to the recorder, on all its configs, and put everything back."""
+    """Temporarily route the attention of `model` to the recorder, in all its configs."""
     AttentionInterface.register(_NAME, recorder.attention)
     AttentionMaskInterface.register(_NAME, recorder.mask_function)
     held = (getattr(module, "config", None) for module in model.modules())
@@ -224,15 +229,15 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
         id(config): config for config in held if isinstance(config, PreTrainedConfig)
     }
     for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        change = recorder.eager.difference_update if part._supports_sdpa else recorder.eager.update
+        change = recorder.eager.difference_update if knows_sdpa(part) else recorder.eager.update
         change(part.modules())
-    before = {key: getattr(config, "_attn_implementation_internal", None) for key, config in configs.items()}
+    before = {key: implementation_of(config) for key, config in configs.items()}
     try:
         for config in configs.values():
-            config._attn_implementation_internal = _NAME
+            set_implementation(config, _NAME)
         yield
     finally:
         for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
+            set_implementation(config, before[key])
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(_NAME, None)

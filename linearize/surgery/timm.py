@@ -1,9 +1,9 @@
-"""timm models: found out by running them once, and wrapped as transformers models, so that they are saved like any.
+"""timm models: wrapped as transformers models, so that they are saved like any other, and run once for a plan.
 
-timm's attentions have no interface to register with. What they have in common is that they call
-`F.scaled_dot_product_attention` themselves, so that is where they are watched here and redirected once converted
-(`linearize.attention.redirect`). Plain ones that write the softmax out (TNT, SHViT) have a form that calls it
-(`linearize.attention.written_out`); others (LeViT, CaiT, XCiT ...) are not seen, and refused by what they are.
+timm's attentions have no interface to register with, but they call `F.scaled_dot_product_attention` themselves. These
+calls are recorded here, and redirected in a converted model (`linearize.attention.redirect`). Plain attentions that
+write softmax out (TNT, SHViT) have a form that calls it (`linearize.attention.written_out`); others (LeViT, CaiT,
+XCiT ...) are not recorded, and refused with the reason.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from linearize.surgery.call import Call
 
 
 def is_timm(model: nn.Module) -> bool:
-    """Tell whether a model is a bare timm model, not one wrapped by transformers."""
+    """Tell whether a model is a bare timm model, not one that transformers wraps."""
     return not isinstance(model, PreTrainedModel) and hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes")
 
 
 def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> PreTrainedModel:
-    """Make a transformers model of a bare timm model; both hold the same weights.
+    """Wrap a bare timm model as a transformers model with the same weights.
 
     Args:
-        model: what `timm.create_model` gave.
-        model_args: the arguments that `timm.create_model` was given beside the name and `num_classes`; found out for
-            `img_size`, needed for any other that changes the weights.
+        model: a model of `timm.create_model`.
+        model_args: arguments of `timm.create_model` other than the name and `num_classes`; needed for those that change
+            the weights, except `img_size`, which is read from the model.
 
     Returns:
-        `TimmWrapperForImageClassification`, or `TimmWrapperModel` where there is no classifier.
+        `TimmWrapperForImageClassification`, or `TimmWrapperModel` for a model without a classifier.
 
     Raises:
         ConfigError: if timm does not build the same model from these arguments.
@@ -78,7 +78,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Hold the model against what a checkpoint of it would be loaded into."""
+    """Compare the model with the one that a checkpoint of it would be loaded into."""
     mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     other = {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
     if mine == other:
@@ -95,7 +95,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     """Run a wrapped timm model once and return its attention calls in order.
 
     Raises:
-        UnsupportedModelError: if no attention is called, though there are modules of that name.
+        UnsupportedModelError: if no attention is called, although there are modules of that name.
     """
     watcher = _Watcher()
     with _following(model, watcher), torch.no_grad(), watcher:
@@ -115,7 +115,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
 
 _ATTENTIONS = re.compile("ttention|Attn|XCA|MHSA|GPSA|SHSA|LiteMLA")
 _NO_ATTENTIONS = re.compile("Pool|Block|Split|SelectiveKernel|ChannelAttn|SpatialAttn|NonLocal")
-"""Names of attentions between tokens, and of what is named alike: gates of channels, and what holds attentions."""
+"""Names of attentions between tokens, and of modules with similar names: gates of channels, containers."""
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -128,7 +128,7 @@ def _holds(module: nn.Module, called: set[int]) -> bool:
 
 
 def _why_unseen(unseen: list[nn.Module]) -> str:
-    """Say what attentions do that write the softmax out, the most common kind of them."""
+    """Describe the most common kind of attention that was not called."""
     kind = Counter(type(module) for module in unseen).most_common(1)[0][0]
     example = next(module for module in unseen if type(module) is kind)
     names = [name for name, _ in (*example.named_parameters(), *example.named_buffers())]
@@ -155,7 +155,7 @@ def _between_channels(module: nn.Module) -> bool:
 
 
 class _Watcher(TorchFunctionMode):
-    """Writes down the scaled dot-product attentions that run, with the module that calls them."""
+    """Records scaled dot-product attentions, with the modules that call them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Watcher(TorchFunctionMode):
     ) -> None:
         q_shape, k_shape, v_shape = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
         kind, module = "none" if attn_mask is None else "bias", self.running[-1]
-        # Five dimensions are windows beside heads, in either order (Twins, Hiera, NesT).
+        # Five dimensions are windows and heads, in either order (Twins, Hiera, NesT).
         refused = _IN_WINDOWS if q.ndim > 4 else _CHANNELS if _between_channels(module) else ""
         self.calls.append(
             Call(
@@ -205,7 +205,7 @@ class _Watcher(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
-    """Keep the watcher informed of which module runs."""
+    """Tell the watcher which module runs."""
 
     def enter(module: nn.Module, args: object) -> None:
         watcher.running.append(module)

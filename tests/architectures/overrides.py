@@ -55,9 +55,24 @@ _PE: dict[str, Any] = {
     "vision_config.architecture": "vit_pe_core_tiny_patch16_384",
     "vision_config.model_args": {"depth": 1, "img_size": 224},
 }
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_HALF = _SECTIONS | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 _SERIES: dict[str, Any] = {"prediction_length": 6, "context_length": 10}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {
+        CLASS: "BltForCausalLM",
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [2, 3],
+        "patch_in_forward": False,
+        "cross_attn_k": 2,
+        "decoder_config.hidden_size_global": 32,
+        "num_hidden_layers": 2,
+    },
+    "bridgetower": {
+        CLASS: "BridgeTowerForMaskedLM",
+        **{f"{part}hidden_size": 64 for part in ("", "text_config.", "vision_config.")},
+    },
     "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGAZ": 5, "IMGIMGBZ": 6}},
     "d_fine": _DETECTOR,
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.kv_n_heads": 2, "attn_config.clip_qkv": 8.0},
@@ -68,6 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.mlp_layer_types": ["dense", "sparse"],
         "vision_config.sam_config.downsample_channels": [32, 32],
     },
+    "deformable_detr": {"d_model": 64},
     "deimv2": _DETECTOR,
     "diffusion_gemma": {
         "text_config.num_experts": 4,
@@ -101,6 +117,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8, "audio_config.max_position_embeddings": 129},
     "gemma3n": {"text_config.num_kv_shared_layers": 0, "num_kv_shared_layers": 0},
+    **{key: {"text_config.rope_parameters": _SECTIONS} for key in ("glm4v", "glm_image", "glm_ocr")},
+    "glm4v_moe": {"text_config.rope_parameters": _HALF},
+    **{key: {"text_config.rope_parameters": _SECTIONS} for key in ("qwen2_vl", "qwen2_5_vl")},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_experts_per_tok": 2},
     "bamba": {"attn_layer_indices": [1]},
     "informer": _SERIES,
@@ -109,6 +128,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "mobilebert": {"true_hidden_size": 32, "intra_bottleneck_size": 32},
     "neomme": {"rope_parameters.full_attention.partial_rotary_factor": 0.5},
+    "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 2, "router_jitter_noise": 0.0},
+    "neucodec": {"quantization_dim": 64, "initializer_range": 0.5},
     "olmo_hybrid": {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 4,
@@ -132,6 +153,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sam_hq": _SAM,
     "sapiens2": {"num_key_value_heads_per_layer": [4, 4]},
     "time_series_transformer": _SERIES,
+    "timesfm": {CLASS: "TimesFmModelForPrediction"},
+    "xcodec2": {"quantization_dim": 64, "initializer_range": 0.5},
     "zamba": {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid"] * 2,

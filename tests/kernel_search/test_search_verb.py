@@ -235,7 +235,7 @@ def test_a_plan_for_another_model(place, capsys):
     )
     assert "has the number 1" in given(layers=[layers[1]])[1]
     assert "format 2, this version reads 1" in given(format=2)[1]
-    assert "has not the keys" in given(more=1)[1]
+    assert "expected the keys format" in given(more=1)[1]
     assert "plain values" in given(layers=[layers[0] | {"arguments": {"a": [1]}}])[1]
     assert "takes no arguments" in given(layers=[layers[0] | {"kernel": "softmax", "window": 3}])[1]
     assert given(model_type="bert", layers=mine)[0] == 0

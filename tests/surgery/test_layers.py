@@ -9,6 +9,7 @@ import linearize
 from linearize.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.modeling.plan import SOFTMAX
 from linearize.registry import kernel_infos, make_config
+from linearize.surgery.config import ConversionConfig
 from linearize.surgery.layers import assign, expand, kept_layers, parse_indices, parse_layers
 
 PRESETS = [info for info in kernel_infos() if info.preset is not None]
@@ -42,9 +43,10 @@ def test_layer_texts_that_are_wrong(text, message):
 
 
 def test_every_layer_gets_one_kernel():
-    chosen = assign(4, "hedgehog", {"activation": "exp"}, {1: "elu", 2: ("luna", {"channels": 2})}, [3])
+    layers = {1: "elu", 2: ("luna", {"channels": 2})}
+    chosen = assign(4, ConversionConfig("hedgehog", {"activation": "exp"}, layers, [3]))
     assert chosen == [("hedgehog", {"activation": "exp"}), ("elu", {}), ("luna", {"channels": 2}), (SOFTMAX, {})]
-    assert [name for name, _ in assign(2, None, {}, "0=elu,1=softmax", [])] == ["elu", "softmax"]
+    assert [name for name, _ in assign(2, ConversionConfig(None, layers="0=elu,1=softmax"))] == ["elu", "softmax"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,8 @@ def test_every_layer_gets_one_kernel():
 )
 def test_layers_that_stay_softmax(keep, count, kept):
     assert kept_layers(keep, count) == kept
-    assert [name == SOFTMAX for name, _ in assign(count, "elu", {}, None, keep)] == [n in kept for n in range(count)]
+    chosen = assign(count, ConversionConfig("elu", keep_softmax=keep))
+    assert [name == SOFTMAX for name, _ in chosen] == [n in kept for n in range(count)]
 
 
 @pytest.mark.parametrize("text", ["2/4", "1/1", "1/0", "1/", "/4", "1/4,5", "1/-2"])
@@ -83,7 +86,7 @@ def test_shares_that_are_none(text):
 )
 def test_plans_that_miss_repeat_or_exceed(layers, kept, kernel, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        assign(4, kernel, {}, layers, kept)
+        assign(4, ConversionConfig(kernel, layers=layers, keep_softmax=kept))
     assert "\n" not in str(caught.value)
 
 
@@ -169,7 +172,7 @@ def test_the_longest_input_is_written_down():
 
 
 def test_a_model_without_a_limit_asks_for_the_longest_input(monkeypatch):
-    monkeypatch.setattr("linearize.surgery.plan.current_length", lambda model: None)
+    monkeypatch.setattr("linearize.surgery.layers.current_length", lambda model: None)
     model = original("bert")
     for info in kernel_infos():
         if info.maximum_positions:

@@ -381,7 +381,7 @@ REFUSED = {
     ),
     "vivit": ("VivitModel", "VivitConfig", {**VIT, "tubelet_size": [2, 8, 8], "num_frames": 4}, "position_embeddings"),
     "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", {**VIT, "num_patches": 16}, "position_embedding"),
-    "clip": ("CLIPModel", "CLIPConfig", {"text_config": BERT, "vision_config": VIT}, "made of several parts"),
+    "clip": ("CLIPModel", "CLIPConfig", {"text_config": BERT, "vision_config": VIT}, "composed of parts"),
 }
 
 

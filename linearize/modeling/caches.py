@@ -1,0 +1,155 @@
+"""Generation caches of constant size in a converted model: which forward gets one, and which state a layer gets."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from linearize.attention.cache import LinearizeCache, state_layer
+from linearize.attention.interface import linear_attentions
+from linearize.errors import ConfigError
+from linearize.modeling.implementations import check_implementation
+from linearize.ops.tracing import is_tracing
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def make_cache(model: PreTrainedModel, crop: int = 0) -> LinearizeCache:
+    """Make an empty generation cache for a model; it can be cropped by `crop` tokens."""
+    return LinearizeCache(_text_config(model), _cache_indices(model), crop)
+
+
+def use_cache_for_generation(
+    model: PreTrainedModel, generation_config: GenerationConfig, given: object, kwargs: dict[str, Any]
+) -> None:
+    """Replace the cache of all keys that `generate` made by one of constant size.
+
+    Args:
+        model: the model.
+        generation_config: options of the generation.
+        given: the caller's cache, which stays.
+        kwargs: keyword arguments of the model's forward, changed in place.
+    """
+    made = kwargs.get("past_key_values")
+    # Attention weights are those of pairs: their cache of all keys stays, as a sum over the past has none.
+    if made is None or made is given or generation_config.output_attentions:
+        return
+    if not isinstance(made, EncoderDecoderCache) and _is_own_cache(type(made)):
+        return
+    cache = make_cache(model)
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+    if isinstance(made, EncoderDecoderCache):
+        made.self_attention_cache = cache
+    else:
+        kwargs["past_key_values"] = cache
+
+
+def check_generation(generation_config: GenerationConfig) -> None:
+    """Refuse generation with a cache that a running sum cannot be.
+
+    Raises:
+        ConfigError: if the options ask for one.
+    """
+    kind = generation_config.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise ConfigError(
+            f"got cache_implementation={kind!r}, but a model with linear attention has its own cache, whose size "
+            "does not grow with the context; leave the argument out"
+        )
+
+
+def add_default_caches(root: PreTrainedModel) -> None:
+    """Let forwards that would make a cache of all keys make one of constant size: the body's, and its towers'."""
+    for part in (root, *_towers_with_caches(root)):
+        part.register_forward_pre_hook(
+            functools.partial(_default_cache, own=_has_own_cache(part)),  # type: ignore[arg-type]
+            with_kwargs=True,
+        )
+
+
+def hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a host's forward: tell its kernel which state belongs to the call, as the attention function sees none."""
+    check_implementation(host)
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
+        cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
+    attention: Any = host.linear_attention
+    attention.hand_over(state_layer(cache, attention.cache_index))
+
+
+def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Say that no token is padding where a tracer would otherwise prepare for packed sequences.
+
+    transformers looks for packed sequences in position_ids; while tracing it cannot look and assumes them.
+    """
+    if not is_tracing() or len(args) > 1:
+        return None
+    given = ("attention_mask", "past_key_values", "position_ids", "inputs_embeds", "decoder_input_ids")
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is None or any(kwargs.get(name) is not None for name in given):
+        return None
+    return args, kwargs | {"attention_mask": torch.ones_like(tokens)}
+
+
+def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)
+
+
+def _cache_indices(model: nn.Module) -> set[int]:
+    layers = (layer for layer in linear_attentions(model).values() if layer.shape.causal)
+    return {layer.cache_index for layer in layers if layer.cache_index is not None}
+
+
+def _is_own_cache(kind: type) -> bool:
+    """Tell whether a host keeps more than keys in its own cache class (MiniMax): its layers then keep all keys."""
+    return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
+
+
+def _has_own_cache(model: nn.Module) -> bool:
+    modules = [sys.modules[base.__module__] for base in type(model).__mro__ if base.__module__ in sys.modules]
+    return any(_is_own_cache(one) for module in modules for one in vars(module).values() if isinstance(one, type))
+
+
+def _towers_with_caches(root: PreTrainedModel) -> list[PreTrainedModel]:
+    """List the parts other than the text that make their own cache, such as a tower that reads sound in steps."""
+    parts = [one for one in root.modules() if isinstance(one, PreTrainedModel) and one is not root]
+    return [
+        part
+        for part in parts
+        if part.config is not _text_config(root)
+        and part.config is not root.config
+        and "past_key_values" in inspect.signature(part.forward).parameters
+        and _cache_indices(part)
+    ]
+
+
+def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Arguments | None:
+    """Return a forward's arguments with a cache of constant size, if it would make its own of all keys.
+
+    Not for an `own` class, nor where attention weights are asked for: later steps need all keys for theirs.
+    """
+    use_cache, text = kwargs.get("use_cache"), _text_config(root)
+    if use_cache is None:
+        use_cache = getattr(root.config, "use_cache", getattr(text, "use_cache", False))
+    weights = kwargs.get("output_attentions")
+    if root.config.output_attentions if weights is None else weights:
+        return None
+    if not use_cache or root.training or kwargs.get("past_key_values") is not None or own:
+        return None
+    made: Cache = make_cache(root)
+    if kwargs.get("encoder_hidden_states") is not None:
+        # A decoder with cross-attention (in an EncoderDecoderModel) keeps what it reads of the encoder as well.
+        made = EncoderDecoderCache(made, DynamicCache())
+    return args, kwargs | {"past_key_values": made}
