@@ -13,12 +13,12 @@ POOLINGS = ("mean", "first")
 WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
 BLOCKWISE, END_TO_END = "blockwise", "end to end"
 SMALLEST = 1e-6
-"""Of a temperature or a gradient's norm: by a smaller one nothing can be divided."""
+"""Smallest temperature or gradient norm: losses are divided by them."""
 
 
 @dataclass(frozen=True)
 class AlignConfig:
-    """How a whole converted model is brought close to its original."""
+    """How the alignment brings a whole converted model close to its original."""
 
     steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)
     blockwise: float = option(
@@ -61,7 +61,7 @@ class AlignConfig:
     save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
     keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
     folder: str | None = option(None, "where states are kept")
-    resume: bool = option(False, "go on from the newest state of an interrupted run")
+    resume: bool = option(False, "resume from the newest state of an interrupted run")
     seed: int = option(0, "seed of the low-rank updates")
 
     def __post_init__(self) -> None:
@@ -71,6 +71,6 @@ class AlignConfig:
             raise ConfigError(f"alignment: got {', '.join(WEIGHTS)} all 0, expected at least one above; raise one")
 
     def phases(self) -> list[tuple[str, int]]:
-        """Return the phases that have steps, in order: ("blockwise" or "end to end", steps)."""
+        """Return the phases with steps, in order: ("blockwise" or "end to end", steps)."""
         blockwise = round(self.steps * self.blockwise)
         return [(name, n) for name, n in ((BLOCKWISE, blockwise), (END_TO_END, self.steps - blockwise)) if n]

@@ -1,8 +1,8 @@
 """Align a whole converted model with its original: first every block under the teacher's inputs, then end to end.
 
-Stage one matches attention weights only. What a layer's errors do to the layers behind it, and what the layer's own
-weights could repair, it does not see. The alignment trains the student so that its hidden states, pooled output and
-logits are the teacher's, on unlabelled data. It never ends worse than it began.
+Stage one matches attention weights only: it sees neither the effect of a layer's errors on later layers nor the repairs
+that the layer's own weights allow. The alignment trains the student to reproduce the teacher's hidden states, pooled
+output and logits, on unlabelled data. It never ends worse than it began.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from linearize.alignment.pair import Pair, make_pair
 from linearize.alignment.trainer import AlignTrainer, Diverged, diverged, trained_parameters
 from linearize.checkpoint.fingerprint import fingerprint, weights_digest
 from linearize.distillation.loop import make_accelerator
-from linearize.distillation.run import Batches, Part, Progress, Report, Run, frozen
+from linearize.distillation.run import Batches, Part, Progress, Report, Run, check_inputs, frozen
 from linearize.distillation.state import RunState
 from linearize.errors import ConfigError
 from linearize.loading import move
-from linearize.modeling.model import is_linearized
 
 
 @dataclass(frozen=True)
 class AlignStep(Report):
-    """Reported to the caller after every step.
+    """The report of a step.
 
     Attributes:
         step: steps done, over both phases.
         steps: steps planned.
         phase: "blockwise" or "end to end".
         losses: the terms: by block; end to end also "output", "pooled" and "logits/...".
-        loss: what is minimised.
+        loss: the loss that is minimised.
         held_out: the same on held-out data, at the steps that evaluate it.
         learning_rate: of the kernels.
-        seconds: since the start, earlier parts of a resumed run included.
+        seconds: since the start, including those before a resumed run was interrupted.
         stage: "alignment".
     """
 
@@ -62,18 +61,18 @@ class AlignStep(Report):
 
 @dataclass
 class AlignResult:
-    """What the alignment did.
+    """The result of the alignment.
 
     Attributes:
         steps: optimizer steps done.
-        best_step: the step whose weights were kept; 0: those it began with.
+        best_step: the step whose weights were kept; 0 for the first weights.
         stopped: why it ended ("steps", "early stopping").
         before: student against teacher before, on the held-out batches.
         after: the same after.
         history: one record per step.
         seconds: duration of the training itself.
-        state: what a run that is resumed needs to give this result at once; None where nothing was trained, or where
-            the data cannot say what it is (it has no `digest`) and no states were asked for.
+        state: a resumed run returns this result at once from it; None if nothing was trained, or if the data cannot be
+            identified (it has no `digest`) and the run keeps no states.
     """
 
     steps: int
@@ -99,29 +98,23 @@ def align(
 
     Args:
         student: a converted model.
-        data: where batches come from, e.g. `linearize.data.load_source(...)`; labels are not used.
+        data: the source of batches, e.g. `linearize.data.load_source(...)`; labels are not used.
         config: options.
-        teacher: the original; it is copied and left as it was. None: the student's own weights under softmax, which are
-            the original's as long as the student was neither aligned nor tuned.
+        teacher: the original; it is copied and not changed. None: the student's own weights under softmax, which are
+            the original's unless the student was aligned or tuned before.
         on_step: called after every step (progress bars, logs).
-        accelerator: an Accelerate object; one is made where None.
+        accelerator: an Accelerate object; None makes one.
 
     Returns:
-        What was done, with student against teacher before and after on held-out batches.
+        The result, with student against teacher before and after on held-out batches.
 
     Raises:
         ConfigError: if the student is not converted, the teacher does not fit it, or an option does not fit.
-        DataError: if there is nothing held out.
-        TrainingError: if the numbers are left again and again; the student then holds its best weights before that.
+        DataError: if there are no held-out batches.
+        TrainingError: if the run diverges repeatedly; the student then holds its best weights from before.
     """
     config = config or AlignConfig()
-    if not is_linearized(student):
-        raise ConfigError(f"got {type(student).__name__}, expected a converted model; call linearize.convert first")
-    if not hasattr(data, "train_batches"):
-        raise ConfigError(
-            f"alignment: got data of type {type(data).__name__}, expected something with train_batches and "
-            "holdout_batches; linearize.data.load_source makes it of any data set"
-        )
+    check_inputs("alignment", student, data)
     accelerator = accelerator or make_accelerator(student)
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ConfigError(
@@ -139,7 +132,7 @@ class _Progress(Progress):
 
     Attributes:
         halved: how often the rate was halved.
-        factor: of the rate.
+        factor: factor of the rate.
     """
 
     halved: int = 0
@@ -180,7 +173,7 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, self.seconds, self.state)
 
     def _train(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, str, Closeness]:
-        """Run the phases; return the step that was kept, why the last phase ended, and what came of it."""
+        """Run the phases; return the step that was kept, why the last phase ended, and the final figures."""
         student, config = self.pair.student, self.config
         if config.train == "lora":
             with torch.random.fork_rng(devices=[]):
@@ -216,7 +209,7 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
     def go_on(
         self, number: int, before: int, steps: int, trainer: AlignTrainer, saved: RunState
     ) -> Part[AlignTrainer, _Progress]:
-        """See `Run`; of weights in half precision a state has the fp32 ones."""
+        """Resume a phase from a state, which has the fp32 copies of weights in half precision."""
         part = super().go_on(number, before, steps, trainer, saved)
         trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in trainer.parameters})
         trainer.factor = part.progress.factor
@@ -228,14 +221,13 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
         batches: Iterator[dict[str, Tensor]],
         held_out: list[dict[str, Tensor]],
     ) -> None:
-        """See `Run`."""
         config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
         evaluates = step % config.eval_every == 0 or step == part.steps
         try:
             terms, loss, rate = trainer.step(batches, step)
-            found = trainer.evaluate(held_out) if evaluates else None
-            if found is not None and not math.isfinite(found):
-                raise Diverged(f"the held-out loss became {found} at step {step}")
+            held_out_loss = trainer.evaluate(held_out) if evaluates else None
+            if held_out_loss is not None and not math.isfinite(held_out_loss):
+                raise Diverged(f"the held-out loss became {held_out_loss} at step {step}")
         except Diverged as reason:
             trainer.restore(part.best)
             if progress.halved >= config.patience:
@@ -245,15 +237,16 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
             trainer.interrupts.release()
             return
         progress.step = step
-        if found is not None:
-            self._judge(part, found)
-        report = AlignStep(part.before + step, config.steps, trainer.phase, terms, loss, found, rate, self.seconds)
+        if held_out_loss is not None:
+            self._judge(part, held_out_loss)
+        done = part.before + step
+        report = AlignStep(done, config.steps, trainer.phase, terms, loss, held_out_loss, rate, self.seconds)
         self.finish_step(report, trainer)
 
-    def _judge(self, part: Part[AlignTrainer, _Progress], found: float) -> None:
-        """Hold an evaluation against the best one; two worse ones in a row halve the rate and go back to the best."""
+    def _judge(self, part: Part[AlignTrainer, _Progress], loss: float) -> None:
+        """Compare a held-out loss with the best one; after two worse ones, return to it at half the rate."""
         progress = part.progress
-        if progress.better(found):
+        if progress.better(loss):
             part.best = part.trainer.snapshot()
         elif progress.rises >= 2:
             if progress.halved >= self.config.patience:
@@ -267,22 +260,20 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
         progress, trainer = part.progress, part.trainer
         progress.halved, progress.rises = progress.halved + 1, 0
         progress.factor = trainer.factor = trainer.factor / 2
-        # Moments that carried the weights away would do so again.
+        # The old moments would lead the weights the same way again.
         trainer.optimizer.state.clear()
 
     def options(self) -> dict[str, object]:
-        """See `Run`; the teacher's weights are among them."""
         return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
 
     def weights(self, part: Part[AlignTrainer, _Progress]) -> dict[str, Tensor]:
-        """See `Run`."""
         return part.trainer.snapshot()
 
     def last_state(self, part: Part[AlignTrainer, _Progress]) -> RunState | None:
-        """See `Run`: the weights alone, which are the best."""
         if part.number < len(self.config.phases()) - 1:
             return None
-        return RunState(self.record(part), {f"trained/{name}": one for name, one in self.weights(part).items()})
+        # The weights alone: they are the best ones.
+        return RunState(self.record(part), {f"trained/{name}": tensor for name, tensor in self.weights(part).items()})
 
 
 __all__ = ["BLOCKWISE", "END_TO_END", "AlignConfig", "AlignResult", "AlignStep", "align"]

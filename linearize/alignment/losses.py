@@ -1,8 +1,8 @@
-"""What a converted model is compared with its teacher by: hidden states, the pooled output, logits.
+"""Distances between a converted model and its teacher: of hidden states, the pooled output, logits.
 
 Hidden states follow CALD (ICLR 2025, arXiv 2410.06846) and the second stage of MOHAWK (arXiv 2408.10189), logits
-Hinton et al. 2015 (arXiv 1503.02531). A squared error is divided by the variance of what the teacher has there, so that
-it reads as the share that is not explained, alike in every layer and model.
+Hinton et al. 2015 (arXiv 1503.02531). A squared error is divided by the variance of the teacher's value, so that it is
+the share that is not explained, comparable between layers and models.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 TINY = 1e-12
 LOGITS_AT_ONCE = 1 << 24
-"""Numbers of a vocabulary's log-probabilities that are held at once (64 MiB of fp32); more go through in chunks."""
+"""How many log-probabilities are in memory at once (64 MiB of fp32); more are computed in chunks."""
 
 
 def masked_rows(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the vectors [N, C] of `states` [B, ..., C] in fp32: with a mask [B, T] those of tokens, else all."""
+    """Return the vectors [N, C] of `states` [B, ..., C] in fp32: with a mask [B, T] only those of tokens."""
     if mask is not None and states.ndim == 3 and mask.shape == states.shape[:2]:
         return states[mask.bool()].float()
     return states.flatten(0, -2).float()
@@ -46,10 +46,10 @@ def hidden_state_loss(
     Args:
         student: one state [B, T, C] per layer.
         teacher: as many.
-        mask: [B, T], true where there is a token; None: everywhere.
+        mask: [B, T], true at tokens; None if there is no padding.
 
     Returns:
-        A scalar: 0 where all are equal, 1 where the student knows no more than the teacher's mean.
+        A scalar: 0 if all are equal, 1 if the student knows no more than the teacher's mean.
     """
     terms = []
     for mine, target in zip(student, teacher, strict=True):
@@ -64,7 +64,7 @@ def pooled(states: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or mask.shape != states.shape[:2]:
         return states.mean(dim=1)
     keep = mask.bool()[..., None]
-    # Filled, not multiplied: whatever stands in the padding must not come through.
+    # Filled, not multiplied by zero: padding may hold NaN.
     return states.masked_fill(~keep, 0.0).sum(dim=1) / keep.sum(dim=1).clamp(min=1)
 
 
@@ -76,8 +76,8 @@ def pooled_loss(student: Tensor, teacher: Tensor) -> Tensor:
 def divergence(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return KL(teacher || student), summed over rows, times temperature squared; logits [N, V].
 
-    A large vocabulary goes through some rows at a time, each made again for the gradient, so that no more than
-    `LOGITS_AT_ONCE` log-probabilities are held.
+    A large vocabulary is computed for some rows at a time, and again for the gradient, so that at most `LOGITS_AT_ONCE`
+    log-probabilities are in memory.
     """
     size = max(1, LOGITS_AT_ONCE // student.shape[-1])
     if student.shape[0] <= size:
@@ -113,9 +113,9 @@ def logits_loss(
     Args:
         student: [B, V], or [B, T, V] with one prediction per token.
         teacher: the same shape.
-        temperature: of both softmaxes; the divergence is multiplied with its square.
-        mask: [B, T] of tokens; used where there is one prediction per token.
-        regression: whether the logits are numbers: their squared error, instead of a divergence.
+        temperature: of both softmaxes; the divergence is multiplied by its square.
+        mask: [B, T], true at tokens; used with one prediction per token.
+        regression: whether the logits are numbers: then the squared error instead of a divergence.
 
     Returns:
         A scalar.

@@ -1,4 +1,4 @@
-"""How close a student is to its teacher as a whole: hidden states, pooled output, logits, as data."""
+"""How close a student is to its teacher on held-out data: hidden states, pooled output, logits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from linearize.alignment.objective import LOGITS, POOLED, Objective, Share, size_of
+from linearize.alignment.objective import LOGITS, POOLED, Objective, size_of
 from linearize.errors import DataError
 
 
 @dataclass(frozen=True)
 class Closeness:
-    """Student against teacher on held-out data.
+    """Figures of a student against its teacher on held-out data.
 
     Attributes:
         layers: relative error of the hidden state after each block, and of the last one ("output"): the norm of the
             difference over that of the teacher's spread around its mean.
         cosine: mean cosine of the pooled outputs (means over the tokens of a row).
-        logits: mean divergence of the logits in nats, or share of their variance where they are numbers; None where the
-            model has no head.
-        loss: the weighted sum that is minimised.
+        logits: mean divergence of the logits in nats, or share of their variance for regression; None without a head.
+        loss: the weighted sum that the alignment minimises.
     """
 
     layers: dict[str, float]
@@ -37,7 +36,7 @@ class Closeness:
 
 @torch.no_grad()
 def measure(objective: Objective, batches: list[dict[str, Tensor]]) -> Closeness:
-    """Compare student and teacher on batches that lie on the models' device.
+    """Compare student and teacher on batches that are on the models' device.
 
     Raises:
         DataError: if there is no batch.
@@ -47,9 +46,8 @@ def measure(objective: Objective, batches: list[dict[str, Tensor]]) -> Closeness
     sizes = [size_of(batch) for batch in batches]
     tokens, rows = (sum(column) for column in zip(*sizes, strict=True))
     sums: dict[str, Tensor] = {}
-    for batch, (its_tokens, its_rows) in zip(batches, sizes, strict=True):
-        terms = objective.end_to_end(batch, Share(its_tokens / max(tokens, 1), its_rows / rows))
-        for name, term in terms.items():
+    for batch, size in zip(batches, sizes, strict=True):
+        for name, term in objective.end_to_end(batch, size.of(tokens, rows)).items():
             sums[name] = sums[name] + term if name in sums else term
     logits = [float(value) for name, value in sums.items() if name.startswith(LOGITS)]
     layers = {
@@ -68,10 +66,9 @@ def measure(objective: Objective, batches: list[dict[str, Tensor]]) -> Closeness
 @torch.no_grad()
 def blockwise_loss(objective: Objective, batches: list[dict[str, Tensor]]) -> dict[str, float]:
     """Return each block's error under the teacher's inputs, on held-out batches."""
-    total = sum(size_of(batch)[0] for batch in batches)
+    total = sum(size_of(batch).tokens for batch in batches)
     sums: dict[str, float] = {}
     for batch in batches:
-        share = Share(size_of(batch)[0] / max(total, 1))
-        for name, value in objective.blockwise(batch, share, train=False).items():
+        for name, value in objective.blockwise(batch, size_of(batch).of(total, 1), train=False).items():
             sums[name] = sums.get(name, 0.0) + value
     return sums

@@ -1,8 +1,8 @@
 """The error of a student on a batch: end to end against its teacher's outputs, or block by block on its inputs.
 
-Every term is a mean over the tokens or rows of the batch, and is multiplied with the share of the tokens or rows of the
-whole step that lie in it. So the gradient is that of one mean over the step, whatever its split over batches or
-processes. Squared errors are divided by the teacher's variances on held-out data, which do not change.
+Every term is a mean over the batch's tokens or rows, times the batch's share of the tokens or rows of the whole step.
+So the gradient is that of one mean over the step, however it is split over batches or processes. Squared errors are
+divided by the teacher's variances on held-out data, which do not change.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +18,46 @@ from transformers import PreTrainedConfig
 
 from linearize.alignment.config import AlignConfig
 from linearize.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
-from linearize.alignment.pair import Block, Outputs, Pair, first_tensor
+from linearize.alignment.pair import Block, Outputs, Pair, first_tensor, hooked, keeper
 from linearize.attention.interface import observed
 from linearize.teacher.observe import run_body
 
 POOLED, LOGITS = "pooled", "logits"
 FAR_BELOW = -1e4
-"""What padding counts as among logits over tokens: never an answer."""
+"""The logit of padding among logits over tokens, so that padding is never an answer."""
 
 
-@dataclass
-class Share:
-    """How much of a step lies in a batch.
+class Share(NamedTuple):
+    """The size of a batch, or its share of a step.
 
     Attributes:
-        tokens: share of its tokens.
-        rows: share of its rows.
+        tokens: tokens; rows if the batch has no mask.
+        rows: rows.
     """
 
     tokens: float = 1.0
     rows: float = 1.0
 
+    def of(self, tokens: float, rows: float) -> Share:
+        """Return the share that a batch of this size has of so many tokens and rows."""
+        return Share(self.tokens / max(tokens, 1), self.rows / rows)
 
-def size_of(batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return a batch's number of tokens (rows, where it has no mask) and of rows."""
+
+def size_of(batch: Mapping[str, Tensor]) -> Share:
+    """Return a batch's number of tokens (rows, if it has no mask) and of rows."""
     rows = len(next(iter(batch.values())))
     mask = batch.get("attention_mask")
-    return (rows if mask is None else int(mask.sum())), rows
+    return Share(rows if mask is None else int(mask.sum()), rows)
 
 
 @dataclass
 class Scales:
-    """What errors are divided by: variances of the teacher's states, per token, summed over channels.
+    """The divisors of errors: variances of the teacher's outputs, per token, summed over channels.
 
     Attributes:
         states: by block, and of the last hidden state.
-        attentions: by block, of what its attention gives after the output projection.
-        numbers: of logits that are numbers rather than classes, by name.
+        attentions: by block, of its attention's output after the output projection.
+        numbers: of regression logits, by name.
     """
 
     states: dict[str, float] = field(default_factory=dict)
@@ -62,7 +66,7 @@ class Scales:
 
 
 def is_regression(config: PreTrainedConfig) -> bool:
-    """Tell whether a head's logits are numbers."""
+    """Tell whether a head's logits are numbers, not classes."""
     return getattr(config, "problem_type", None) == "regression" or (
         getattr(config, "num_labels", 2) == 1 and getattr(config, "problem_type", None) is None
     )
@@ -74,7 +78,7 @@ class Objective:
     Attributes:
         pair: student and teacher.
         config: weights and temperature.
-        scales: see `Scales`; `measure_scales` fills them.
+        scales: divisors of the errors; `measure_scales` fills them.
     """
 
     def __init__(self, pair: Pair, config: AlignConfig) -> None:
@@ -87,9 +91,9 @@ class Objective:
         """Measure the teacher's variances, as means over held-out batches weighted by tokens."""
         total, sums = 0.0, Scales()
         for batch in batches:
-            tokens = size_of(batch)[0]
+            tokens = size_of(batch).tokens
             total += tokens
-            with self._kept_attentions() as kept:
+            with self._attentions(self.pair.teacher, *self.pair.blocks) as kept:
                 taught = self.pair.teach(batch, head=self.head)
             for name, state in taught.states.items():
                 _add(sums.states, name, variance(state, taught.mask), tokens)
@@ -98,9 +102,9 @@ class Objective:
             if is_regression(self.pair.teacher.config):
                 for name, value in taught.logits.items():
                     _add(sums.numbers, name, variance(value), tokens)
-        for found in (sums.states, sums.attentions, sums.numbers):
-            for name in found:
-                found[name] /= max(total, 1.0)
+        for variances in (sums.states, sums.attentions, sums.numbers):
+            for name in variances:
+                variances[name] /= max(total, 1.0)
         self.scales = sums
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
@@ -126,31 +130,30 @@ class Objective:
         return loss + config.logits_weight * torch.stack(logits).mean() if logits else loss
 
     def blockwise(self, batch: Mapping[str, Tensor], share: Share, *, train: bool) -> dict[str, float]:
-        """Run the teacher, and each of the student's blocks on what the teacher's block was given.
+        """Run the teacher, and each of the student's blocks on the inputs of the teacher's block.
 
         A block's error is that of its attention after the output projection plus that of its output. With `train` its
-        gradient is taken as soon as it has run; nothing of it is kept.
+        gradient is computed as soon as it has run, and no intermediate result is kept.
         """
         terms: dict[str, float] = {}
-        mask = batch.get("attention_mask")
+        mask, scales, student = batch.get("attention_mask"), self.scales, self.pair.student
 
         def after(block: Block) -> Callable[..., None]:
-            student = self.pair.student.get_submodule(block.name)
+            module = student.get_submodule(block.name)
 
-            def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+            def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
                 if block.name in terms:
                     return
                 terms[block.name] = 0.0
                 target, attended = first_tensor(output).detach(), kept[block.name]
-                with torch.set_grad_enabled(train), observed(student, None), self._kept_attentions(block) as mine:
-                    found = first_tensor(student(*args, **kwargs))
-                    scales = self.scales
-                    error = self._error(found, target, mask, scales.states[block.name])
+                with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, block) as mine:
+                    state = first_tensor(module(*args, **kwargs))
+                    error = self._error(state, target, mask, scales.states[block.name])
                     if block.attention != block.name:
                         error = error + self._error(mine[block.name], attended, mask, scales.attentions[block.name])
                     error = share.tokens * error
                     if train and error.requires_grad:
-                        # The pass goes on under autocast; gradients are taken outside it, as ever.
+                        # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
                             error.backward()
                 terms[block.name] = float(error.detach())
@@ -158,21 +161,23 @@ class Objective:
 
             return hook
 
-        handles = []
-        with self._kept_attentions() as kept:
-            try:
-                for block in self.pair.blocks:
-                    module = self.pair.teacher.get_submodule(block.name)
-                    handles.append(module.register_forward_hook(after(block), with_kwargs=True))
-                with torch.no_grad(), self.pair.softmax():
-                    run_body(self.pair.teacher, batch)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        teacher, blocks = self.pair.teacher, self.pair.blocks
+        hooks = {block.name: after(block) for block in blocks}
+        with self._attentions(teacher, *blocks) as kept, hooked(teacher, hooks), self.pair.softmax(), torch.no_grad():
+            run_body(teacher, batch)
         return terms
 
+    @staticmethod
+    @contextlib.contextmanager
+    def _attentions(model: nn.Module, *blocks: Block) -> Iterator[dict[str, Tensor]]:
+        """Keep the outputs of attentions, after their output projection, by block."""
+        kept: dict[str, Tensor] = {}
+        # If teacher and student are one model, the student's call inside the teacher's comes second.
+        with hooked(model, {block.attention: keeper(kept, block.name, first=True) for block in blocks}):
+            yield kept
+
     def _pooled(self, side: Outputs) -> Tensor:
-        """Return the pooled output [B, C], as a sentence embedder's is made."""
+        """Return the pooled output [B, C], as sentence embedders compute it."""
         states = flat(side.last)
         if self.config.pooling == "mean":
             return pooled(states, side.mask)
@@ -190,37 +195,15 @@ class Objective:
             error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.scales.numbers[name])
             return share.rows * error
         if mask is not None and not per_token and target.shape == mask.shape:
-            # One logit per token, of which one is chosen (the start of an answer): padding cannot be.
+            # One logit per token, of which one is chosen (the start of an answer): never padding.
             mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
         first, second = masked_rows(mine, mask), masked_rows(target, mask)
-        found = divergence(first, second, temperature=self.config.temperature) / max(len(first), 1)
-        return (share.tokens if per_token else share.rows) * found
-
-    @contextlib.contextmanager
-    def _kept_attentions(self, only: Block | None = None) -> Iterator[dict[str, Tensor]]:
-        """Keep what the attentions give after their output projection: the teacher's, or one of the student's."""
-        kept: dict[str, Tensor] = {}
-        model = self.pair.teacher if only is None else self.pair.student
-        handles = []
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: object, output: object) -> None:
-                # Where teacher and student are one model, the student's run inside the teacher's comes second.
-                kept.setdefault(name, first_tensor(output))
-
-            return hook
-
-        try:
-            for block in self.pair.blocks if only is None else [only]:
-                handles.append(model.get_submodule(block.attention).register_forward_hook(keep(block.name)))
-            yield kept
-        finally:
-            for handle in handles:
-                handle.remove()
+        mean = divergence(first, second, temperature=self.config.temperature) / max(len(first), 1)
+        return (share.tokens if per_token else share.rows) * mean
 
 
 def flat(states: Tensor) -> Tensor:
-    """Return states [B, T, C] of [B, T, C] or of a grid [B, H, W, C]."""
+    """Return states [B, T, C], of a grid [B, H, W, C] too."""
     return states if states.ndim == 3 else states.flatten(1, -2)
 
 

@@ -1,8 +1,8 @@
-"""Teacher and student side by side: where their blocks are, and what each shows of a batch.
+"""A student and its teacher: their blocks, and their hidden states and logits for a batch.
 
-The teacher is run as a converted model whose layers compute softmax (see `linearize.teacher.observe`). So both get the
-same masks and arguments, the student's blocks can be run on the teacher's inputs, and where only kernels are trained
-teacher and student are one model.
+The teacher runs as a converted model whose layers compute softmax (`linearize.teacher.observe`). So both get the same
+masks and arguments, and the student's blocks can run on the teacher's inputs. If only kernels are trained, teacher and
+student are one model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Block:
     """A layer of the model with a converted attention in it.
 
     Attributes:
-        name: of the block, from the model.
-        attention: of the block's own child that holds the attention and what projects its output.
+        name: module name of the block.
+        attention: module name of the block's direct child that contains the attention and its output projection.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Block:
 
 @dataclass
 class Outputs:
-    """What a model shows of a batch.
+    """A model's outputs for a batch.
 
     Attributes:
-        states: hidden states [B, T, C] after each block by the block's name, and `OUTPUT` last where the model has it.
-        logits: by the name that the head gives them; [B, V], [B, T, V], or [B, T] over the tokens.
-        mask: [B, T], true where there is a token; None: everywhere.
+        states: hidden states [B, T, C] after each block by the block's name, and `OUTPUT` last if the model has it.
+        logits: by the head's names for them; [B, V], [B, T, V], or [B, T] over the tokens.
+        mask: [B, T], true at tokens; None if there is no padding.
     """
 
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -65,14 +65,14 @@ class Outputs:
 def find_blocks(model: PreTrainedModel) -> list[Block]:
     """Return the blocks with a converted attention.
 
-    A block is a member of a list of modules: the outermost one that holds no more than one converted attention (so of a
-    model in stages the layers, not the stages).
+    A block is a member of a list of modules: the outermost one with only one converted attention (in a model of stages
+    the layers, not the stages).
 
     Raises:
-        ConfigError: if an attention lies in no list of modules.
+        ConfigError: if an attention is not inside a list of modules.
     """
     hosts = list(linear_attentions(model))
-    found: dict[str, Block] = {}
+    blocks: dict[str, Block] = {}
     for host in hosts:
         parts = host.split(".")
         candidates = []
@@ -83,13 +83,13 @@ def find_blocks(model: PreTrainedModel) -> list[Block]:
         unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
         if not candidates:
             raise ConfigError(
-                f"alignment: the attention {host!r} lies in no list of layers, so its block is not known; "
+                f"alignment: the attention {host!r} is not inside a list of layers, so its block is not known; "
                 "skip the alignment (--align-steps 0)"
             )
         name = (unshared or candidates[-1:])[0]
         below = host.removeprefix(f"{name}.").split(".")[0] if host != name else ""
-        found.setdefault(name, Block(name, f"{name}.{below}" if below else name))
-    return list(found.values())
+        blocks.setdefault(name, Block(name, f"{name}.{below}" if below else name))
+    return list(blocks.values())
 
 
 class Pair:
@@ -97,8 +97,8 @@ class Pair:
 
     Attributes:
         student: the converted model that is trained.
-        teacher: a converted model that is run with softmax; the student itself where only kernels are trained.
-        blocks: of both.
+        teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
+        blocks: the blocks of both.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -107,12 +107,12 @@ class Pair:
 
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-        """Run the teacher on a batch; with `head` for its logits too."""
+        """Run the teacher on a batch; with `head` its logits too."""
         with self.softmax():
             return run(self.teacher, self.blocks, batch, head=head)
 
     def learn(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-        """Run the student on a batch, with gradients where they are enabled."""
+        """Run the student on a batch, with gradients if they are enabled."""
         return run(self.student, self.blocks, batch, head=head)
 
     @contextlib.contextmanager
@@ -125,58 +125,69 @@ class Pair:
 def _softmax(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor | None:
-    # The host's own way would make a T x T mask of a causal one with padding.
+    # The host would make a T x T mask of a causal one with padding.
     return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
 
-def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-    """Run a model on a batch and return what it shows."""
-    found = Outputs(mask=batch.get("attention_mask"))
+@contextlib.contextmanager
+def hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """Register forward hooks (module, args, kwargs, output) by module name, and remove them afterwards."""
     handles = []
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            found.states[name] = first_tensor(output)
-
-        return hook
-
-    def keep_last(module: nn.Module, args: object, output: object) -> None:
-        last = getattr(output, "last_hidden_state", None)
-        # A model without a norm behind its last block returns that block's state.
-        if torch.is_tensor(last) and not any(last is state for state in found.states.values()):
-            found.states[OUTPUT] = last
-
-    body = body_of(model)
     try:
-        handles += [model.get_submodule(block.name).register_forward_hook(keep(block.name)) for block in blocks]
-        handles.append(body.register_forward_hook(keep_last))
-        output = run_module(model if head else body, model.config, batch)
+        for name, hook in hooks.items():
+            handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Callable[..., None]:
+    """Return a hook that keeps a module's hidden state under a name: of its last call, or of its first one."""
+
+    def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if not (first and name in states):
+            states[name] = first_tensor(output)
+
+    return hook
+
+
+def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
+    """Run a model on a batch and return its hidden states; with `head` its logits too."""
+    outputs, body = Outputs(mask=batch.get("attention_mask")), body_of(model)
+
+    def keep_last(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        last = getattr(output, "last_hidden_state", None)
+        # A model without a norm after its last block returns that block's state.
+        if torch.is_tensor(last) and not any(last is state for state in outputs.states.values()):
+            outputs.states[OUTPUT] = last
+
+    hooks = {block.name: keeper(outputs.states, block.name) for block in blocks}
+    with hooked(model, hooks), hooked(body, {"": keep_last}):
+        result = run_module(model if head else body, model.config, batch)
     if head:
-        found.logits = {
+        outputs.logits = {
             name: value
-            for name, value in getattr(output, "items", dict)()
+            for name, value in getattr(result, "items", dict)()
             if name.endswith("logits") and torch.is_tensor(value) and value.is_floating_point()
         }
-    return found
+    return outputs
 
 
 def first_tensor(output: object) -> Tensor:
-    """Return the hidden state of what a block returned: itself, or the first of a tuple."""
-    found = output[0] if isinstance(output, (tuple, list)) else output
-    assert isinstance(found, Tensor)
-    return found
+    """Return the hidden state in a block's output: the output itself, or the first member of a tuple."""
+    state = output[0] if isinstance(output, (tuple, list)) else output
+    assert isinstance(state, Tensor)
+    return state
 
 
 def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shared: bool) -> Pair:
-    """Put a student and its teacher side by side.
+    """Return a student with its teacher.
 
     Args:
         student: a converted model.
-        teacher: its original, which is copied; None: the student's own weights under softmax, as they are now.
-        shared: whether the student's weights stay as they are, so that it can be its own teacher.
+        teacher: its original, which is copied; None: the student's current weights under softmax.
+        shared: whether the student's other weights do not change, so that it can be its own teacher.
 
     Raises:
         ConfigError: if the teacher does not fit.
@@ -184,10 +195,10 @@ def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shar
     if teacher is None:
         return Pair(student, student if shared else _frozen(copy.deepcopy(student)))
     check_teacher(student, teacher)
-    made = copy.deepcopy(teacher)
-    apply(made, Plan.from_dict(student.config.linearize))
-    move(made, next(student.parameters()).device)
-    return Pair(student, _frozen(made))
+    converted = copy.deepcopy(teacher)
+    apply(converted, Plan.from_dict(student.config.linearize))
+    move(converted, next(student.parameters()).device)
+    return Pair(student, _frozen(converted))
 
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:
@@ -195,10 +206,10 @@ def _frozen(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    """Refuse a teacher that cannot be the student's.
+    """Check that a model can be the student's teacher.
 
     Raises:
-        ConfigError: if it is converted itself, of another architecture or size, or of another head or label set.
+        ConfigError: if it is converted, or has another architecture, size, head or label set.
     """
     check_original(teacher, student, "teacher")
     mine, its = _sizes(student), _sizes(teacher)
@@ -214,8 +225,7 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
     if _has_head(student) and kind != other:
         raise ConfigError(
-            f"teacher: got a {other}, but the student is a {kind}, whose logits it has to give; "
-            "give a teacher with that head"
+            f"teacher: got a {other}, but the student is a {kind} and needs its logits; give a teacher with that head"
         )
     labels, others = (list((model.config.id2label or {}).values()) for model in (student, teacher))
     if _has_head(student) and "Classification" in kind and labels != others:

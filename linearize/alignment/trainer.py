@@ -1,4 +1,4 @@
-"""The working part of the alignment: which weights are trained, and one optimizer step after another."""
+"""The optimizer steps of the alignment, and the choice of the trained weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from linearize.alignment.objective import Objective, Share, size_of
 from linearize.alignment.pair import Block
 from linearize.distillation.observer import warm_cosine
 from linearize.distillation.processes import autocast
-from linearize.distillation.run import Interrupts
+from linearize.distillation.run import Interrupts, Trainer
 from linearize.errors import TrainingError
 
 
 def trained_parameters(student: nn.Module, blocks: list[Block], train: str) -> dict[str, nn.Parameter]:
-    """Return the weights that are trained, by name: kernels always, the rest as the option `train` says."""
+    """Return the trained weights by name: kernels always, others according to the option `train`."""
     within = {
         "kernels": (),
         "lora": (),
@@ -43,16 +43,16 @@ FULL = (torch.float32, torch.float64)
 
 
 class Diverged(Exception):
-    """A loss or gradient left the numbers; says which and where."""
+    """A loss or gradient is NaN or infinite; the message says which and where."""
 
 
-class AlignTrainer:
+class AlignTrainer(Trainer):
     """Trains one phase.
 
     Attributes:
-        objective: what is minimised.
-        parameters: what is trained, by name.
-        factor: by which all rates are multiplied; halved when the held-out loss rises.
+        objective: the error that is minimised.
+        parameters: the trained weights, by name.
+        factor: factor of all rates; halved when the held-out loss rises.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AlignTrainer:
         self.device = accelerator.device
         self.factor = 1.0
         self.interrupts = Interrupts()
-        # Weights in half precision would lose small updates: those are added up in fp32 copies.
+        # Weights in half precision would lose small updates, so updates are added up in fp32 copies.
         self.masters = {
             name: p if p.dtype in FULL else nn.Parameter(p.detach().float()) for name, p in self.parameters.items()
         }
@@ -89,21 +89,24 @@ class AlignTrainer:
             The terms, the loss, and the rate of the first group.
 
         Raises:
-            Diverged: if a loss or gradient is not finite; no weight was changed then.
+            Diverged: if a loss or gradient is not finite; then no weight has changed.
         """
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = self.factor * rate * warm_cosine(step - 1, self.steps, self.config.warmup)
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
-        mine = [self.moved(next(batches)) for _ in range(self.config.gradient_accumulation)]
-        sizes = torch.tensor([size_of(batch) for batch in mine], dtype=torch.float64, device=self.device)
-        tokens, rows = self._sum(sizes.sum(dim=0)).tolist()
+        mine = [
+            {name: value.to(self.device, non_blocking=True) for name, value in next(batches).items()}
+            for _ in range(self.config.gradient_accumulation)
+        ]
+        sizes = [size_of(batch) for batch in mine]
+        tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
         terms: dict[str, float] = {}
         loss = 0.0
-        for batch, (its_tokens, its_rows) in zip(mine, sizes.tolist(), strict=True):
-            found, its_loss = self._backward(batch, Share(its_tokens / max(tokens, 1), its_rows / rows))
-            loss += its_loss
-            for name, value in found.items():
+        for batch, size in zip(mine, sizes, strict=True):
+            part, part_loss = self._backward(batch, size.of(tokens, rows))
+            loss += part_loss
+            for name, value in part.items():
                 terms[name] = terms.get(name, 0.0) + value
         terms, loss = self._reduce(terms, loss)
         self._check(terms, loss, step)
@@ -122,8 +125,8 @@ class AlignTrainer:
     def _backward(self, batch: Mapping[str, Tensor], share: Share) -> tuple[dict[str, float], float]:
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
-                found = self.objective.blockwise(batch, share, train=True)
-                return found, sum(found.values()) / max(len(found), 1)
+                errors = self.objective.blockwise(batch, share, train=True)
+                return errors, sum(errors.values()) / max(len(errors), 1)
             terms = self.objective.end_to_end(batch, share)
             loss = self.objective.total(terms)
         loss.backward()
@@ -133,29 +136,17 @@ class AlignTrainer:
         """Return the phase's loss on held-out batches."""
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
-                found = blockwise_loss(self.objective, held_out)
-                return sum(found.values()) / max(len(found), 1)
+                errors = blockwise_loss(self.objective, held_out)
+                return sum(errors.values()) / max(len(errors), 1)
             return measure(self.objective, held_out).loss
-
-    def moved(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch on the models' device."""
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-
-    def _sum(self, values: Tensor) -> Tensor:
-        if self.accelerator.num_processes == 1:
-            return values
-        summed: Tensor = self.accelerator.reduce(values, "sum")
-        return summed
 
     def _reduce(self, terms: dict[str, float], loss: float) -> tuple[dict[str, float], float]:
         """Add up gradients and terms over the processes: together they are one step."""
         if self.accelerator.num_processes == 1:
             return terms, loss
-        for parameter in self.parameters.values():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = self._sum(gradient)
+        self.reduce_gradients(self.parameters.values())
         names = sorted(terms)
-        summed = self._sum(torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device))
+        summed = self.reduce(torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device))
         first, *rest = summed.tolist()
         return dict(zip(names, rest, strict=True)), first
 
@@ -166,15 +157,13 @@ class AlignTrainer:
         if not math.isfinite(loss):
             raise Diverged(f"the loss became {loss} at step {step}")
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of the trained weights, of those in half precision the fp32 ones."""
-        return {name: master.detach().clone() for name, master in self.masters.items()}
+    def trained(self) -> dict[str, Tensor]:
+        """Return the trained weights; of weights in half precision the fp32 copies."""
+        return dict(self.masters)
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Put copies back."""
-        for name, master in self.masters.items():
-            master.copy_(snapshot[name])
+        super().restore(snapshot)
         self._write_back()
 
     @torch.no_grad()
@@ -183,22 +172,9 @@ class AlignTrainer:
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's moments as named tensors."""
-        state = self.optimizer.state_dict()["state"]
-        return {f"{index}.{key}": value for index, values in state.items() for key, value in values.items()}
-
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read what `optimizer_tensors` gave."""
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-
 
 def diverged(phase: str, what: str) -> TrainingError:
-    """Build the error of a run that left the numbers again and again."""
+    """Build the error of a run that diverged repeatedly."""
     return TrainingError(
         f"alignment ({phase}): {what}, also at a halved rate; the model keeps its best state before that: "
         "lower the rates, train less (train=kernels), or check the data for broken inputs"

@@ -20,13 +20,11 @@ from linearize.checkpoint.fingerprint import fingerprint
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.distillation.processes import several
-from linearize.distillation.run import Batches, Part, Progress, Report, Run, frozen
+from linearize.distillation.run import Batches, Part, Progress, Report, Run, check_inputs, frozen
 from linearize.distillation.shard import frozen_model
 from linearize.distillation.state import RunState
-from linearize.errors import ConfigError
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.loading import move
-from linearize.modeling.model import is_linearized
 
 
 @dataclass(frozen=True)
@@ -114,13 +112,7 @@ def distill(
             parameters from before.
     """
     config = config or DistillConfig()
-    if not is_linearized(model):
-        raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
-    if not hasattr(data, "train_batches"):
-        raise ConfigError(
-            f"stage one: got data of type {type(data).__name__}, expected something with train_batches and "
-            "holdout_batches; linearize.data.load_source makes it of any data set"
-        )
+    check_inputs("stage one", model, data)
     return _Run(model, data, config, on_step, accelerator or make_accelerator(model)).run()
 
 

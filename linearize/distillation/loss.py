@@ -220,10 +220,11 @@ class _Walk:
         _hide(scores, edge, -math.inf)
         target = torch.softmax(scores, dim=-1, out=self._buffer("target", shape))
         near = None if unit.near is None else unit.near.rows(rows.places, seen)
+        exponents = None
         if near is not None:
             exponents = self._hybrid_exponents(unit, rows, scores, near)
-        else:
-            exponents = None if unit.log_scale is None else _exponents(unit.log_scale[:, :seen], rows)
+        elif unit.log_scale is not None:
+            exponents = _exponents(unit.log_scale[:, :seen], rows)
         products = self._product(features, unit.phi_k[:, :seen], shape)
         if near is not None:
             products.masked_fill_(near, 1.0)

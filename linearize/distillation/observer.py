@@ -304,12 +304,9 @@ class KernelTrainer(Trainer):
         if self.accelerator.num_processes == 1:
             return
         sums = torch.tensor([[x.total, x.count] for x in self.layers], device=self.device, dtype=torch.float64)
-        sums = self.accelerator.reduce(sums, "sum")
-        for loss, (total, count) in zip(self.layers, sums.tolist(), strict=True):
+        for loss, (total, count) in zip(self.layers, self.reduce(sums).tolist(), strict=True):
             loss.total, loss.count = total, count
-            for parameter in loss.layer.parameters():
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self.accelerator.reduce(gradient, "sum")
+            self.reduce_gradients(loss.layer.parameters())
 
     def _check(self, loss: LayerLoss, step: int) -> None:
         if not math.isfinite(loss.total):

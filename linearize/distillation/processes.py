@@ -55,9 +55,7 @@ def own_device(name: str) -> str:
     device = check_device("auto")
     if name == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         if device == "cuda" and under_fsdp():
-            raise ConfigError(
-                "device: got cpu under FSDP where there are GPUs, which it would use; launch without FSDP"
-            )
+            raise ConfigError("device: got cpu under FSDP where there are GPUs, which it uses; launch without FSDP")
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 

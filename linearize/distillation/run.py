@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from linearize.checkpoint.fingerprint import check_same
 from linearize.distillation.config import RunConfig
 from linearize.distillation.state import RunState, StateFolder
-from linearize.errors import TrainingError
+from linearize.errors import ConfigError, TrainingError
+from linearize.modeling.model import is_linearized
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -91,10 +92,12 @@ class Trainer(ABC):
     """Trains one part.
 
     Attributes:
+        accelerator: an Accelerate object.
         optimizer: of the trained tensors.
         interrupts: held from the moment a step changes them to its end.
     """
 
+    accelerator: Accelerator
     optimizer: torch.optim.Optimizer
     interrupts: Interrupts
 
@@ -105,6 +108,16 @@ class Trainer(ABC):
     @abstractmethod
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
         """Return the loss on held-out batches."""
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Add up values over the processes, which together compute one step."""
+        return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")  # type: ignore[no-any-return]
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up gradients over the processes."""
+        if self.accelerator.num_processes > 1:
+            for parameter in parameters:
+                parameter.grad = self.reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return copies of what is trained."""
@@ -129,6 +142,21 @@ class Trainer(ABC):
             if dot:
                 state.setdefault(int(index), {})[key] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+
+def check_inputs(stage: str, model: nn.Module, data: object) -> None:
+    """Check the arguments of stage one and the alignment.
+
+    Raises:
+        ConfigError: if the model is not converted, or the data gives no batches.
+    """
+    if not is_linearized(model):
+        raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
+    if not hasattr(data, "train_batches"):
+        raise ConfigError(
+            f"{stage}: got data of type {type(data).__name__}, expected something with train_batches and "
+            "holdout_batches; linearize.data.load_source makes it of any data set"
+        )
 
 
 class Report:
@@ -268,7 +296,7 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
         """Read the newest state of a run to resume, if there is one, and put its weights into the model.
 
         Raises:
-            ConfigError: if there are states and the run is not to be resumed, or the run was started differently.
+            ConfigError: if there are states but `resume` is false, or if the run was started differently.
         """
         if self.states is None:
             return None

@@ -91,8 +91,8 @@ def softmax_heads_output(
 ) -> Tensor:
     """Return softmax's head outputs [B, H, T, V] in v's dtype, 0 where padded, through SDPA.
 
-    Memory is linear in T whatever the mask: padding is removed before, because SDPA itself needs a T x T mask for causal
-    rows with padding.
+    Memory is linear in T whatever the mask: padding is removed before, because SDPA needs a T x T mask for causal rows
+    with padding.
     """
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
     for batch, tokens in pieces(mask):

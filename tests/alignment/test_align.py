@@ -190,7 +190,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(options, stop_at, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"window": 4, "sinks": 1}], ids=["plain", "window"])
 def test_blocks_are_aligned_under_bf16(options):
-    """Gradients are taken while the teacher's pass goes on under autocast: outside it, as the fp32 sums need."""
+    """Gradients are computed during the teacher's pass under autocast, but outside autocast, as fp32 sums need."""
     moved = []
     for precision in ("no", "bf16"):
         model = sharp("llama", **options)
@@ -392,7 +392,7 @@ def test_a_teacher_that_does_not_fit_is_refused(teacher, match):
 def test_a_teacher_of_another_head_or_label_set_is_refused():
     model = sharp("bert", "AutoModelForSequenceClassification")
     data = Fixed(batches(model))
-    with pytest.raises(ConfigError, match="whose logits it has to give"):
+    with pytest.raises(ConfigError, match="and needs its logits"):
         align(model, data, AlignConfig(**QUICK), teacher=original("bert"))
     with pytest.raises(ConfigError, match="same label set"):
         named = original("bert", "AutoModelForSequenceClassification", id2label={0: "bad", 1: "good"})

@@ -157,7 +157,7 @@ def test_sampled_queries_beside_a_window_are_the_same_rows():
 
 
 def test_the_loss_by_default_is_what_a_hybrid_can_match():
-    """With scales a kernel beside a window has softmax's size and matches weights; without them, outputs."""
+    """With scales a kernel joined with a window has softmax's size and matches weights; without them, outputs."""
     kinds = {}
     for hybrid in ({}, {"window": 4}, {"window": 4, "scale": "none"}, {"window": 4, "softmax_heads": {0: [1]}}):
         model = converted("llama", "AutoModelForCausalLM", "hedgehog", **hybrid)

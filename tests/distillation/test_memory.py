@@ -1,4 +1,4 @@
-"""What a step of stage one holds: no T x T matrix, no graph of the frozen model, nothing of the layers before."""
+"""The memory of a step of stage one: no T x T matrix, no graph of the frozen model, no tensors of earlier layers."""
 
 import itertools
 import math

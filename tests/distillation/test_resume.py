@@ -108,7 +108,7 @@ def child(states, result):
 
 @pytest.mark.slow
 def test_sigkill_at_random_moments_never_costs_a_bit(tmp_path):
-    """Kills runs at random moments, again and again; they always go on, and end where an unharmed one ends."""
+    """Kills runs at random moments, again and again; they always resume, and end like an uninterrupted one."""
     first = child(tmp_path / "whole", tmp_path / "whole.safetensors")
     first.join()
     assert first.exitcode == 0, (tmp_path / "whole.said" / "stderr").read_text()
