@@ -19,9 +19,7 @@ import tempfile
 from pathlib import Path
 
 from linearize.native.build import compile_library, compiler
-from linearize.native.locate import processor, sources_hash
-from linearize.native.trust import record
-from linearize.native.variants import FOLDER, INDEX, variants
+from linearize.native.locate import FOLDER, INDEX, describe, processor, sources_hash, variants
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TAKEN = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "linearize", "cli", "recipes")
@@ -83,7 +81,7 @@ def _compile_all(program: str, folder: Path, wanted: set[str]) -> bool:
             print(f"make_wheel: {variant.name}: {error[-2000:]}", file=sys.stderr)
             return False
         made.with_suffix(".o").unlink()
-        entries.append({**record(made), "needs": list(variant.needs)})
+        entries.append({**describe(made), "needs": list(variant.needs)})
     index = {"machine": platform.machine(), "sources": sources_hash(), "libraries": entries}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return True

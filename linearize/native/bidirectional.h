@@ -47,7 +47,7 @@ INLINE long partition_start(const call_t *c, long piece, long pieces) {
     return least(c->tokens, piece * tiles / pieces * TILE);
 }
 
-/* All keys into a state, then every query out of it. Returns 0, or 1 where memory ran out. */
+/* All keys into a state, then every query out of it. Returns 0, or 1 if memory ran out. */
 int linearize_bidirectional(const call_t *c) {
     long keys = c->batch * c->key_heads, rows = c->batch * c->heads;
     int failed = DONE;

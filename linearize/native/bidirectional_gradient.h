@@ -1,5 +1,4 @@
-/* Gradients of every query to every key: through the queries for the state's gradient, then with it through the
-   keys. */
+/* Gradients of every query to every key: first the queries, for the state's gradient, then the keys, with it. */
 
 #ifndef LINEARIZE_BIDIRECTIONAL_GRADIENT_H
 #define LINEARIZE_BIDIRECTIONAL_GRADIENT_H
@@ -15,7 +14,7 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long h, wo
         row_sums(c, s->phi_q, s->z, wide, wide, s->sums);
         for (long j = 0; j < count; j++) factor[j] = 1.0f / guarded(s->sums[j], c->eps);
         row_gradients(c, g, b, h, t, count, factor, w);
-        /* Where the sum's magnitude was held at its least, it is a constant. */
+        /* A sum that was held at its least magnitude is a constant. */
         for (long j = 0; j < count; j++)
             if (fabsf(s->sums[j]) <= c->eps) w->slope[j] = 0.0f;
         through_state(c, s->kv, s->z, w->rows_transposed, w->slope, w->dphi, s->width, wide);
@@ -44,7 +43,7 @@ static void head_gradients(const call_t *c, const back_t *g, long n, work_t *w) 
     key_gradients(c, g, b, h, g->log_scale[n], w);
 }
 
-/* Returns 0, or 1 where memory ran out. */
+/* Returns 0, or 1 if memory ran out. */
 int linearize_bidirectional_gradient(const call_t *c, const back_t *g) { return each_head_back(c, g, head_gradients); }
 
 #endif

@@ -1,7 +1,7 @@
-"""Compile the native op, once per machine, into the user's cache folder: see `linearize.native.locate`.
+"""Compile the native op, once per machine, into the user's cache folder (`linearize.native.locate`).
 
-Library and record are written beside and renamed, the record last, so that two processes may build at once and a kill
-leaves nothing half.
+Library and record are written to temporary files and renamed, the record last. So two processes may build at once, and
+a killed one leaves nothing incomplete.
 """
 
 from __future__ import annotations
@@ -19,18 +19,28 @@ from pathlib import Path
 from linearize.errors import ConfigError
 from linearize.native import SWITCH, engine, forget, locate
 from linearize.native.calls import Engine
-from linearize.native.locate import FAILED, FLAGS, SOURCES, cache_folder, record_file
-from linearize.native.trust import objection, read_record, record, sync_folder, write_durably
+from linearize.native.locate import (
+    FAILED,
+    FLAGS,
+    SOURCES,
+    cache_folder,
+    describe,
+    objection,
+    read_record,
+    record_file,
+    sync_folder,
+    write_durably,
+)
 
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300
-"""After so long a compiler is not waited for."""
+"""Time limit of a compiler."""
 BUILD_PREFIX = ".build-"
-"""How folders begin in which a compiler works."""
+"""Start of the names of a compiler's working folders."""
 
 
 def compiler() -> str | None:
-    """Return the C compiler: that of the environment variable CC, or the first of the usual names."""
+    """Return the C compiler: the environment variable CC, or the first installed one of the usual names."""
     wanted = os.environ.get("CC")
     return shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, COMPILERS)), None)
 
@@ -39,11 +49,10 @@ def build() -> Path:
     """Compile the native op.
 
     Returns:
-        The library. It is used from the next call on.
+        The library, which is used from the next call on.
 
     Raises:
-        ConfigError: if there is no C compiler, it fails, or there is no folder for the library that nobody else can
-            write.
+        ConfigError: if there is no C compiler, it fails, or other users can write the folder for the library.
     """
     program = compiler()
     if program is None:
@@ -52,23 +61,23 @@ def build() -> Path:
             "or set CC; everything works without the native op"
         )
     path = _writable_record()
-    library = _made(program, path)
+    library = _compile_into(program, path)
     forget()
     return library
 
 
 def _writable_record() -> Path:
-    """Make the cache folder; return where the record goes.
+    """Make the cache folder; return the path of the record.
 
     Raises:
-        ConfigError: if there is no such folder, or others can write it: what lay there would not be loaded.
+        ConfigError: if it cannot be made, or others can write it, so that no library in it would be loaded.
     """
     path = record_file()
     if path is None:
         raise ConfigError("native op: the user has no home folder to keep it in; set XDG_CACHE_HOME to a folder")
     try:
         for folder in (*reversed(path.parent.parents), path.parent):
-            # Such as the convention wants a cache folder; with parents=True they would be as open as the umask is.
+            # The mode that the XDG convention requires; with parents=True it would depend on the umask.
             if not folder.exists():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -78,18 +87,18 @@ def _writable_record() -> Path:
     return path
 
 
-def _made(program: str, path: Path) -> Path:
-    """Compile, and put the library and then its record in place."""
+def _compile_into(program: str, path: Path) -> Path:
+    """Compile, and write the library and then its record."""
     try:
         with (
             _one_build_at_a_time(path.parent),
             tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder,
         ):
             made = Path(folder) / f"{path.stem}.so"
-            if said := compile_library(program, made, locate.NATIVE_FLAGS):
-                raise ConfigError(f"native op: {program} failed; everything works without it. It said: {said[-500:]}")
-            entry = record(made)
-            # Named by its content: two builds at once never mix one's library with the other's record.
+            if error := compile_library(program, made, locate.NATIVE_FLAGS):
+                raise ConfigError(f"native op: {program} failed; everything works without it. It said: {error[-500:]}")
+            entry = describe(made)
+            # Named by its content, so that simultaneous builds never mix one's library with the other's record.
             entry["file"] = f"{path.stem}-{entry['sha256'][:16]}.so"
             with open(made, "rb") as handle:
                 os.fsync(handle.fileno())
@@ -104,10 +113,10 @@ def _made(program: str, path: Path) -> Path:
 
 @contextlib.contextmanager
 def _one_build_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait for other builds into the folder, and delete what killed ones left there.
+    """Wait for other builds into the folder, and delete the working folders of killed ones.
 
-    A lock on the folder itself ends with its process, so that what lies there under the lock is nobody's. Where such a
-    lock cannot be had (Windows, some network file systems), only folders older than any build are deleted.
+    A lock on the folder itself ends with its process, so under the lock all working folders are abandoned. Without such
+    a lock (Windows, some network file systems), only folders older than any build are deleted.
     """
     handle = None
     try:
@@ -126,7 +135,7 @@ def _one_build_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path, older: float) -> None:
-    """Delete what builds left that were killed more than so many seconds ago."""
+    """Delete working folders of builds that started more than so many seconds ago."""
     for left in folder.glob(f"{BUILD_PREFIX}*"):
         with contextlib.suppress(OSError):
             if not older or time.time() - left.stat().st_mtime > older:
@@ -139,23 +148,23 @@ def compile_library(program: str, made: Path, processor_flags: tuple[str, ...], 
     Args:
         program: the compiler.
         made: library to write.
-        processor_flags: which processor it is for.
-        load: whether to load it too, which shows that it runs here.
+        processor_flags: flags for the target processor.
+        load: whether to load it too, to check that it runs here.
 
     Returns:
-        What went wrong; empty if nothing did.
+        The error; empty on success.
     """
-    # With OpenMP's pragmas where they come to something; their functions are those of torch's own library.
+    # With OpenMP's pragmas if the compiler has them; torch's own library has their functions.
     error = _compile(program, made, (*processor_flags, "-fopenmp"), load)
     return error if error and _compile(program, made, processor_flags, load) else ""
 
 
 def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> str:
-    """Compile, link and load; return what went wrong."""
+    """Compile, link and load; return the error."""
     source, unit = Path(__file__).parent / SOURCES[0], made.with_suffix(".o")
     steps = (
         [program, *FLAGS, *extra, "-c", str(source), "-o", str(unit)],
-        # Without -fopenmp, so that no second OpenMP library with threads of its own comes in.
+        # Without -fopenmp, so that no second OpenMP library with separate threads is loaded.
         [program, "-shared", str(unit), "-lm", "-o", str(made)],
     )
     try:
@@ -167,19 +176,19 @@ def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> st
             Engine(made)
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
         made.unlink(missing_ok=True)
-        return str(error) or f"{program} ended without a word"
+        return str(error) or f"{program} failed without a message"
     return ""
 
 
 def worth_building() -> bool:
-    """Whether the op should be compiled unasked: it is not there, and nothing speaks against it."""
+    """Tell whether the op should be compiled automatically: it is not built, and there is no obstacle."""
     return not os.environ.get(SWITCH) and engine() is None and not obstacle()
 
 
 def obstacle() -> str:
-    """Say why the op is not compiled unasked although it is not there; empty if nothing speaks against it.
+    """Say why the op is not compiled automatically although it is not built; empty without an obstacle.
 
-    Empty too where the environment variable LINEARIZE_NATIVE is set: 0 wants no native op, 1 the one that is there.
+    Also empty if the environment variable LINEARIZE_NATIVE is set: 0 means no native op, 1 the existing one.
     """
     if os.environ.get(SWITCH) or engine() is not None:
         return ""
@@ -206,22 +215,22 @@ def _failed_before(path: Path) -> str:
 
 
 def note_failure(error: Exception) -> None:
-    """Write down that compiling failed, or made something of no use, so that it is not tried again unasked."""
+    """Record that compiling failed or gave wrong results, so that it is not tried again automatically."""
     path = record_file()
     if path is not None:
-        # Where that cannot be written it is tried again, and fails again.
+        # If the record cannot be written, the next try fails again.
         with contextlib.suppress(OSError):
             write_durably(path, json.dumps({FAILED: str(error)[:1000]}).encode())
     forget()
 
 
 def remove() -> list[Path]:
-    """Delete what was built, for other versions and machines too; return what that was."""
+    """Delete and return everything that was built, for other versions and machines too."""
     folder = cache_folder()
-    found = [] if folder is None else sorted((*folder.glob("native-*.so"), *folder.glob("native-*.json")))
-    for file in found:
+    files = [] if folder is None else sorted((*folder.glob("native-*.so"), *folder.glob("native-*.json")))
+    for file in files:
         file.unlink(missing_ok=True)
     if folder is not None:
         _sweep(folder, older=0.0)
     forget()
-    return found
+    return files

@@ -1,4 +1,4 @@
-/* One call's tensors, a thread's memory, and what all ops do with a tile: features, weighted values, state. */
+/* One call's tensors, a thread's memory, and the operations of all ops on a tile: features, weighted values, state. */
 
 #ifndef LINEARIZE_CALL_H
 #define LINEARIZE_CALL_H
@@ -10,7 +10,7 @@
 #endif
 
 #define LARGE_PAGE ((uintptr_t)1 << 21)
-#define TILE 48      /* tokens per tile; a power of two would lay its rows into the same few lines of the cache */
+#define TILE 48      /* tokens per tile; with a power of two, rows would compete for the same few lines of the cache */
 #define FLOOR -1e30f /* log-scale of "no key yet" */
 #define EPS 1e-30f
 
@@ -20,25 +20,25 @@ enum { EACH_RESULT(NUMBER) RESULTS };
 
 typedef struct {
     int64_t batch, heads, key_heads, tokens, features, value_size;
-    int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3]; /* numbers to the next batch entry, head and token */
+    int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3]; /* steps to the next batch entry, head and token */
     const void *q, *k, *v;
     void *out;
     int32_t type, value_type; /* of q and k; of v and out */
     const uint8_t *mask;      /* [B, T] or null */
-    const float *key_scale, *query_scale; /* added to the log-scales: [B, K, T] and, beside a window, [B, H, T]; or null */
+    const float *key_scale, *query_scale; /* added to the log-scales: [B, K, T] and, with a window, [B, H, T]; or null */
     map_t keys, queries;
     const float *start, *start_scale; /* the state before, or null */
     float *kv, *log_scale;            /* the state after; when decoding, before and after */
     float eps;
     int32_t threads;
-    int32_t exact; /* whether projections of bf16 inputs keep weights that bf16 does not have */
+    int32_t exact; /* whether projections of bf16 inputs use weights that are not rounded to bf16 */
 } call_t;
 
 typedef struct {
     float *memory, *x, *phi_k, *phi_q, *other, *scale, *weight, *values, *scores, *mixed, *sums, *kv, *z;
     float *rounded[2];    /* one head's projections of keys, and of queries, in bf16 */
-    long rounded_head[2]; /* which head's */
-    float *saved; /* [3 n, TILE] where a gradient is taken: see maps.h */
+    long rounded_head[2]; /* number of that head */
+    float *saved; /* [3 n, TILE] for gradients: see maps.h */
     long width;  /* of a row of values, a whole number of vectors */
 } scratch_t;
 
@@ -51,7 +51,7 @@ typedef struct {
     long size;
 } part_t;
 
-/* Allocate a thread's arrays one behind the other, zeroed and aligned; null where memory ran out. */
+/* Allocate a thread's arrays one after the other, zeroed and aligned; null if memory ran out. */
 static float *arena_alloc(const part_t *parts, long count) {
     long all = 0;
     for (long i = 0; i < count; i++) all += padded(parts[i].size) + W;
@@ -65,8 +65,8 @@ static float *arena_alloc(const part_t *parts, long count) {
     return memory;
 }
 
-/* Whether a map's projections are rounded to bf16, and its inputs go in as they are, in pairs: products of bf16 numbers
-   cost half. The rounding is that of the inputs themselves. */
+/* Whether a map's projections are rounded to bf16 and its inputs are used in pairs, unconverted: products of bf16
+   numbers cost half. The inputs themselves have the same rounding. */
 INLINE int rounds(const call_t *c, const map_t *map) {
     return PAIRS && !c->exact && c->type == BFLOAT16 && map->kind != GIVEN && map->size % 2 == 0;
 }
@@ -90,7 +90,7 @@ static int prepare(const call_t *c, scratch_t *s) {
     return s->memory != 0;
 }
 
-/* Asked by every thread of a parallel region: whether all of them have their memory. */
+/* Called by every thread of a parallel region: whether all of them got their memory. */
 static int all_ready(int ready, int *failed) {
     if (!ready) {
 #pragma omp atomic write
@@ -116,8 +116,8 @@ static int each_head(const call_t *c, void (*one)(const call_t *, long, scratch_
     return failed;
 }
 
-/* Ask for large pages behind a large output, where the system gives them to those who ask: tens of MiB of new memory
-   otherwise come in pages of 4 KiB, which takes a tenth of the op's time. */
+/* Request large pages for a large output, if the system has them on request: otherwise tens of MiB of new memory come
+   in pages of 4 KiB, which takes a tenth of the op's time. */
 static void advise_huge_pages(const call_t *c) {
 #if defined(__linux__)
     uintptr_t start = (uintptr_t)c->out, size = c->batch * c->heads * c->tokens * c->value_size;
@@ -139,14 +139,14 @@ INLINE const void *token_at(const void *x, int type, const int64_t *stride, long
     return at(x, type, b * stride[0] + h * stride[1] + t * stride[2]);
 }
 
-/* Read a row of `size` numbers, times a factor, and fill it with zeros to whole vectors. */
+/* Read a row of `size` numbers, times a factor, padded with zeros to whole vectors. */
 INLINE void read_row(const void *x, int type, long size, float factor, float *row) {
     long j = 0;
     for (; j + W <= size; j += W) store(row + j, numbers(x, type, j) * factor);
     for (; j < padded(size); j++) row[j] = j < size ? number(x, type, j) * factor : 0.0f;
 }
 
-/* Whether a token is none: nothing of it may reach others, whatever its numbers are. */
+/* Whether a token is padding: none of its numbers may affect other tokens. */
 INLINE int is_padding(const call_t *c, long b, long token) { return c->mask && !c->mask[b * c->tokens + token]; }
 
 /* Clear the columns of a tile [size, wide] that are padding. */
@@ -156,8 +156,8 @@ INLINE void clear_padding(const call_t *c, long b, long first, long count, float
             for (long d = 0; d < size; d++) x[d * wide + j] = 0.0f;
 }
 
-/* Make a tile of features [F, wide] of one head's tokens from `first` on. Padding is mapped as zeros are; features that
-   are given are cleared there, but of queries: who gives them need not mean the same tokens. */
+/* Make a tile of features [F, wide] of one head's tokens from `first` on. Padding is mapped like zeros. Given
+   features are cleared at padding, except queries, which may be other tokens than the mask's. */
 static void features(const call_t *c, const map_t *map, const void *x, const int64_t *stride, long b, long h,
                      long index, long first, long count, scratch_t *s, float *phi) {
     long wide = padded(count), next = least(TILE, c->tokens - first - count);
@@ -196,7 +196,7 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
         float scale = c->keys.scaled ? s->scale[j] : 0.0f;
         if (c->key_scale && real) scale += c->key_scale[(b * c->key_heads + h) * c->tokens + first + j];
         if (real && keys_scaled(c) && scale != scale) {
-            /* A key of unknown size: its features say so to the rows that see it, and its weight to none. */
+            /* A key of unknown size: the rows that see it get NaN from its features, and no other row from its weight. */
             for (long i = 0; i < c->features; i++) s->phi_k[i * padded(count) + j] = scale;
             real = 0;
             s->weight[j] = 0.0f;
@@ -284,7 +284,7 @@ INLINE void read_out(const call_t *c, scratch_t *s, long count) {
     row_sums(c, s->phi_q, s->z, count, padded(count), s->sums);
 }
 
-/* Ask for the places of a tile's output before they are written. */
+/* Prefetch the memory of a tile's output before it is written. */
 INLINE void prefetch_out(const call_t *c, long b, long h, long first, long count) {
     long bytes = c->value_type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
     char *to = (char *)c->out + (b * c->out_stride[0] + h * c->out_stride[1] + first * c->out_stride[2]) * bytes;
@@ -300,7 +300,7 @@ INLINE float guarded(float sum, float smallest) {
 
 INLINE void write_row(const call_t *c, const float *row, float sum, float smallest, long b, long h, long token) {
     float factor = 1.0f / guarded(sum, smallest);
-    /* The reciprocal of a tiny sum may be infinite where the quotient is not. */
+    /* The reciprocal of a tiny sum may be infinite although the quotient is not. */
     int divide = !(fabsf(factor) < 1e30f);
     long i = b * c->out_stride[0] + h * c->out_stride[1] + token * c->out_stride[2], j = 0;
     for (; j + W <= c->value_size; j += W) {
@@ -311,7 +311,7 @@ INLINE void write_row(const call_t *c, const float *row, float sum, float smalle
         write_number(c->out, c->value_type, i + j, divide ? row[j] / guarded(sum, smallest) : row[j] * factor);
 }
 
-/* Read the state of head `n` [F, V + 1] into rows of whole vectors; zeros where there is none. */
+/* Read the state of head `n` [F, V + 1] into rows of whole vectors; zeros without a state. */
 static void load_state(const call_t *c, const float *kv, long n, float factor, scratch_t *s) {
     long size = c->value_size;
     memset(s->kv, 0, c->features * s->width * sizeof(float));

@@ -5,23 +5,23 @@
 
 #include "call.h"
 
-#define CLIMB 40.0f /* powers of two that a row's maximum may lie below its tile's */
+#define CLIMB 40.0f /* by how many powers of two a row's maximum may be below its tile's */
 
-/* What a tile's rows need of powers of two: see linearize/ops/causal.py. Multiplying by them does not round, so that
-   no later token changes a bit of an earlier row. */
+/* The powers of two of a tile's rows, as in linearize/ops/causal_plan.py. Multiplying by them does not round, so no
+   later token changes a bit of an earlier row. */
 typedef struct {
     float own[TILE], top[TILE]; /* the keys' powers, and their running maximum */
     float before, end;          /* the state's before the tile, and after it */
-    int steep;                  /* whether rows need powers of their own */
+    int steep;                  /* whether each row needs its own power */
 } powers_t;
 
-/* Take a log-scale apart: exp(scale) = 2^n exp(rest), n a whole number. Returns the rest, between 0 and log 2. */
+/* Split a log-scale: exp(scale) = 2^n exp(rest) with a whole number n. Returns the rest, between 0 and log 2. */
 INLINE float take_apart(float scale, float *n) {
     *n = floorf(scale / 0.693147180559945309f);
     return scale <= FLOOR / 2 ? 0.0f : (scale - *n * 0.693359375f) - *n * -2.12194440e-4f;
 }
 
-/* Take a tile's log-scales apart: the weights keep what is left, between 1 and 2. */
+/* Split a tile's log-scales: the weights keep the rest, between 1 and 2. */
 static void tile_powers(scratch_t *s, long count, float before, powers_t *p) {
     float running = before, rest[TILE] = {0};
     for (long j = 0; j < count; j++) {
@@ -47,12 +47,12 @@ INLINE void rescale_keys(scratch_t *s, long count, const powers_t *p) {
     for (long j = 0; j < count; j++) s->weight[j] *= power(p->own[j] - p->end);
 }
 
-/* Bring rows from `first` to `last` that were read out of a state of power `from` to powers of their own. */
+/* Bring rows from `first` to `last` that were read from a state of power `from` to their own powers. */
 INLINE void rescale_rows(scratch_t *s, long first, long last, float from, const powers_t *p) {
     for (long i = first; i < last; i++) multiply(s->mixed + i * s->width, s->width, power(from - p->top[i]));
 }
 
-/* Make `rows` rows of a tile's scores from the i-th on, against keys from `first` on, a multiple of W: zero behind the
+/* Make `rows` rows of a tile's scores from the i-th on, against keys from `first` on, a multiple of W: zero after the
    diagonal. Adds up their sums. */
 INLINE void score_rows(const call_t *c, scratch_t *s, long first, long i, long rows, long wide, const powers_t *p) {
     long seen = least(wide, padded(i + rows));
@@ -100,14 +100,14 @@ static void mha_scores(const call_t *c, scratch_t *s, long count, long wide, con
     }
 }
 
-/* Add to MR rows from the i-th on what the keys from `first` on have for them. */
+/* Add the contribution of the keys from `first` on to MR rows from the i-th on. */
 INLINE void intra_rows(scratch_t *s, long first, long i, long wide) {
     long width = s->width;
     product(1, MR, width, i + MR - first, s->scores + i * wide + first, wide, 1, s->values + first * width, width,
             s->mixed + i * width, width);
 }
 
-/* Read MR rows, `columns` vectors of them, out of a state [F, width], and add the same tokens' keys to it. */
+/* Read MR rows, `columns` vectors of each, from a state [F, width], and add the same tokens' keys to it. */
 INLINE void walk_state(int columns, const call_t *c, const float *q, const float *k, long wide,
                        const float *values, float *kv, float *mixed, long width) {
     vf sum[MR][NV];
@@ -130,7 +130,7 @@ INLINE void walk_state(int columns, const call_t *c, const float *q, const float
         for (int j = 0; j < columns; j++) store(mixed + r * width + j * W, sum[r][j]);
 }
 
-/* The same of whole rows: MR tokens of a tile from the i-th on. */
+/* The same for whole rows: MR tokens of a tile from the i-th on. */
 PART void walk_rows(const call_t *c, scratch_t *s, long i, long wide) {
     const float *q = s->phi_q + i, *k = s->phi_k + i;
     long width = s->width, columns;
@@ -143,8 +143,8 @@ PART void walk_rows(const call_t *c, scratch_t *s, long i, long wide) {
     }
 }
 
-/* A steep tile's MR rows out of the state, and their keys into it, in the same order as above: a tile that a later token
-   makes steep rounds its first rows as any other. Returns the state's power after them. */
+/* Read a steep tile's MR rows from the state and add their keys to it, in the same order as above, so that a tile that a
+   later token makes steep rounds its first rows like any other. Returns the state's power after them. */
 static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long wide, float at, const powers_t *p) {
     long width = s->width, rows = least(MR, last - i);
     float end = p->top[i + rows - 1], *values = s->values + i * width;
@@ -157,9 +157,9 @@ static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long w
     return end;
 }
 
-/* Multi-head attention: no other head's queries need the state before a tile, so the keys go into it as the queries
-   pass, MR at a time, and few pairs of queries and keys are left. In whole blocks, past the tile's last token too: no
-   row's rounding depends on how many follow. */
+/* Multi-head attention: no other head's queries need the state before a tile. So keys are added to it while the queries
+   are read, MR at a time, and few pairs of queries and keys are left. Blocks are always whole, even past the tile's last
+   token, so that no row's rounding depends on how many tokens follow. */
 static void mha_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     float at = p->before;
     mha_scores(c, s, count, wide, p);
@@ -173,7 +173,7 @@ static void mha_rows(const call_t *c, scratch_t *s, long count, long wide, const
     }
 }
 
-/* Grouped queries: a tile's rows out of the state before it, and what they have of the tile's own keys. */
+/* Grouped queries: a tile's rows from the state before it, plus the contribution of the tile's own keys. */
 static void gqa_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     tile_scores(c, s, 0, count, wide, p->before, p);
     read_rows(c, s, 0, count, wide);
@@ -181,7 +181,7 @@ static void gqa_rows(const call_t *c, scratch_t *s, long count, long wide, const
     for (long i = 0; i < count; i += MR) intra_rows(s, 0, i, wide);
 }
 
-/* The queries of one head of a tile, whose keys and values are at hand. */
+/* The queries of one head of a tile, whose keys and values are ready. */
 static void causal_rows(const call_t *c, long b, long h, long first, long count, int mha, scratch_t *s,
                         const powers_t *p) {
     long wide = padded(count);
@@ -228,7 +228,7 @@ static void causal_head(const call_t *c, long n, scratch_t *s) {
     c->log_scale[n] = top;
 }
 
-/* Causal attention behind a state. Returns 0, or 1 where memory ran out. */
+/* Causal attention after a state. Returns 0, or 1 if memory ran out. */
 int linearize_causal(const call_t *c) {
     advise_huge_pages(c);
     return each_head(c, causal_head);

@@ -8,7 +8,8 @@
 #include "gradient.h"
 
 
-/* What the second walk needs of the first: per token of a group's heads the factor and the slope, the tiles' powers. */
+/* Results of the first walk for the second one: per token of a group's heads the factor and the slope, and the tiles'
+   powers. */
 typedef struct {
     float *factor, *slope, *end;
 } walked_t;
@@ -26,7 +27,7 @@ static int tile_keys(const call_t *c, long b, long h, long first, long count, wo
     return 0;
 }
 
-/* One head's rows of a tile in the first walk: dq, and what the second walk needs. */
+/* One head's rows of a tile in the first walk: dq, and the results for the second walk. */
 static void first_rows(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w,
                        const powers_t *p, float *factor, float *slope) {
     scratch_t *s = &w->s;
@@ -117,7 +118,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
         if (keys_scaled(c) && p.end > p.before) decay_state(c, s->width, w->dkv, w->dz, power(p.before - p.end));
         value_gradients(c, g, b, h, t, count, w);
         if (c->keys.kind != GIVEN) {
-            /* The queries were mapped in between: once more, for what the map's gradient needs. */
+            /* The queries were mapped in between: map the keys again, for the map's gradient. */
             s->saved = w->saved;
             features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, s, s->phi_k);
             s->saved = 0;
@@ -126,7 +127,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
     }
 }
 
-/* Returns 0; 1 where memory ran out; 2 where log-scales climb too steeply for a tile's common power. */
+/* Returns 0; 1 if memory ran out; 2 if log-scales climb too steeply for a tile's common power. */
 int linearize_causal_gradient(const call_t *c, const back_t *g) {
     int failed = DONE, steep = DONE;
     long group = c->heads / c->key_heads, tiles = (c->tokens + TILE - 1) / TILE;

@@ -1,5 +1,5 @@
-/* A map by itself, tokens to features and back: for who wants the features, as stage one does. Tokens are the call's k
-   [B, K, T, D], features its out [B, K, T, F] in fp32, beside the log-scales [B, K, T] where the map has any. */
+/* A map alone, from tokens to features and back, for callers that need features, such as stage one. Tokens are the
+   call's k [B, K, T, D], features its out [B, K, T, F] in fp32; some maps have log-scales [B, K, T] as well. */
 
 #ifndef LINEARIZE_FEATURES_H
 #define LINEARIZE_FEATURES_H
@@ -17,7 +17,7 @@ static void head_features(const call_t *c, long n, scratch_t *s) {
     }
 }
 
-/* Returns 0, or 1 where memory ran out. */
+/* Returns 0, or 1 if memory ran out. */
 int linearize_features(const call_t *c) { return each_head(c, head_features); }
 
 static void head_features_back(const call_t *c, const back_t *g, long n, work_t *w) {

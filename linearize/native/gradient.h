@@ -1,5 +1,5 @@
-/* The gradient of a feature map, and what both directions' gradients share. Everything is made again from q, k, v
-   and the output, tile by tile: no features are kept between the passes. */
+/* The gradient of a feature map, and the shared parts of both directions' gradients. Everything is computed again from
+   q, k, v and the output, tile by tile: no features are kept between the passes. */
 
 #ifndef LINEARIZE_GRADIENT_H
 #define LINEARIZE_GRADIENT_H
@@ -7,14 +7,14 @@
 #include "call.h"
 
 typedef struct {
-    const void *out, *grad;  /* the output and its gradient [B, H, T, V], with steps of their own */
+    const void *out, *grad;  /* the output and its gradient [B, H, T, V], with separate steps */
     int64_t grad_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
     void *dq, *dk, *dv;
     float *dlog_scale;                   /* gradient of given log-scales [B, K, T], or null */
-    /* Of the weights, per batch entry and key head; null where there are none. */
+    /* Of the weights, per batch entry and key head; null for absent weights. */
     float *first, *second, *bias, *tau, *bank, *magnitude;
-    const float *kv, *log_scale;         /* the state that all keys made (bidirectional) */
-    /* Of the queries' weights, per batch entry and query head, where they have a map of their own. */
+    const float *kv, *log_scale;         /* the state of all keys (bidirectional) */
+    /* Of the queries' weights, per batch entry and query head, if they have a separate map. */
     float *q_first, *q_second, *q_bias, *q_tau, *q_bank, *q_magnitude;
 } back_t;
 
@@ -26,13 +26,13 @@ typedef struct {
     scratch_t s;
     float *memory, *rows, *rows_transposed, *values, *dphi, *dphi_k, *dkv, *dz, *saved, *dx, *plain, *sums;
     float *dscores, *slope, *dvalues, *dscale, *raw;
-    long width, maps; /* of a row of weights; how many heads' weights there are sums for */
+    long width, maps; /* of a row of weights; number of heads whose weights have sums */
 } work_t;
 
 /* Numbers that are added up for a bank's gradient: W of each, see bank_back. */
 INLINE long bank_sums(const map_t *m) { return m->kind == BANK ? m->channels * (2 * m->hidden + 1) * W : 0; }
 
-/* What is added up for one head's weights: tau's is one number, the bank's see bank_back. */
+/* The sums of one head's weights: one number for tau, those of bank_back for the bank. */
 typedef struct {
     float *first, *second, *bias, *tau, *bank, *magnitude;
 } sums_t;
@@ -43,7 +43,7 @@ INLINE long sums_size(const map_t *m) {
     return (2 * m->rows + 1) * padded(m->size) + padded(m->rows) + UNIT + padded(bank_sums(m));
 }
 
-/* The sums of the keys' map for `which` 0; where queries have one, of theirs for 1 + the head's number in its group. */
+/* The sums of the keys' map for `which` 0; of a separate query map for 1 + the head's number in its group. */
 INLINE sums_t sums_at(const map_t *m, const work_t *w, long which) {
     float *first = w->sums + which * sums_size(m), *second = first + m->rows * w->width;
     float *bias = second + m->rows * w->width, *tau = bias + padded(m->rows), *bank = tau + UNIT;
@@ -73,8 +73,8 @@ static void free_work(work_t *w) {
     free(w->s.memory);
 }
 
-/* From the gradient to the features dphi [F, wide] to that of the projections, in place: the first in rows 0 to n, the
-   second behind it; the magnitude's instead of its slopes in `saved`. One column of vectors. */
+/* From the gradient to the features dphi [F, wide] to that of the projections, in place: the first in rows 0 to n, then the
+   second; the magnitude's replaces its slopes in `saved`. One column of vectors. */
 INLINE void map_back_column(const map_t *m, const float *phi, const float *other, float *saved, float *dphi,
                             long wide) {
     long n = m->rows;
@@ -89,7 +89,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         } else if (m->kind == POSITIVE_WAVES) {
             float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
             vf dp = load(d), dr = load(e), both = load(phi + i * wide) * dp + load(phi + (n + i) * wide) * dr;
-            /* The same number here and in the sum: of a softmax over one score, nothing may be left. */
+            /* The same number here and in the sum, so that a softmax over one score has gradient zero. */
             one += both;
             store(e, both);
             store(d, load(saved + i * wide) * (dr - dp));
@@ -104,7 +104,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         }
         vf p = load(phi + i * wide);
         if (m->kind == RELU) {
-            store(d, (vf)((vi)load(d) & ~(p <= 0.0f))); /* what is not a number lets the gradient through */
+            store(d, (vf)((vi)load(d) & ~(p <= 0.0f))); /* NaN lets the gradient through */
             continue;
         }
         vf r = load(phi + (n + i) * wide), dp = load(d), dr = load(e);
@@ -119,8 +119,8 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
     }
 }
 
-/* One function's way back for `count` vectors: g are the gradients to its values before the last ReLU. Adds to du, and to
-   `sums`, for every hidden unit, g and g u where the unit is on, and last g: [2 hidden + 1, W]. */
+/* The gradient of one function for `count` vectors: g are the gradients to its values before the last ReLU. Adds to du,
+   and to `sums`, for every hidden unit, g and g u where the unit is on, and last g: [2 hidden + 1, W]. */
 INLINE void scalar_back(int count, const float *b, long hidden, const float *u, const vf *g, float *du, float *sums) {
     const float *s = b, *t = b + hidden, *v = b + 2 * hidden;
     vf all = load(sums + 2 * hidden * W), down[GROUP];
@@ -162,7 +162,7 @@ static void bank_back(const map_t *m, long head, const float *phi, const float *
     }
 }
 
-/* The gradients of a bank's numbers from what bank_back added up. */
+/* The gradients of a bank's numbers from the sums of bank_back. */
 static void write_bank(const map_t *m, long head, const float *sums, float *to) {
     long n = m->hidden;
     for (long l = 0; l < m->channels; l++, to += bank_width(m), sums += W) {
@@ -178,7 +178,7 @@ static void write_bank(const map_t *m, long head, const float *sums, float *to) 
 }
 
 /* From dphi of a tile of queries or keys, tokens of batch entry b from `first` on, to the gradients of its inputs
-   (written at `to`) and of a head's weights (added up in `sums`). Padding was mapped as zeros are: its inputs have no
+   (written at `to`) and of a head's weights (added up in `sums`). Padding was mapped like zeros: its inputs have no
    gradient. */
 static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t sums, work_t *w, const float *phi,
                      float *dphi, const float *dscale, long first, long count, const void *x, long stride, void *to,
@@ -225,7 +225,7 @@ static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t 
     unpack_transposed(w->dx, wide, to, c->type, to_stride, count, size, m->scale);
 }
 
-/* The same of a tile of queries, from `first` on. */
+/* The same for a tile of queries, from `first` on. */
 static void query_back(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
     long group = c->heads / c->key_heads, own = w->maps > 1;
     const map_t *m = own ? &c->queries : &c->keys;
@@ -234,7 +234,7 @@ static void query_back(const call_t *c, const back_t *g, long b, long h, long fi
              (void *)token_at(g->dq, c->type, g->dq_stride, b, h, first), g->dq_stride[2]);
 }
 
-/* And of keys: from dphi, with the gradients to their log-scales, or null. */
+/* And for keys: from dphi, with the gradients to their log-scales, or null. */
 static void key_back(const call_t *c, const back_t *g, long b, long h, long first, long count, float *dphi,
                      const float *dscale, work_t *w) {
     map_back(c, &c->keys, b, h, sums_at(&c->keys, w, 0), w, w->s.phi_k, dphi, dscale, first, count,
@@ -270,7 +270,7 @@ INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long
                     padded(count));
 }
 
-/* dphi [F, wide] = state x rows' gradients, the denominators' part included. */
+/* dphi [F, wide] = state x rows' gradients, including the denominators' part. */
 INLINE void through_state(const call_t *c, const float *kv, const float *z, const float *rows_transposed,
                           const float *slope, float *dphi, long width, long wide) {
     product(0, c->features, wide, c->value_size, kv, width, 1, rows_transposed, wide, dphi, wide);
@@ -279,7 +279,8 @@ INLINE void through_state(const call_t *c, const float *kv, const float *z, cons
             store(dphi + i * wide + j, load(dphi + i * wide + j) + z[i] * load(slope + j));
 }
 
-/* What a tile's keys and values get through the state: dphi, and in `dvalues` and `sums` the weighted values' part. */
+/* The gradients of a tile's keys and values through the state: dphi, and in `dvalues` and `sums` the weighted values'
+   part. */
 static void keys_through_state(const call_t *c, work_t *w, float *dphi, long count) {
     scratch_t *s = &w->s;
     long wide = padded(count);
@@ -316,14 +317,14 @@ INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, lo
     }
 }
 
-/* Clear what is added up over a head's tokens. */
+/* Clear the sums over a head's tokens. */
 static void clear_head(const call_t *c, work_t *w) {
     memset(w->dkv, 0, c->features * w->s.width * sizeof(float));
     memset(w->dz, 0, c->features * sizeof(float));
     memset(w->sums, 0, w->maps * sums_size(&c->keys) * sizeof(float));
 }
 
-/* Hand over what was added up for a head: to the `index`-th place of `to`. */
+/* Copy the sums of a head to the `index`-th place of `to`. */
 static void write_sums(const map_t *m, long head, sums_t sums, long width, long index, const sums_t *to) {
     long n = m->rows, size = m->size;
     for (long i = 0; i < n; i++)
@@ -338,7 +339,7 @@ static void write_sums(const map_t *m, long head, sums_t sums, long width, long 
         write_bank(m, m->heads == 1 ? 0 : head, sums.bank, to->bank + index * m->channels * bank_width(m));
 }
 
-/* Hand over the gradients of the weights of key head `n` of all batch entries', and of its group's queries'. */
+/* Copy the gradients of the weights of key head `n` of all batch entries, and of its group's queries. */
 static void write_weights(const call_t *c, const back_t *g, long n, const work_t *w) {
     const sums_t keys = {g->first, g->second, g->bias, g->tau, g->bank, g->magnitude};
     const sums_t queries = {g->q_first, g->q_second, g->q_bias, g->q_tau, g->q_bank, g->q_magnitude};
@@ -349,8 +350,8 @@ static void write_weights(const call_t *c, const back_t *g, long n, const work_t
         write_sums(&c->queries, first + i, sums_at(&c->queries, w, 1 + i), w->width, n * group + i, &queries);
 }
 
-/* Do `one` for every batch entry and key head, between clearing what is added up and handing it over, in all threads.
-   Returns 0, or 1 where memory ran out. */
+/* Do `one` for every batch entry and key head, between clearing and copying the sums, in all threads. Returns 0, or 1 if
+   memory ran out. */
 static int each_head_back(const call_t *c, const back_t *g, void (*one)(const call_t *, const back_t *, long, work_t *)) {
     int failed = DONE;
 #pragma omp parallel num_threads(c->threads)

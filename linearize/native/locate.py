@@ -1,18 +1,26 @@
-"""Where the compiled native op lies: in the user's cache folder, or in the package.
+"""Finds the compiled native op, in the user's cache folder or in the package, and decides whether it may be loaded.
 
-The folder holds for each code and processor a record, `native-<fingerprint>.json`, and the library that it names.
+The cache folder holds for each version of the code and each processor a record, `native-<fingerprint>.json`, and the
+library that it names. The package's folder `variants` holds libraries for kinds of processors, made by
+`scripts/make_wheel.py`, with `variants.json`: the hash of their sources, and for each library its file, size, hash and
+the processor features that it needs, the fastest first.
+
+A library runs with all rights of the process. So it is loaded only from a folder that its user (or root) owns and no
+other user can write, and only if its size and hash are those in its record. The record is written last: a planted,
+truncated or half-written file is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import platform
+import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from linearize.native.trust import objection, read_record, verified
-from linearize.native.variants import packaged
+from typing import Any, NamedTuple
 
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
@@ -21,14 +29,14 @@ SOURCES = (
 )
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 NATIVE_FLAGS = ("-march=native",)
-"""For the processor that compiles."""
+"""Flags for the processor of this machine."""
 FAILED = "failed"
-"""Key of a record that says why compiling failed, instead of naming a library."""
+"""Key of a record that says why compiling failed instead of naming a library."""
 
 
 def cache_folder() -> Path | None:
-    """Return where libraries are kept: in the user's cache folder; None for a user without a home."""
-    # A relative path is not valid there, and would be another one in every folder.
+    """Return the folder of libraries, in the user's cache folder; None for a user without a home."""
+    # A relative path is not valid there: it would depend on the working directory.
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
@@ -38,13 +46,13 @@ def cache_folder() -> Path | None:
 
 
 def record_file() -> Path | None:
-    """Return where the record of this code and processor lies or would lie."""
+    """Return the path of the record of this code and processor, whether it exists or not."""
     folder = cache_folder()
     return None if folder is None else folder / f"native-{_fingerprint()}.json"
 
 
 def sources_hash() -> str:
-    """Return the hash of what a library is made of."""
+    """Return the hash of the sources and flags of a library."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -53,16 +61,16 @@ def sources_hash() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _fingerprint() -> str:
-    # A home folder may be shared by machines whose processors differ.
+    # Machines with different processors may share a home folder.
     text = f"{sources_hash()} {' '.join(NATIVE_FLAGS)} {platform.machine()} {processor()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def compiled() -> Path | None:
-    """Return the library that was compiled here for this code and processor; None where there is none.
+    """Return the library that was compiled here for this code and processor, or None.
 
     Raises:
-        OSError: if what lies there must not be loaded: others can write it, or it is not what was built.
+        OSError: if it must not be loaded: others can write it, or it is not the library that was built.
     """
     path = record_file()
     if path is None or not path.is_file():
@@ -83,7 +91,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def shipped() -> Path | None:
-    """Return the library that came with the package for such a processor; None where it came without.
+    """Return the package's library for this processor, or None.
 
     Raises:
         OSError: if it is damaged.
@@ -92,9 +100,173 @@ def shipped() -> Path | None:
 
 
 def processor() -> str:
-    """Return what the processor can do, as far as the system says."""
+    """Return the features of the processor, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+RECORD_BYTES = 10_000
+"""Largest size of a record."""
+
+
+def objection(path: Path) -> str:
+    """Say why a file or folder cannot be trusted: another user can change it. Empty if no one else can.
+
+    The folders above are checked too, because a user who can rename one of them can replace it. In a folder with the
+    sticky bit, such as /tmp, only owners can rename.
+    """
+    if not hasattr(os, "geteuid"):
+        return "the system does not say who owns a file"
+    try:
+        above = dict.fromkeys([*path.absolute().parents, *path.resolve(strict=True).parents])
+        reasons = [_objection(path, above=False), *(_objection(folder, above=True) for folder in above)]
+    except (OSError, RuntimeError) as error:
+        return f"{path} cannot be read ({error})"
+    return next(filter(None, reasons), "")
+
+
+def _objection(place: Path, *, above: bool) -> str:
+    facts = os.lstat(place)
+    if facts.st_uid not in (0, os.geteuid()):
+        return f"{place} belongs to another user (number {facts.st_uid})"
+    if stat.S_ISLNK(facts.st_mode):
+        # A link on the way is allowed: only its owner can change it, and its target is checked as well.
+        return "" if above else f"{place} is a link"
+    sticky = above and facts.st_mode & stat.S_ISVTX
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        return f"{place} can be written by others (mode {stat.S_IMODE(facts.st_mode):o}; chmod go-w puts that right)"
+    return ""
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Describe a library for its record: name, size and hash."""
+    data = path.read_bytes()
+    return {"file": path.name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record.
+
+    Raises:
+        OSError: if the file is not a record.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            entry = json.loads(file.read(RECORD_BYTES))
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        raise OSError(f"{path} is damaged")
+    return entry
+
+
+def verified(folder: Path, entry: Mapping[str, object]) -> Path:
+    """Return the library that an entry of a record names, after checking its size and hash.
+
+    Raises:
+        OSError: saying what is wrong.
+    """
+    name = entry.get("file")
+    if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".so"):
+        raise OSError(f"the record in {folder} names {name!r}, expected a library in the same folder")
+    path = folder / name
+    # The size first: a truncated file need not be read, and a huge one would fill the memory.
+    if path.stat().st_size != entry.get("size") or describe(path)["sha256"] != entry.get("sha256"):
+        raise OSError(f"{path} is not the library that was built: its size or hash is another")
+    return path
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a temporary file, sync it, and rename it: a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's names to disk, if the system can do that."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+FOLDER = Path(__file__).parent / "variants"
+INDEX = "variants.json"
+
+
+class Variant(NamedTuple):
+    """One kind of processor.
+
+    Attributes:
+        name: of the library.
+        flags: of the compiler.
+        needs: required processor features, as in /proc/cpuinfo.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+_AVX2 = ("avx", "avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+X86 = (
+    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
+    Variant("avx512", ("-march=x86-64-v4",), _AVX512),
+    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
+    Variant("baseline", ("-march=x86-64",), ()),
+)
+OTHER = (Variant("baseline", (), ()),)
+
+
+def variants(machine: str | None = None) -> tuple[Variant, ...]:
+    """Return the kinds of processors with their own library, the fastest first."""
+    machine = platform.machine() if machine is None else machine
+    return X86 if machine.lower() in ("x86_64", "amd64") else OTHER
+
+
+def packaged(sources: str, able: Iterable[str], folder: Path = FOLDER) -> Path | None:
+    """Return the fastest library of the package that runs here; None without libraries for this machine.
+
+    Only the hash is checked, not the owner: a user who can write the package's folder can write its Python code too.
+
+    Args:
+        sources: hash of the current sources.
+        able: features of this processor.
+        folder: the folder of the libraries.
+
+    Raises:
+        OSError: if a library is missing or damaged, or was made from other sources.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    record = read_record(index)
+    if record.get("machine") != platform.machine():
+        return None
+    if record.get("sources") != sources:
+        raise OSError(f"{folder} holds libraries made of other sources")
+    entries = record.get("libraries")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise OSError(f"{index} is damaged")
+    able = set(able)
+    fitting = (entry for entry in entries if able.issuperset(entry.get("needs") or ()))
+    return next((verified(folder, entry) for entry in fitting), None)

@@ -12,17 +12,17 @@
 enum { EACH_MAP(NUMBER) MAPS };
 
 typedef struct {
-    int32_t kind, heads;     /* heads that have weights of their own */
+    int32_t kind, heads;     /* heads with separate weights */
     int64_t rows, size;      /* weights are [heads, rows, size] */
     int64_t channels, hidden; /* of a bank of scalar functions */
     const float *first, *second, *bias; /* bias [heads, rows] or null */
-    const float *tau;        /* [heads]: the log-scale is exp(-tau) |x|^2; null: no such */
+    const float *tau;        /* [heads]: the log-scale is exp(-tau) |x|^2; or null */
     const float *bank;       /* [heads, channels, 3 hidden + 1]: slopes, offsets, weights, a bias; or null */
     const float *magnitude;  /* [heads, size]: features are multiplied by exp(4 tanh(magnitude . x / 4)); or null */
     float scale, amplitude;  /* of the inputs; of a wave */
-    int32_t scaled;          /* whether it makes log-scales */
-    /* Of single tokens, what is added to those: see linearize/attention/scale.py. [heads, size] and [heads], [heads, units,
-       size] and twice [heads, units]; all null where there is none, `learned_bias` by itself. */
+    int32_t scaled;          /* whether it has log-scales */
+    /* Learned log-scales of single tokens, to add to those: see linearize/attention/scale.py. [heads, size] and [heads],
+       [heads, units, size] and twice [heads, units]; all may be null, `learned_bias` separately. */
     int32_t units;
     const float *learned, *learned_bias, *unit, *unit_bias, *unit_out;
 } map_t;
@@ -52,7 +52,7 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
         for (long i = 0; i < n; i++) {
             vf y = load(phi + i * wide + j);
             top = larger(top, larger(y, -y));
-            odd += y * 0.0f; /* what is not a number, the maximum drops */
+            odd += y * 0.0f; /* the maximum drops NaN */
         }
         top += odd;
         for (long i = 0; i < n; i++) {
@@ -85,7 +85,7 @@ INLINE void any_sincos(vf x, vf *sine, vf *cosine, int far) {
     }
 }
 
-/* With `saved` [3 n, wide]: cos a, sin a and the envelope's derivative go there, for the gradient. */
+/* `saved` [3 n, wide], if not null, gets cos a, sin a and the envelope's derivative, for the gradient. */
 INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, int far,
                         float *saved) {
     for (long i = 0; i < n; i++) {
@@ -117,7 +117,7 @@ PART void waves(int32_t kind, float amplitude, float *phi, const float *other, l
     }
 }
 
-/* exp(4 tanh(y / 4)); where there is `slope`, its logarithm's derivative goes there. What is no number stays none. */
+/* exp(4 tanh(y / 4)); `slope`, if not null, gets its logarithm's derivative. NaN stays NaN. */
 INLINE vf magnitude_of(vf y, float *slope) {
     vf e = vexp(-larger(splat(-80.0f), y * -0.5f)), part = 1.0f / (1.0f + e);
     if (slope) store(slope, 4.0f * (e * part) * part);
@@ -125,13 +125,13 @@ INLINE vf magnitude_of(vf y, float *slope) {
 }
 
 /* Of angles a in phi, envelopes s in other and half their factor r: r s cos^2(a + pi/4) and r s sin^2(a + pi/4), as
-   r s (1 -+ sin 2 a) / 2, which rounding leaves at 0 or above. With `saved` [n, wide]: r s cos 2 a goes there, for the
+   r s (1 -+ sin 2 a) / 2, which rounding keeps at 0 or above. `saved` [n, wide], if not null, gets r s cos 2 a, for the
    gradient. */
 INLINE void positive_column(float *phi, const float *other, vf half_factor, long n, long wide, int far, float *saved) {
     for (long i = 0; i < n; i++) {
         vf sine, cosine, half = load(other + i * wide) * half_factor;
         any_sincos(load(phi + i * wide) * 2.0f, &sine, &cosine, far);
-        /* In this order, so that what is no number stays none. */
+        /* In this order, so that NaN stays NaN. */
         store(phi + i * wide, larger((vf){0}, half - half * sine));
         store(phi + (n + i) * wide, larger((vf){0}, half + half * sine));
         if (saved) store(saved + i * wide, (half + half) * cosine);
@@ -150,7 +150,7 @@ PART void positive_waves(float *phi, const float *other, const float *factor, lo
     }
 }
 
-#define GROUP 8 /* vectors that a scalar function is asked for at once */
+#define GROUP 8 /* vectors of one evaluation of a scalar function */
 
 INLINE long bank_width(const map_t *map) { return 3 * map->hidden + 1; }
 
@@ -192,8 +192,8 @@ INLINE void magnitudes(float *y, long wide, float *slope) {
     for (long j = 0; j < wide; j += W) store(y + j, magnitude_of(load(y + j), slope ? slope + j : 0));
 }
 
-/* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide], behind it the
-   magnitude's [wide]. Its slopes go behind what waves save. */
+/* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide], followed by
+   the magnitude's [wide]. Its slopes follow the waves' saved numbers. */
 INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *saved) {
     long n = map->rows;
     add_bias(map, head, phi, wide);
@@ -222,7 +222,7 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     }
 }
 
-/* What inputs are projected with. A map with a magnitude has second weights too. */
+/* The weights that project inputs. A map with a magnitude has second weights too. */
 enum { FIRST = 0, SECOND = 1, MAGNITUDE = 2 };
 
 INLINE int projections(const map_t *map) { return map->magnitude ? 3 : map->second ? 2 : 1; }
@@ -252,7 +252,7 @@ PART void round_weights(const map_t *map, long head, uint16_t *to) {
 }
 
 /* Project tokens x [size, wide] with one head's weights; or pairs of bf16 numbers [size / 2, wide], not scaled yet, with
-   what `round_weights` made of the weights. */
+   the result of `round_weights`. */
 PART void project(const map_t *map, int which, const uint16_t *rounded, long head, const float *x, float *to,
                   long wide) {
     long n = projection_rows(map, which), size = map->size;

@@ -1,12 +1,11 @@
-/* The one-token path of a map, for a query and a key: weights are read once, along their rows, and so are features. */
+/* The one-token path of a map, for a query and a key: weights and features are read once, along their rows. */
 
 #ifndef LINEARIZE_ONE_TOKEN_H
 #define LINEARIZE_ONE_TOKEN_H
 
 #include "call.h"
 
-/* Buffers for the tokens of a decoding step: inputs `x_stride` numbers one behind the other, features and projections
-   `stride`. */
+/* Buffers for the tokens of a decoding step: inputs are `x_stride` numbers apart, features and projections `stride`. */
 typedef struct {
     float *x, *phi, *other;
     long x_stride, stride;
@@ -19,13 +18,13 @@ INLINE token_buffers_t token_buffers_at(const call_t *c, float *memory, long tok
     return f;
 }
 
-/* Numbers that `tokens` tokens need of all of it. */
+/* Size of all buffers for `tokens` tokens, in numbers. */
 INLINE long token_buffers_size(const call_t *c, long tokens) {
     token_buffers_t f = token_buffers_at(c, 0, 0);
     return tokens * (f.x_stride + 2 * f.stride);
 }
 
-/* One row of weights times a token: whole vectors of it, and what is left in `rest`. */
+/* One row of weights times a token: whole vectors of it, with the remaining products in `rest`. */
 INLINE vf dot(const float *weight, const float *x, long size, int rounded, float *rest) {
     vf sum = {0};
     long d = 0;
@@ -48,7 +47,7 @@ INLINE void project_tokens(const map_t *map, const float *weight, int rounded, c
         }
 }
 
-/* weight . x, which begins at number `from`. */
+/* weight . x for the part of x from number `from` on. */
 INLINE float inner(const float *weight, const void *x, int type, long from, long size) {
     vf sum = {0};
     long d = 0;
@@ -58,7 +57,7 @@ INLINE float inner(const float *weight, const void *x, int type, long from, long
     return all;
 }
 
-/* What is added to a token's log-scale. */
+/* The learned log-scale of a token. */
 static float learned_scale(const map_t *map, long head, const void *x, int type) {
     if (!map->learned) return 0.0f;
     float sum = inner(map->learned + head * map->size, x, type, 0, map->size);
@@ -82,7 +81,7 @@ INLINE void softmax_row(float *y, long n, float sign) {
     for (long i = 0; i < n; i += W) store(y + i, load(y + i) * factor);
 }
 
-/* phi [n] -> [2 n], the second half behind the padded first; see `both_signs`. Returns the log-scale. */
+/* phi [n] -> [2 n], the second half after the padded first one, as in `both_signs`. Returns the log-scale. */
 INLINE float both_signs_row(const map_t *map, float *phi, long n, long wide) {
     float top = 0.0f;
     if (map->kind == SOFTMAX_BOTH) {
@@ -110,7 +109,7 @@ INLINE void bank_row(const map_t *map, long head, const float *u, float *phi) {
         }
 }
 
-/* Finish one token's map from its projections, as `activate` does, padded as they are. Returns the log-scale where the map makes it. */
+/* Finish one token's map from its projections, as `activate` does, with their padding. Returns the map's log-scale. */
 INLINE float activate_row(const map_t *map, long head, float *phi, float *other) {
     long n = map->rows, wide = padded(n);
     float *first = map->kind == BANK ? other : phi, top = 0.0f;

@@ -1,4 +1,4 @@
-"""How the native op is to attend, and what it returns."""
+"""Options and results of the native op."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class AttendOptions(NamedTuple):
         mask: key padding mask [B, T] or None.
         log_scale: [B, K, T] to add to that of the keys' features, or None.
         query_scale: [B, H, T] for the queries, or None; only a window reads it.
-        priority: [B, K, T] by which exact keys are chosen, or None.
-        exact: leave the weights as they are: where gradients are taken.
+        priority: [B, K, T], by which exact keys are chosen, or None.
+        exact: never round the weights; needed for gradients.
     """
 
     causal: bool
@@ -32,7 +32,7 @@ class AttendOptions(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What `Engine.attend` returns.
+    """The result of `Engine.attend`.
 
     Attributes:
         out: [B, H, T, V] in the dtype of v.
@@ -46,13 +46,13 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `Engine.gradients` returns.
+    """The result of `Engine.gradients`.
 
     Attributes:
         q: the gradient of q.
         k: the gradient of k.
         v: the gradient of v.
-        weights: of the `MAP_WEIGHTS` of every map, keys' first, each as the weight, or None where there is none.
+        weights: of the `MAP_WEIGHTS` of every map, the keys' map first; None for absent weights.
         log_scale: of the options' `log_scale` [B, K, T], or None.
     """
 
@@ -64,20 +64,20 @@ class Gradients(NamedTuple):
 
 
 NEVER = 2**31 - 1
-"""In `WindowAttended.until`: always exact."""
+"""In `WindowAttended.until`: the key stays exact."""
 
 
 class WindowAttended(NamedTuple):
-    """What `WindowCalls.window` returns.
+    """The result of `Engine.window`.
 
     Attributes:
         out: [B, H, T, V] in the dtype of v.
         kv: of the tokens that have left the window, [B, K, F, V + 1] in fp32.
         log_scale: the same, [B, K].
-        tops: [B, H, T] in fp32: a row's weights were taken relative to exp(top).
-        sums: [B, H, T] in fp32: the sum of a row's weights, so taken.
-        until: [B, K, T] in int32: from which query on a key outside the window is not exact, `NEVER` or 0 where that
-            depends on no query; None without exact keys.
+        tops: [B, H, T] in fp32: a row's weights are relative to exp(top).
+        sums: [B, H, T] in fp32: the sum of a row's relative weights.
+        until: [B, K, T] in int32: the query from which a key outside the window is no longer exact; `NEVER` or 0 if
+            that does not depend on the query; None without exact keys.
     """
 
     out: Tensor
@@ -89,13 +89,13 @@ class WindowAttended(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """What the gradient of a window starts from, all in fp32, and what it gives.
+    """Inputs of the gradient of a window, all in fp32, and its results.
 
     Attributes:
         q: queries [B, H, T, D], times the scaling.
         k: keys [B, K, T, D].
         v: values [B, K, T, V].
-        phi_q: features [B, H, T, F], so that their products are weights relative to the rows' levels.
+        phi_q: features [B, H, T, F], scaled so that their products are weights relative to the rows' levels.
         phi_k: features [B, K, T, F], zero for padding and sinks.
     """
 

@@ -1,4 +1,4 @@
-/* One more token: what decoding runs. */
+/* One more token: a decoding step. */
 
 #ifndef LINEARIZE_STEP_H
 #define LINEARIZE_STEP_H
@@ -39,7 +39,7 @@ static void step_head(const call_t *c, long n, const token_buffers_t *f, float *
     long v = c->value_size, whole = v / W;
     float scales[2], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
     float weight = !is_padding(c, b, 0);
-    /* Where queries share the keys' weights, the first goes along with the key. */
+    /* If queries share the keys' weights, the first query is mapped together with the key. */
     int together = c->queries.first == c->keys.first;
     token_buffers_t key = *f, query = *f;
     query.x += f->x_stride;
@@ -68,13 +68,13 @@ static void step_head(const call_t *c, long n, const token_buffers_t *f, float *
         else if (whole == 8) step_rows(8, c, kv, key.phi, query.phi, decay, value, mixed);
         else step_rows(0, c, kv, key.phi, query.phi, decay, value, mixed);
         write_row(c, mixed, mixed[v], c->eps, b, h * group + g, 0);
-        /* The key is in the state now. */
+        /* The state contains the key now. */
         decay = 1.0f;
         memset(value, 0, (v + 1) * sizeof(float));
     }
 }
 
-/* One more token, in the state's own memory. Returns 0, or 1 where memory ran out, before anything was changed. */
+/* One more token, in the state's own memory. Returns 0, or 1 if memory ran out, before any change. */
 int linearize_step(const call_t *c) {
     long heads = c->batch * c->key_heads, wide = padded(c->value_size + 1) + W;
     long each = padded(token_buffers_size(c, 2) + 2 * wide);

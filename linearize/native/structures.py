@@ -1,10 +1,14 @@
-"""What the compiled op is called with: the structures of its C code, and how tensors fill them."""
+"""The binary interface of the compiled op: its library, the structures of its C code, and how tensors fill them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,19 +18,19 @@ from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.native.options import AttendOptions
 
 KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
-"""The maps of maps.h by number; C's own list is compared when the library is loaded."""
+"""The maps of maps.h by number; compared with C's own list when the library is loaded."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the types of tensors; compared too."""
 
 DONE, NO_MEMORY, STEEP = 0, 1, 2
-"""What a call returns; compared too."""
+"""Results of a call; compared too."""
 
 NAMES = ";".join(
     "".join(f"{name} " for name in names)
     for names in (KINDS, [str(dtype).removeprefix("torch.") for dtype in TYPES], ("done", "no_memory", "steep"))
 )
-"""The names of all of them, as the library writes them."""
+"""The names of all of them, as the library returns them."""
 
 _KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -35,7 +39,7 @@ HEAD = struct.Struct("@18q4P2i3P")
 MAP = struct.Struct("@2i4q6P2f2i5P")
 """`map_t` of maps.h."""
 TAIL = struct.Struct("@4Pf2i0q")
-"""`call_t` behind its maps."""
+"""`call_t` after its maps."""
 
 CALL_SIZE = HEAD.size + 2 * MAP.size + TAIL.size
 
@@ -55,7 +59,7 @@ class Back(ctypes.Structure):
 
 
 class WindowBuffers(ctypes.Structure):
-    """`window_t` of window_step.h; its tensors are null where a whole sequence is attended to."""
+    """`window_t` of window_step.h; its state's tensors are null for a whole sequence."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("size", "sinks", "exact_keys")),
@@ -84,9 +88,9 @@ class Maps(NamedTuple):
     """The maps of keys and queries, as the op reads them.
 
     Attributes:
-        features: how many features F they give.
+        features: number of features F.
         data: both, with the addresses of their weights.
-        held: those weights, or copies of them; they have to live as long as `data` is used.
+        held: those weights, or copies of them; they must live as long as `data` is used.
     """
 
     features: int
@@ -95,13 +99,13 @@ class Maps(NamedTuple):
 
 
 def given(features: int) -> Maps:
-    """Stand for maps where q and k are features already."""
+    """Return the maps of q and k that are features already."""
     empty = MAP.pack(_KIND_NUMBERS["given"], 1, *[0] * 10, 1.0, 1.0, *[0] * 7)
     return Maps(features, empty + empty, ())
 
 
 Learned = Sequence[Tensor | None]
-"""The tensors of a learned log-scale, see `linearize.attention.scale`: weight, bias, hidden, hidden_bias and out."""
+"""The tensors of a learned log-scale (`linearize.attention.scale`): weight, bias, hidden, hidden_bias and out."""
 
 
 def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
@@ -133,7 +137,7 @@ def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) ->
 
 
 NO_STATES = (None, None, None, None)
-"""The last four of `call`'s tensors where there is no state."""
+"""The last four of `call`'s tensors without a state."""
 
 
 def call(
@@ -145,21 +149,21 @@ def call(
     extra: Sequence[Tensor | None],
     numbers: tuple[float, int, bool],
 ) -> bytes:
-    """Write down a call: tensors' shapes, strides and addresses, so that all of them have to live until it is over.
+    """Pack a call: tensors' shapes, strides and addresses. The tensors must live until the call is over.
 
     Args:
         maps: of keys and queries.
         q: queries [B, H, T, D].
         k: keys [B, K, T, D].
         v: values [B, K, T, V].
-        out: where the output goes, [B, H, T, V].
+        out: memory of the output, [B, H, T, V].
         extra: mask [B, T] in bool, log-scales to add to the keys' [B, K, T] and to the queries' [B, H, T], kv and
-            log-scale of the state before, kv and log-scale of the state after; each None where there is none, fp32 but
-            for the mask, all in one piece.
+            log-scale of the state before, kv and log-scale of the state after; each may be None; contiguous, and fp32
+            except the mask.
         numbers: eps, threads, and whether weights are left exact.
     """
     batch, heads, tokens, _ = q.shape
-    # Plain tuples, no function for an address: this is run at every decoding step.
+    # Plain tuples and no function for an address, because this runs at every decoding step.
     mask, key_scale, query_scale, start_kv, start_scale, kv, log_scale = extra
     mask_at = 0 if mask is None else mask.data_ptr()
     key_scale_at = 0 if key_scale is None else key_scale.data_ptr()
@@ -181,7 +185,7 @@ def call(
 
 
 def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the mask [B, T] and the log-scales for q [B, H, T, D] and k [B, K, T, D] as the op reads them."""
+    """Return the mask [B, T] and the log-scales of k [B, K, T, D] and q [B, H, T, D] as the op reads them."""
     mask, scales = options.mask, ((options.log_scale, k), (options.query_scale, q))
     key, query = (None if given is None else given.float().expand(x.shape[:3]).contiguous() for given, x in scales)
     return None if mask is None else mask.to(torch.bool).contiguous(), key, query
@@ -189,3 +193,86 @@ def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
+    "bidirectional": None,
+    "causal": None,
+    "step": None,
+    "features": None,
+    "window": WindowBuffers,
+    "window_step": WindowBuffers,
+    "bidirectional_gradient": Back,
+    "causal_gradient": Back,
+    "features_gradient": Back,
+}
+"""The functions of the library, and their second argument after a call."""
+
+OMP_PAUSE_HARD = 2
+"""A value of OpenMP's `omp_pause_resource_t`."""
+
+
+def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
+    """Load a library and declare its functions; return also whether it shares torch's threads.
+
+    Raises:
+        OSError: if it cannot be loaded or was built from other code.
+    """
+    shared = _share_threads()
+    library = ctypes.CDLL(str(path))
+    sizes = {
+        "call": CALL_SIZE,
+        "back": ctypes.sizeof(Back),
+        "window": ctypes.sizeof(WindowBuffers),
+        "window_back": ctypes.sizeof(WindowBack),
+    }
+    for name, size in sizes.items():
+        function = getattr(library, f"linearize_{name}_size")
+        function.restype = ctypes.c_int64
+        if function() != size:
+            raise OSError(f"{path} was built from other code")
+    library.linearize_names.restype = ctypes.c_char_p
+    if library.linearize_names().decode() != NAMES:
+        raise OSError(f"{path} was built from other code")
+    for name, second in FUNCTIONS.items():
+        function = getattr(library, f"linearize_{name}")
+        more = [] if second is None else [ctypes.POINTER(second)]
+        function.argtypes, function.restype = [ctypes.c_char_p, *more], ctypes.c_int
+    # This one gets features and no call.
+    function = library.linearize_window_gradient
+    function.argtypes, function.restype = [ctypes.POINTER(WindowBack)], ctypes.c_int
+    return library, bool(shared and library.linearize_parallel())
+
+
+@functools.lru_cache(maxsize=1)
+def _share_threads() -> bool:
+    """Make torch's OpenMP library visible to the op, so that both use the same threads; tell whether that worked."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_end_threads)
+    for file in _openmp_files():
+        try:
+            if hasattr(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL), "GOMP_parallel"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _openmp_files() -> list[str]:
+    """Find the OpenMP libraries of this process, torch's first: other packages (scikit-learn) have their own."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    files = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}
+    return sorted(files, key=lambda file: ("torch" not in file, file))
+
+
+def _end_threads() -> None:
+    """End the idle threads of every OpenMP library before a fork; parent and child start new ones when needed.
+
+    A child inherits OpenMP's list of threads but not the threads: it would wait for them forever, in torch too.
+    """
+    for file in _openmp_files():
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(file).omp_pause_resource_all(OMP_PAUSE_HARD)

@@ -1,4 +1,4 @@
-/* Vectors of floats, their elementary functions, and products of small matrices that lie in a core's cache.
+/* Vectors of floats, their elementary functions, and products of small matrices in a core's cache.
 
    Written with the vector extension of GCC and Clang: one source for every processor that they know. */
 
@@ -30,8 +30,8 @@
 #endif
 /* W: floats per vector. MR: rows of a product held in registers, NV vectors each. */
 #define NV 2
-#define UNIT (W > MR ? W : MR) /* what extents are rounded up to: whole vectors, and whole blocks of rows */
-#define PANEL (NV * W) /* columns of a product that are made at once */
+#define UNIT (W > MR ? W : MR) /* multiples for rounding extents up: whole vectors, and whole blocks of rows */
+#define PANEL (NV * W) /* columns of a product that are computed together */
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -39,10 +39,10 @@ typedef uint32_t vu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
-/* Parts of the work that compilers do better with one by one: all in one function they run out of registers. */
+/* Parts that compilers optimise better separately: in one function they run out of registers. */
 #define PART static __attribute__((noinline))
 
-/* Lanes i of the two vectors as a list f(0), f(1) ... of constants says. */
+/* The lanes of two vectors that a list f(0), f(1) ... of constants names. */
 #if W == 16
 #define LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #elif W == 8
@@ -63,7 +63,7 @@ INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 
-/* The larger of both; b where one is not a number. One instruction where the compiler does not find it by itself. */
+/* The larger of both; b if one is NaN. One instruction that the compiler may not find. */
 INLINE vf larger(vf a, vf b) {
 #if defined(__AVX512F__)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -75,7 +75,7 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
-/* The larger of |a| and b, which is not negative; b where a is not a number. */
+/* The larger of |a| and b, which is not negative; b if a is NaN. */
 INLINE vf farther(vf a, vf b) {
 #if defined(__AVX512DQ__)
     return (vf)_mm512_range_ps((__m512)a, (__m512)b, 11);
@@ -84,7 +84,7 @@ INLINE vf farther(vf a, vf b) {
 #endif
 }
 
-/* The larger of both; what is not a number stays. */
+/* The larger of both; NaN stays NaN. */
 INLINE float highest(float a, float b) { return a > b || a != a ? a : b; }
 
 #define LANE(j) (j)
@@ -106,7 +106,7 @@ INLINE float total(vf x) {
     return x[0] + x[1];
 }
 
-/* e^x to 1e-7 for x <= 88.7; below -87.3 as at -87.3, which is 1e-38. */
+/* e^x to 1e-7 for x <= 88.7; below -87.3 the value at -87.3, 1e-38. */
 INLINE vf vexp(vf x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
     x = larger(splat(-87.3f), x);
@@ -123,9 +123,9 @@ INLINE vf vexp(vf x) {
     return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
-#define FAR 30000.0f /* beyond, the C library's slower functions */
+#define FAR 30000.0f /* beyond this limit, the C library's slower functions */
 
-/* Sine of half the angle, for |x| <= FAR, and the angle brought to [-pi, pi]; coefficients fitted there to 1e-8. */
+/* Sine of half the angle, for |x| <= FAR, and the angle reduced to [-pi, pi]; coefficients fitted there to 1e-8. */
 INLINE vf half_sine(vf x, vf *angle) {
     const float magic = 12582912.0f;
     vf n = (x * 0.159154943091895336f + magic) - magic;
@@ -146,7 +146,7 @@ INLINE vf vcos(vf x) {
     return 1.0f - (s + s) * s;
 }
 
-/* Both from the half angle's: no quadrant to look up. */
+/* Both from the half angle's sine, so there is no quadrant to determine. */
 INLINE void vsincos(vf x, vf *sine, vf *cosine) {
     vf angle, s = half_sine(x, &angle), twice = s + s, square = angle * angle;
     vf c = splat(-2.5440666397e-10f);
@@ -159,7 +159,7 @@ INLINE void vsincos(vf x, vf *sine, vf *cosine) {
     *cosine = 1.0f - twice * s;
 }
 
-/* 2^d for a whole number d; 0 below fp32's smallest normal number. What is not a number stays none. */
+/* 2^d for a whole number d; 0 below fp32's smallest normal number. NaN stays NaN. */
 INLINE float power(float d) {
     if (!(d >= -126.0f)) return d != d ? d : 0.0f;
     union { int32_t bits; float value; } u = {((int32_t)(d > 127.0f ? 127.0f : d) + 127) << 23};
@@ -223,11 +223,11 @@ INLINE void product(int add, long m, long n, long depth, const float *a, long ar
     blocks(0, add, 1.0f, m, n, depth, a, ar, ak, b, ldb, c, ldc);
 }
 
-/* A list of constants, each with the name that the caller knows it by: its numbers, and its names in order. */
+/* A list of constants with the caller's names for them: their numbers, and their names in order. */
 #define NUMBER(constant, name) constant,
 #define NAME(constant, name) name " "
 
-/* What the caller's tensors hold; PAIRED: bf16 numbers that are taken two at a time, as they are. */
+/* The types of the caller's tensors; PAIRED: bf16 numbers that are read two at a time, unconverted. */
 #define EACH_TYPE(ONE) ONE(FLOAT32, "float32") ONE(BFLOAT16, "bfloat16")
 enum { EACH_TYPE(NUMBER) PAIRED };
 
@@ -252,7 +252,7 @@ INLINE void write_number(void *p, int type, long i, float x) {
     ((uint16_t *)p)[i] = x != x ? 0x7fc0 : (uint16_t)(even >> 16);
 }
 
-/* The nearest numbers that bf16 has. */
+/* The nearest bf16 numbers. */
 INLINE vf nearest(vf x) {
     vu bits = (vu)x, even = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
     vi nan = x != x;
@@ -297,7 +297,7 @@ INLINE void transpose(vf row[W]) {
 #endif
 }
 
-/* The sums of W vectors' lanes, one lane each: like `transpose` and adding up, but what is done is never done again. */
+/* The sums of W vectors' lanes, one lane each: like `transpose` and adding up, without repeated work. */
 #define FOLD(s, up, low) \
     for (int i = 0; i < W; i += 2 * s) row[i] = SHUFFLE(row[i], row[i + s], up) + SHUFFLE(row[i], row[i + s], low);
 
@@ -313,14 +313,14 @@ INLINE vf totals(vf row[W]) {
     return row[0];
 }
 
-/* Ask for rows that are read next: they lie too far apart for the processor to guess. */
+/* Prefetch the next rows, which are too far apart for the processor to predict. */
 INLINE void prefetch_rows(const void *x, int type, long stride, long tokens, long size) {
     long bytes = type == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
     for (long t = 0; t < tokens; t++)
         for (long i = 0; i < size * bytes; i += 64) __builtin_prefetch((const char *)x + t * stride * bytes + i, 0, 2);
 }
 
-/* W numbers from the d-th on of a row that begins at number i, times a factor; PAIRED ones as they are. */
+/* W numbers from the d-th on of a row that begins at number i, times a factor; PAIRED ones unconverted. */
 INLINE vf row_numbers(const void *x, int type, long i, long d, float scale) {
     if (type != PAIRED) return numbers(x, type, i + d) * scale;
     vf bits;
@@ -335,7 +335,7 @@ INLINE float row_number(const void *x, int type, long i, long d, float scale) {
     return bits;
 }
 
-/* Read tokens rows of size numbers, `stride` numbers apart, and lay them out [size, wide]: tokens side by side. PAIRED
+/* Read tokens rows of size numbers, `stride` numbers apart, and write them as [size, wide]: tokens in columns. PAIRED
    rows have size pairs. */
 INLINE void pack_transposed(const void *x, int type, long stride, long tokens, long size, float scale, float *to,
                             long wide) {
@@ -354,7 +354,7 @@ INLINE void pack_transposed(const void *x, int type, long stride, long tokens, l
         }
 }
 
-/* The way back: [size, wide] with tokens side by side to rows of tokens. */
+/* The inverse: from [size, wide] with tokens in columns to rows of tokens. */
 INLINE void unpack_transposed(const float *from, long wide, void *x, int type, long stride, long tokens, long size,
                         float scale) {
     for (long t = 0; t < tokens; t += W)

@@ -1,15 +1,15 @@
-/* Softmax near, a feature map far: tile after tile, all weights of a tile in cache. See `linearize.ops.window`.
+/* Softmax near, a feature map far: tile after tile, all weights of a tile in cache, as in `linearize.ops.window`.
 
-   Real tokens lie in front, padding behind them. A tile's queries have exact weights for the keys of their windows, for
+   Padding comes after all tokens. A tile's queries have exact weights for the keys of their windows, for
    the sinks, and for exact keys; other keys near the tile but outside a query's window get the kernel's weights one by
-   one; those before and behind them come as states. Four parts, each under a scale of its own, are joined row by row. */
+   one; keys before and after those come as states. Four parts, each under its own scale, are joined row by row. */
 
 #ifndef LINEARIZE_WINDOW_H
 #define LINEARIZE_WINDOW_H
 
 #include "window_step.h"
 
-/* A thread's arrays beside the usual ones, which are as long as a tile's near keys here. */
+/* A thread's additional arrays; the usual ones are as long as a tile's near keys here. */
 typedef struct {
     scratch_t s;
     float *memory, *q, *k, *scores, *products;             /* [D, TILE], [D, near], and [TILE, near] */
@@ -17,22 +17,22 @@ typedef struct {
     float *exact_levels, *linear_levels, *query_scale;     /* [TILE] */
     float *other_k, *other_v, *other_scores;               /* sinks, then slots: [D, others], [others, width], [TILE, others] */
     float *slot_phi, *slot_scale, *slot_products;          /* causally: [F, slots], [slots], [TILE, slots] */
-    /* A slot holds an exact key that is not near: until which query, 0 for an empty one; and which token it is. */
+    /* A slot holds an exact key that is not near: the query until which it is exact (0: empty), and its token. */
     int32_t *slot_until, *slot_token;
-    long sinks, slots, others, losing;                     /* how many; losing: slots, 0 if a tile changes none */
-    const int32_t *until;                                  /* of the head's keys, see `contest`; or null */
+    long sinks, slots, others, losing;                     /* counts; losing: slots, 0 if a tile changes none */
+    const int32_t *until;                                  /* of the head's keys, from `contest`; or null */
     float *ahead, *ahead_sums, *ahead_levels;              /* [T, width], [T]; not causally */
     float *row;                                            /* [width] */
 } near_t;
 
-/* How far the near keys of a tile reach before and behind it. */
+/* How far the near keys of a tile reach before and after it. */
 INLINE long reach_before(const window_t *w) { return w->causal ? w->size - 1 : w->size / 2; }
-INLINE long reach_behind(const window_t *w) { return w->causal ? 0 : w->size / 2; }
+INLINE long reach_later(const window_t *w) { return w->causal ? 0 : w->size / 2; }
 
 static int prepare_window(const call_t *c, const window_t *w, near_t *m) {
     long size = c->keys.size, f = c->features, width = padded(c->value_size), rows = w->causal ? 0 : c->tokens;
     scratch_t *s = &m->s;
-    long near = padded(TILE + reach_before(w) + reach_behind(w)), slots = least(w->exact_keys, c->tokens);
+    long near = padded(TILE + reach_before(w) + reach_later(w)), slots = least(w->exact_keys, c->tokens);
     m->sinks = least(w->sinks, c->tokens);
     m->slots = slots;
     m->others = padded(m->sinks + slots);
@@ -56,16 +56,16 @@ static int prepare_window(const call_t *c, const window_t *w, near_t *m) {
     return m->memory != 0;
 }
 
-/* How many tokens are there. */
+/* The number of tokens. */
 INLINE long real_tokens(const call_t *c, long b) {
     long real = 0;
     while (real < c->tokens && !is_padding(c, b, real)) real++;
     return real;
 }
 
-/* Let the keys of a head compete for its places: `until` is for every key the first query outside its window for which it
-   is not exact. Causally key j competes when query j + size comes; otherwise all do at once, and it is NEVER or 0. See
-   linearize/ops/exact_keys.py. */
+/* Let the keys of a head compete for its places, as in linearize/ops/window_causal.py: `until` of a key is the first
+   query outside its window for which it is not exact. Causally key j competes when query j + size comes; otherwise all
+   compete at once, and `until` is NEVER or 0. */
 static void contest(const call_t *c, const window_t *w, long n, int32_t *kept) {
     const float *priority = w->priority + n * c->tokens;
     int32_t *until = w->until + n * c->tokens;
@@ -90,7 +90,7 @@ static void contest(const call_t *c, const window_t *w, long n, int32_t *kept) {
 /* Whether a key outside the window of query t is exact. */
 INLINE int is_exact(const int32_t *until, long t, long key) { return until && t < until[key]; }
 
-/* Put an exact key into a free slot; causally with column j of the features, for when it goes into the state. */
+/* Put an exact key into a free slot; causally with column j of the features, for adding it to the state later. */
 static void fill_slot(const call_t *c, const window_t *w, long b, long h, long token, long j, long wide, near_t *m) {
     const void *k = token_at(c->k, c->type, c->k_stride, b, h, token);
     long slot = 0;
@@ -112,7 +112,7 @@ static void raise_state(const call_t *c, float scale, scratch_t *s, float *top) 
     if (*top != before) decay_state(c, s->width, s->kv, s->z, expf(before - *top));
 }
 
-/* Move the keys that are not exact any more for query t from their slots into the state. */
+/* Move keys that are no longer exact for query t from their slots into the state. */
 static void empty_slots(const call_t *c, long t, near_t *m, float *top) {
     scratch_t *s = &m->s;
     for (long slot = 0; slot < m->slots; slot++) {
@@ -129,8 +129,8 @@ static void empty_slots(const call_t *c, long t, near_t *m, float *top) {
     }
 }
 
-/* Features and log-scales of keys outside the window of query t; those that are padding, sinks or exact get no weight
-   among the linear ones, and no scale. */
+/* Features and log-scales of keys outside the window of query t; padding, sinks and exact keys get no linear weight and
+   no scale. */
 static void far_keys(const call_t *c, const window_t *w, long b, long h, long t, long first, long count, near_t *m) {
     scratch_t *s = &m->s;
     key_features(c, b, h, first, count, s);
@@ -158,7 +158,7 @@ static void add_keys(const call_t *c, const window_t *w, long b, long h, long t,
     }
 }
 
-/* Tokens side by side [size, wide], times a factor; zeros for padding. */
+/* Tokens in columns [size, wide], times a factor; zeros for padding. */
 static void pack_tokens(const call_t *c, const void *x, const int64_t *stride, long b, long h, long first, long count,
                         float factor, float *to, long wide) {
     long size = c->keys.size;
@@ -166,7 +166,7 @@ static void pack_tokens(const call_t *c, const void *x, const int64_t *stride, l
     clear_padding(c, b, first, count, to, size, wide);
 }
 
-/* Bring in the sinks and, where all are known from the start, the exact keys. */
+/* Load the sinks and, if all are known from the start, the exact keys. */
 static void load_others(const call_t *c, const window_t *w, long b, long h, near_t *m) {
     long width = m->s.width;
     m->until = w->exact_keys ? w->until + (b * c->key_heads + h) * c->tokens : 0;
@@ -182,7 +182,7 @@ static void load_others(const call_t *c, const window_t *w, long b, long h, near
         if (m->until[j]) fill_slot(c, w, b, h, j, 0, 0, m);
 }
 
-/* Turn a row's scores into weights exp(score - top), those from `first` to `last`, and zeros around them. */
+/* Turn a row's scores from `first` to `last` into weights exp(score - top), with zeros around them. */
 INLINE void weigh_row(float *row, long wide, long first, long last, float top) {
     for (long j = first / W * W; j < last; j += W) store(row + j, vexp(load(row + j) - top));
     memset(row, 0, first * sizeof(float));
@@ -205,7 +205,7 @@ typedef struct {
     long r, t, from, first, last, near;
 } seen_t;
 
-/* Key j, or the first one behind the window. */
+/* Key j, or the first one after the window. */
 INLINE long outside(const seen_t *n, long j) { return j == n->first ? n->last : j; }
 
 /* Write `value` to the near keys outside the window that are exact, or to those that are not. */
@@ -222,15 +222,15 @@ INLINE void write_slots(const near_t *m, long t, float value, float *row) {
 
 /* The exact weights of a row: of its window, of the near exact keys, of `sinks` sinks and of the slots. */
 static void exact_row(const window_t *w, near_t *m, const seen_t *n, long wide, long sinks) {
-    long before = least(sinks, n->t - reach_before(w)), behind = sinks, filled = m->sinks + m->slots;
+    long before = least(sinks, n->t - reach_before(w)), later = sinks, filled = m->sinks + m->slots;
     long first = m->until ? 0 : n->first, last = m->until ? n->near : n->last;
     float *row = m->scores + n->r * wide, *more = m->other_scores + n->r * m->others;
-    /* Sinks in the window are there already: left are those before it and, not causally, those behind it. */
+    /* Sinks in the window are counted already: left are those before it and, not causally, those after it. */
     if (before < 0) before = 0;
-    if (!w->causal) behind = least(sinks, n->t + reach_behind(w) + 1);
+    if (!w->causal) later = least(sinks, n->t + reach_later(w) + 1);
     write_outside(m->until, n, 0, FLOOR, row);
     write_slots(m, n->t, FLOOR, more);
-    float top = largest(more, behind, sinks, largest(more, 0, before, largest(row, first, last, FLOOR)));
+    float top = largest(more, later, sinks, largest(more, 0, before, largest(row, first, last, FLOOR)));
     top = largest(more, m->sinks, filled, top);
     weigh_row(row, wide, first, last, top);
     write_outside(m->until, n, 0, 0.0f, row);
@@ -238,7 +238,7 @@ static void exact_row(const window_t *w, near_t *m, const seen_t *n, long wide, 
     m->exact_levels[n->r] = top;
     if (!filled) return;
     weigh_row(more, m->others, 0, filled, top);
-    memset(more + before, 0, (behind - before) * sizeof(float));
+    memset(more + before, 0, (later - before) * sizeof(float));
     memset(more + sinks, 0, (m->sinks - sinks) * sizeof(float));
     write_slots(m, n->t, 0.0f, more);
     m->exact_sums[n->r] += sum_of(more, m->others);
@@ -254,7 +254,7 @@ static void linear_row(near_t *m, const seen_t *n, long wide) {
         if (!is_exact(m->until, n->t, n->from + j)) top = highest(s->scale[j], top);
     for (long j = 0; j < m->losing; j++)
         if (m->slot_until[j] && n->t >= m->slot_until[j]) top = highest(m->slot_scale[j], top);
-    /* Behind what is seen there may be larger scales: they are cleared before anything is made of them. */
+    /* Later keys may have larger scales: they are cleared before they are used. */
     memset(row + first, 0, (last - first) * sizeof(float));
     memset(row + seen, 0, (wide - seen) * sizeof(float));
     write_outside(m->until, n, 1, 0.0f, row);
@@ -272,7 +272,7 @@ static void linear_row(near_t *m, const seen_t *n, long wide) {
     }
 }
 
-/* Add a part, e^level times `row` and its sum, to `to`, whose own level is `top`; nothing where it counts as absent. */
+/* Add a part, e^level times `row` and its sum, to `to`, whose own level is `top`; nothing if it counts as absent. */
 INLINE void add_part(const float *row, float sum, float level, float size, float top, long width, float *to,
                      float *to_sum) {
     if (size <= TINY) return;
@@ -286,7 +286,7 @@ INLINE float part_size(const float *row, float sum, long width) {
     for (long j = 0; j < width; j += W) {
         vf x = load(row + j);
         top = farther(x, top);
-        odd += x * 0.0f; /* what is not a number, the maximum drops */
+        odd += x * 0.0f; /* the maximum drops NaN */
     }
     float size = fabsf(sum);
     for (int i = 0; i < W; i++) size = highest(top[i], size);
@@ -294,13 +294,13 @@ INLINE float part_size(const float *row, float sum, long width) {
 }
 
 /* Join the parts of a row and write it. */
-static void join_row(const call_t *c, const window_t *w, near_t *m, long b, long h, long r, long t, float behind) {
+static void join_row(const call_t *c, const window_t *w, near_t *m, long b, long h, long r, long t, float later) {
     long width = m->s.width;
     float scale = m->query_scale[r], top = FLOOR, sum = 0.0f;
     int ahead = !w->causal;
     const float *rows[4] = {m->exact + r * width, m->linear + r * width, m->s.mixed + r * width, m->ahead + t * width};
     float sums[4] = {m->exact_sums[r], m->linear_sums[r], m->s.sums[r], ahead ? m->ahead_sums[t] : 0.0f};
-    float levels[4] = {m->exact_levels[r], m->linear_levels[r] + scale, behind + scale,
+    float levels[4] = {m->exact_levels[r], m->linear_levels[r] + scale, later + scale,
                        ahead ? m->ahead_levels[t] + scale : FLOOR};
     float sizes[4], *to = m->row;
     long parts = ahead ? 4 : 3;
@@ -316,14 +316,14 @@ static void join_row(const call_t *c, const window_t *w, near_t *m, long b, long
     w->row_sums[(b * c->heads + h) * c->tokens + t] = sum;
 }
 
-/* What lies behind the near keys of every tile, from the last tile to the first. */
+/* The states of the keys after the near ones of every tile, from the last tile to the first. */
 static void read_ahead(const call_t *c, const window_t *w, long b, long h, long key_head, long real, near_t *m) {
     scratch_t *s = &m->s;
     float top = FLOOR;
     long bound = real;
     load_state(c, 0, 0, 1.0f, s);
     for (long t = (c->tokens - 1) / TILE * TILE; t >= 0; t -= TILE) {
-        long count = least(TILE, c->tokens - t), first = least(bound, t + count + reach_behind(w));
+        long count = least(TILE, c->tokens - t), first = least(bound, t + count + reach_later(w));
         add_keys(c, w, b, key_head, t, first, bound, m, &top);
         bound = first;
         query_features(c, b, h, t, count, s);
@@ -334,16 +334,16 @@ static void read_ahead(const call_t *c, const window_t *w, long b, long h, long 
     }
 }
 
-/* One tile of queries from `t` on, behind the state. */
+/* One tile of queries from `t` on, after the state. */
 static void window_tile(const call_t *c, const window_t *w, long b, long h, long key_head, long real, long t,
-                        float behind, near_t *m) {
+                        float later, near_t *m) {
     scratch_t *s = &m->s;
     long count = least(TILE, c->tokens - t), wide_q = padded(count), size = c->keys.size, width = s->width;
-    long from = t - reach_before(w) > 0 ? t - reach_before(w) : 0, to = least(c->tokens, t + count + reach_behind(w));
+    long from = t - reach_before(w) > 0 ? t - reach_before(w) : 0, to = least(c->tokens, t + count + reach_later(w));
     long near = to - from, wide = padded(near), sinks = least(w->sinks, real), slots = padded(m->slots);
     m->losing = 0;
     for (long j = 0; j < m->slots; j++) {
-        /* Both ways, keys that are near are not taken from their slots. */
+        /* In both directions, near keys are not read from their slots. */
         if (!w->causal) m->slot_until[j] = m->slot_token[j] < 0 || (from <= m->slot_token[j] && m->slot_token[j] < to) ? 0 : NEVER;
         if (m->slot_until[j] && m->slot_until[j] < t + count) m->losing = m->slots;
     }
@@ -368,7 +368,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     if (m->losing)
         product(0, count, slots, c->features, s->phi_q, 1, wide_q, m->slot_phi, slots, m->slot_products, slots);
     for (long r = 0; r < count; r++) {
-        long first = t + r - reach_before(w) - from, last = least(least(t + r + reach_behind(w) + 1, real), to) - from;
+        long first = t + r - reach_before(w) - from, last = least(least(t + r + reach_later(w) + 1, real), to) - from;
         if (first < 0) first = 0;
         if (last < first) last = first = least(first, near);
         const seen_t n = {r, t + r, from, first, last, w->causal ? last : near};
@@ -381,7 +381,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     if (m->losing)
         product(1, count, width, m->slots, m->slot_products, slots, 1, m->other_v + m->sinks * width, width, m->linear,
                 width);
-    for (long r = 0; r < count; r++) join_row(c, w, m, b, h, r, t + r, behind);
+    for (long r = 0; r < count; r++) join_row(c, w, m, b, h, r, t + r, later);
 }
 
 /* One head of queries; the first of a group leaves the state after, causally. */
@@ -393,7 +393,7 @@ static void window_head(const call_t *c, const window_t *w, long i, near_t *m) {
     if (!w->causal) read_ahead(c, w, b, h, key_head, real, m);
     load_state(c, 0, 0, 1.0f, &m->s);
     for (long t = 0; t < c->tokens; t += TILE) {
-        /* Causally no farther than what will have left the window at the end: behind it comes padding. */
+        /* Causally no farther than the keys that have left the window at the end: padding follows. */
         long last = least(t - reach_before(w), w->causal ? real - w->size : real);
         empty_slots(c, t, m, &top);
         add_keys(c, w, b, key_head, t, bound, last, m, &top);

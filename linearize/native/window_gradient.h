@@ -1,5 +1,5 @@
-/* The gradient of window.h on features that are given, tile after tile; nothing but rows' levels and sums is kept from
-   the forward. All arrays are fp32 in one piece, their rows whole vectors. A row's output is
+/* The gradient of window.h on features that are given, tile after tile; only rows' levels and sums are kept from the
+   forward. All arrays are contiguous fp32, their rows whole vectors. A row's output is
 
        out_i = sum_j w_ij v_j / sum_i,  w_ij = exp(q_i . k_j - top_i) or phi_q_i . phi_k_j,
 
@@ -16,15 +16,15 @@ typedef struct {
     const float *q, *k, *v, *phi_q, *phi_k; /* q times the scaling; phi_k zero for padding and sinks */
     const float *grad, *slope, *top;        /* [B, H, T, V] and [B, H, T] twice */
     float *dq, *dk, *dv, *dphi_q, *dphi_k;  /* zeros */
-    const int64_t *real;                    /* [B], how many tokens are there; the others lie behind them */
+    const int64_t *real;                    /* [B], numbers of tokens; padding comes after them */
     const int32_t *until;                   /* [B, K, T] of the forward, or null */
     int32_t causal, threads;
 } window_back_t;
 
-/* A thread's arrays. Of the near keys, sinks or window, tokens side by side: k_t [D, near], phi_t [F, near], v_t [V,
-   near]; scores, products and dweights [TILE, near]; a state [V, F], its other way round [F, V], and its sums [F]. Of
-   exact keys that are not near a tile: copies and gradients of k [slots, D], v [slots, V] and phi [slots, F], until when
-   they are exact, and which tokens they are. Of a head: all keys that are ever exact outside their window. */
+/* A thread's arrays. Of the near keys, sinks or window, tokens in columns: k_t [D, near], phi_t [F, near], v_t [V,
+   near]; scores, products and dweights [TILE, near]; a state [V, F], its transpose [F, V], and its sums [F]. Of
+   exact keys that are not near a tile: copies and gradients of k [slots, D], v [slots, V] and phi [slots, F], the query
+   until which they are exact, and their tokens. Of a head: all keys that are ever exact outside their window. */
 typedef struct {
     float *memory, *k_t, *phi_t, *v_t, *scores, *products, *dweights, *state, *turned, *sums;
     float *slot_k, *slot_v, *slot_phi, *slot_dk, *slot_dv, *slot_dphi;
@@ -32,12 +32,12 @@ typedef struct {
     long kept_count;
 } window_work_t;
 
-/* One head's arrays, and which tokens are there. */
+/* One head's arrays, and its numbers of tokens. */
 typedef struct {
     const float *q, *k, *v, *phi_q, *phi_k, *grad, *slope, *top;
     float *dq, *dk, *dv, *dphi_q, *dphi_k;
     const int32_t *until;
-    long real, before, behind;
+    long real, before, later;
 } window_head_t;
 
 static int prepare_window_work(const window_back_t *g, window_work_t *m) {
@@ -81,7 +81,7 @@ static void keys_in(const window_back_t *g, const window_head_t *n, long first, 
     add_rows(g, n->v + first * g->value_size, n->phi_k + first * g->features, 0, last - first, m);
 }
 
-/* What queries get through a state of keys. */
+/* The gradients of queries through a state of keys. */
 static void queries_back(const window_back_t *g, const window_head_t *n, long first, long count, window_work_t *m) {
     long v = g->value_size, f = g->features;
     product(1, count, f, v, n->grad + first * v, v, 1, m->state, f, n->dphi_q + first * f, f);
@@ -90,7 +90,7 @@ static void queries_back(const window_back_t *g, const window_head_t *n, long fi
             store(n->dphi_q + t * f + i, load(n->dphi_q + t * f + i) + load(m->sums + i) * n->slope[t]);
 }
 
-/* What keys from `first` to `last` get through a state of queries. */
+/* The gradients of keys from `first` to `last` through a state of queries. */
 static void keys_back(const window_back_t *g, const window_head_t *n, long first, long last, window_work_t *m) {
     long v = g->value_size, f = g->features, count = last - first;
     if (count <= 0) return;
@@ -145,11 +145,11 @@ static void sinks_back(const window_back_t *g, const window_head_t *n, long t, l
     product(0, count, wide, d, n->q + t * d, d, 1, m->k_t, wide, m->scores, wide);
     weight_gradients(g, n, t, count, 0, near, wide, m);
     for (long r = 0; r < count; r++) {
-        /* Those in the window are there already. */
-        long before = least(near, t + r - n->before), behind = g->causal ? near : least(near, t + r + n->behind + 1);
+        /* Those in the window are counted already. */
+        long before = least(near, t + r - n->before), later = g->causal ? near : least(near, t + r + n->later + 1);
         if (before < 0) before = 0;
         exact_weights(n, t + r, 0, near, wide, m->scores + r * wide);
-        if (behind > before) memset(m->scores + r * wide + before, 0, (behind - before) * sizeof(float));
+        if (later > before) memset(m->scores + r * wide + before, 0, (later - before) * sizeof(float));
         scores_back(m->scores + r * wide, wide, m->dweights + r * wide);
     }
     exact_products(g, n, t, count, 0, near, wide, m);
@@ -157,13 +157,13 @@ static void sinks_back(const window_back_t *g, const window_head_t *n, long t, l
 
 /* Which of the near keys token t sees; with `slots`, all of them outside its window. */
 INLINE seen_t seen_by(const window_back_t *g, const window_head_t *n, long t, long from, long near, int slots) {
-    long first = t - n->before - from, last = least(t + n->behind + 1 - from, near);
+    long first = t - n->before - from, last = least(t + n->later + 1 - from, near);
     if (first < 0) first = 0;
     if (slots || last < first) last = first = slots ? near : least(first, near);
     return (seen_t){0, t, from, first, last, g->causal ? last : near};
 }
 
-/* Leave of a row what belongs to the kernel: what is outside the window, causally before it, and not exact. */
+/* Keep of a row only the kernel's keys: outside the window, causally before it, and not exact. */
 INLINE void leave_linear(const window_head_t *n, const seen_t *s, float *row, long wide) {
     memset(row + s->first, 0, (s->last - s->first) * sizeof(float));
     memset(row + s->near, 0, (wide - s->near) * sizeof(float));
@@ -208,7 +208,7 @@ static void scatter(const window_work_t *m, const float *from, long count, long 
         }
 }
 
-/* The exact keys that are not near a tile, those that a query of it folds into the state included. */
+/* The exact keys that are not near a tile, including those that one of its queries adds to the state. */
 static void slots_back(const window_back_t *g, const window_head_t *n, long t, long count, long from, long to,
                        window_work_t *m) {
     long d = g->size, f = g->features, v = g->value_size, filled = 0;
@@ -234,8 +234,8 @@ static void slots_back(const window_back_t *g, const window_head_t *n, long t, l
     scatter(m, o.dphi_k, filled, f, n->dphi_k);
 }
 
-/* Hand over the keys that are in the state for query t but were not for the tile before: those from `first` to `last`,
-   and earlier ones that were exact until then. */
+/* Add the keys that are in the state for query t but were not for the tile before: those from `first` to `last`, and
+   earlier ones that were exact until then. */
 static void each_new(const window_back_t *g, const window_head_t *n, long t, long first, long last, window_work_t *m,
                      void (*one)(const window_back_t *, const window_head_t *, long, long, window_work_t *)) {
     for (long i = 0; i < m->kept_count && m->kept[i] < first; i++) {
@@ -249,7 +249,7 @@ static void each_new(const window_back_t *g, const window_head_t *n, long t, lon
 }
 
 /* One head of queries. Four walks: the near keys and, of those before them, the queries' part; the keys' part; and, not
-   causally, both of the keys behind them. */
+   causally, both parts of the keys after them. */
 static void window_head_back(const window_back_t *g, const window_head_t *n, window_work_t *m) {
     long f = g->features, v = g->value_size, last_tile = (g->tokens - 1) / TILE * TILE, bound = 0;
     m->kept_count = 0;
@@ -258,7 +258,7 @@ static void window_head_back(const window_back_t *g, const window_head_t *n, win
     clear_state(g, m);
     for (long t = 0; t < g->tokens; t += TILE) {
         long count = least(TILE, g->tokens - t), last = least(t - n->before, n->real);
-        long from = t - n->before > 0 ? t - n->before : 0, to = least(n->real, t + count + n->behind);
+        long from = t - n->before > 0 ? t - n->before : 0, to = least(n->real, t + count + n->later);
         each_new(g, n, t, bound, last, m, keys_in);
         if (last > bound) bound = last;
         queries_back(g, n, t, count, m);
@@ -276,7 +276,7 @@ static void window_head_back(const window_back_t *g, const window_head_t *n, win
     clear_state(g, m);
     bound = n->real;
     for (long t = last_tile; t >= 0; t -= TILE) {
-        long count = least(TILE, g->tokens - t), first = least(bound, t + count + n->behind);
+        long count = least(TILE, g->tokens - t), first = least(bound, t + count + n->later);
         add_rows(g, n->v + first * v, n->phi_k + first * f, 0, bound - first, m);
         bound = first;
         queries_back(g, n, t, count, m);
@@ -285,7 +285,7 @@ static void window_head_back(const window_back_t *g, const window_head_t *n, win
     for (long t = 0; t < g->tokens; t += TILE) {
         long count = least(TILE, g->tokens - t);
         add_rows(g, n->grad + t * v, n->phi_q + t * f, n->slope + t, count, m);
-        keys_back(g, n, t + count + n->behind, least(t + count + TILE + n->behind, n->real), m);
+        keys_back(g, n, t + count + n->later, least(t + count + TILE + n->later, n->real), m);
     }
 }
 

@@ -1,4 +1,4 @@
-/* One more token behind a softmax window: the oldest token leaves the window for the linear state, the new one enters. */
+/* One more token with a softmax window: the oldest token moves from the window to the linear state, the new one enters. */
 
 #ifndef LINEARIZE_WINDOW_STEP_H
 #define LINEARIZE_WINDOW_STEP_H
@@ -8,26 +8,27 @@
 #define NEVER INT32_MAX
 #define TINY 1e-30f /* a part of smaller magnitude counts as absent, as in `linearize.ops.window_parts` */
 
-/* What is remembered beside the linear state, all of it in one piece: the last `size` tokens, the newest last, the first
-   `sinks` ones, and up to `exact_keys` others, the oldest first. */
+/* The state in addition to the linear one, all contiguous: the last `size` tokens, the newest last, the first `sinks`
+   ones, and up to `exact_keys` others, the oldest first. */
 typedef struct {
     int64_t size, sinks, exact_keys;
     char *ring_k, *ring_v;        /* [B, K, size, D] and [B, K, size, V], in the types of k and v */
     float *ring_phi, *ring_scale; /* [B, K, size, F] and [B, K, size] */
     uint8_t *ring_mask;           /* [B, size] */
     char *sink_k, *sink_v;        /* [B, K, sinks, D] and [B, K, sinks, V], or null */
-    int64_t *tokens;              /* [B], how many there were, or null */
-    char *kept_k, *kept_v;        /* [B, K, exact_keys, D] and [B, K, exact_keys, V], or null, as what follows */
+    int64_t *tokens;              /* [B], number of tokens so far, or null */
+    char *kept_k, *kept_v;        /* [B, K, exact_keys, D] and [B, K, exact_keys, V], or null; so all that follow */
     float *kept_phi, *kept_scale; /* [B, K, exact_keys, F] and [B, K, exact_keys] */
-    uint8_t *kept_mask;           /* [B, exact_keys], those that are there in front */
+    uint8_t *kept_mask;           /* [B, exact_keys], the existing ones first */
     float scaling;                /* of softmax's scores */
     int32_t causal;
-    float *tops, *row_sums;       /* [B, H, T]: of every row what its weights were taken relative to, and their sum; or null */
+    float *tops, *row_sums;       /* [B, H, T]: the level and the sum of every row's weights; or null */
     const float *priority;        /* [B, K, T]: the largest become exact keys; or null */
-    int32_t *until;               /* [B, K, T], see `contest`; or null */
+    int32_t *until;               /* [B, K, T], from `contest`; or null */
 } window_t;
 
-/* A thread's arrays for one head: weights of exact tokens, sums of their values, what leaves, sums of the linear state. */
+/* A thread's arrays for one head: weights of exact tokens, sums of their values, the leaving key, sums of the linear
+   state. */
 typedef struct {
     float *query, *weights, *exact, *leaving, *value, *linear;
 } window_buffers_t;
@@ -49,7 +50,7 @@ INLINE long window_buffers_size(const call_t *c, const window_t *w) {
     return window_buffers_at(c, w, 0).linear - (float *)0 + padded(c->value_size + 1) + W;
 }
 
-/* Scores of `count` rows of keys in one piece; rows that are not visible come to FLOOR. Returns the larger of their
+/* Scores of `count` contiguous rows of keys; rows that are not visible get FLOOR. Returns the larger of their
    largest one and `top`. */
 static float scores_of(const call_t *c, const char *keys, const uint8_t *visible, long count, const float *query,
                        float *to, float top) {
@@ -63,7 +64,7 @@ static float scores_of(const call_t *c, const char *keys, const uint8_t *visible
     return top;
 }
 
-/* Add rows of values in one piece, weighed by exp(score - top); the weights' sum goes behind them. */
+/* Add contiguous rows of values, weighted by exp(score - top), followed by the sum of the weights. */
 static void add_values(const call_t *c, const char *values, const uint8_t *visible, long count, const float *scores,
                        float top, float *sums) {
     long size = c->value_size;
@@ -78,7 +79,7 @@ static void add_values(const call_t *c, const char *values, const uint8_t *visib
     }
 }
 
-/* The largest magnitude of `count` numbers; none where one is none. */
+/* The largest magnitude of `count` numbers; NaN if one is NaN. */
 INLINE float magnitude_within(const float *x, long count) {
     float top = 0.0f;
     for (long j = 0; j < count; j++) top = highest(fabsf(x[j]), top);
@@ -95,16 +96,16 @@ INLINE void join_parts(float *near, float near_level, const float *far, float fa
     for (long j = 0; j < count; j++) near[j] = near[j] * factors[0] + (absent[1] ? 0.0f : far[j] * factors[1]);
 }
 
-/* Move a ring's rows of `bytes` forward by one, and put a new one behind them. */
+/* Move a ring's rows of `bytes` forward by one, and put a new one after them. */
 INLINE void push(char *ring, long count, long bytes, const void *row) {
     memmove(ring, ring + bytes, (count - 1) * bytes);
     memcpy(ring + (count - 1) * bytes, row, bytes);
 }
 
-/* What keys compete by; what is no number loses. */
+/* The priority by which keys compete; NaN loses. */
 INLINE float rank_of(float priority) { return priority != priority ? -INFINITY : priority; }
 
-/* How many exact keys a batch entry has. */
+/* The number of exact keys of a batch entry. */
 INLINE long kept_count(const window_t *w, long b) {
     long held = 0;
     while (held < w->exact_keys && w->kept_mask[b * w->exact_keys + held]) held++;
@@ -116,7 +117,7 @@ INLINE int leaves(const window_t *w, long b) {
     return w->ring_mask[b * w->size] && (!w->sinks || w->tokens[b] - w->size >= w->sinks);
 }
 
-/* The place of the exact key that loses against the oldest token of the ring, the newest of several; -1 if none does. */
+/* The place of the exact key that loses against the oldest token of the ring, the newest of equal ones; -1 if none does. */
 static long weakest_of(const window_t *w, long n) {
     const float *kept = w->kept_scale + n * w->exact_keys;
     long weakest = 0;
@@ -125,7 +126,7 @@ static long weakest_of(const window_t *w, long n) {
     return rank_of(w->ring_scale[n * w->size]) > rank_of(kept[weakest]) ? weakest : -1;
 }
 
-/* Put the oldest token of the ring behind the exact keys up to `last`, in whose line the one at `place` is left out. */
+/* Put the oldest token of the ring after the exact keys up to `last`, without the one at `place`. */
 static void keep(const call_t *c, const window_t *w, long n, long place, long last) {
     long to = n * w->exact_keys + place, from = n * w->size, count = last - place + 1, f = c->features * sizeof(float);
     long k = c->keys.size * type_size(c->type), v = c->value_size * type_size(c->value_type);
@@ -135,8 +136,8 @@ static void keep(const call_t *c, const window_t *w, long n, long place, long la
     push((char *)(w->kept_scale + to), count, sizeof(float), w->ring_scale + from);
 }
 
-/* Let the oldest token of the ring go, for the exact keys or the state. What goes into the state is left in `leaving` and
-   `value`, times its weight there; returns by what the state decays. */
+/* Move the oldest token of the ring to the exact keys or the state. The key and value for the state are left in
+   `leaving` and `value`, times their weight there; returns the decay of the state. */
 static float take_leaving(const call_t *c, const window_t *w, long n, const window_buffers_t *f) {
     long b = n / c->key_heads, v = c->value_size, held = kept_count(w, b), place = -1, full = held == w->exact_keys;
     int real = leaves(w, b);
@@ -159,7 +160,7 @@ static float take_leaving(const call_t *c, const window_t *w, long n, const wind
     return folds && shift > before ? expf(before - shift) : 1.0f;
 }
 
-/* Bring the head's new token in, among the sinks too where it is one of the first. */
+/* Add the head's new token, also to the sinks if it is one of the first. */
 static void take_up(const call_t *c, const window_t *w, long n, long place, const float *phi, float scale) {
     long b = n / c->key_heads, h = n % c->key_heads;
     long k_bytes = c->keys.size * type_size(c->type), v_bytes = c->value_size * type_size(c->value_type);
@@ -173,8 +174,8 @@ static void take_up(const call_t *c, const window_t *w, long n, long place, cons
     memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
 }
 
-/* Which tokens a query at `place` sees as softmax does: those of the ring that are there, the new one last, and behind
-   them the sinks that lie before the ring, and the exact keys. */
+/* The tokens that a query at `place` sees with softmax's weights: those of the ring, the new one last, then the sinks
+   from before the ring, and the exact keys. */
 static void look(const window_t *w, long b, long place, uint8_t *visible) {
     memcpy(visible, w->ring_mask + b * w->size + 1, w->size - 1);
     visible[w->size - 1] = 1;
@@ -213,7 +214,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         if (whole == 4) step_rows(4, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
         else if (whole == 2) step_rows(2, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
         else step_rows(0, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
-        /* What has left is in the state now. */
+        /* The state contains the leaving key now. */
         decay = 1.0f;
         memset(f->value, 0, (v + 1) * sizeof(float));
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, w->scaling, f->query);
@@ -229,7 +230,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
     }
 }
 
-/* What belongs to all heads of a batch entry: which tokens of the ring are there, and how many there were. */
+/* The shared part of all heads of a batch entry: the ring's mask, and the number of tokens so far. */
 static void count_token(const call_t *c, const window_t *w, long b) {
     if (is_padding(c, b, 0)) return;
     uint8_t there = 1;
@@ -240,7 +241,7 @@ static void count_token(const call_t *c, const window_t *w, long b) {
 }
 
 /* One more token, in the state's own memory; a token of padding changes nothing and gets zeros. Returns DONE, or
-   NO_MEMORY before anything was changed. */
+   NO_MEMORY before any change. */
 int linearize_window_step(const call_t *c, const window_t *w) {
     long heads = c->batch * c->key_heads, visible = padded(w->size + w->sinks + w->exact_keys);
     long each = padded(token_buffers_size(c, 1) + window_buffers_size(c, w)) + visible;

@@ -17,7 +17,7 @@ from linearize.ops import State, causal_attention, naive_attention
 LENGTHS = (1, 15, 48, 49, 200)
 """Tokens: within a tile of the op (48), one of them, one more, several."""
 GROUPS = pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
-"""Causal heads go another way through a tile where each has keys of its own."""
+"""Causal heads use a different code path if each head has its own keys."""
 
 
 def test_every_native_kernel_is_tested():

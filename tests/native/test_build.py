@@ -12,7 +12,7 @@ from linearize.attention.backends.self_test import native_kernels
 from linearize.cli.main import main
 from linearize.errors import ConfigError
 from linearize.native import build as building
-from linearize.native import calls, locate
+from linearize.native import calls, locate, structures
 
 
 def test_nothing_is_built_unasked(tmp_path, monkeypatch):
@@ -47,7 +47,7 @@ def test_the_name_depends_on_code_and_processor(monkeypatch):
 def test_numbers_mean_the_same_on_both_sides(switch, monkeypatch, change):
     """The library says which maps, types and results it has, in order; another order is another code."""
     path = native.engine().path
-    monkeypatch.setattr(calls, "NAMES", calls.NAMES.replace("given relu ", change))
+    monkeypatch.setattr(structures, "NAMES", structures.NAMES.replace("given relu ", change))
     if change == "given relu ":
         assert calls.Engine(path).path == path
         return
@@ -77,7 +77,7 @@ def by_clang():
 
 
 def test_threads_are_torchs(switch, capsys):
-    """A second OpenMP library would bring threads of its own, which fight with torch's."""
+    """A second OpenMP library would have separate threads, which compete with torch's."""
     code = (
         "import pathlib, sys, torch; torch.ones(512, 512) @ torch.ones(512, 512); "
         "from linearize.native.calls import Engine; found = Engine(pathlib.Path(sys.argv[1])); "

@@ -18,7 +18,7 @@ def gradients(mixer, count, mask, dtype=torch.float32):
     inputs = [x.detach().requires_grad_() for x in tokens(count, dtype=dtype)]
     out, _ = mixer(AttentionCall(*inputs, D**-0.5, mask))
     towards = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
-    # Of an untied query map, a positive factor cancels, and what is behind it is idle.
+    # A positive factor of a separate query map cancels, so its parameters are unused.
     idle = not getattr(mixer.config, "tied", True)
     asked = [*inputs, *mixer.parameters()]
     return [out, *torch.autograd.grad(out, asked, towards, allow_unused=idle, materialize_grads=idle)]
@@ -62,7 +62,7 @@ def test_as_exact_as_fp32_allows(switch, watch, name, args, causal):
 @pytest.mark.parametrize("args", [{}, {"activation": "exp"}], ids=["softmax", "exp"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_map_of_the_queries_own(switch, watch, causal, args):
-    """Its gradient is its own: queries' weights get nothing of keys'; in groups of three heads, too."""
+    """It has a separate gradient: queries' weights get no gradient from keys; also with groups of three heads."""
     calls = watch("gradients")
     mixer = learned("hedgehog", {"tied": False} | args, causal=causal, heads=6)
     inputs = [x.detach().requires_grad_() for x in tokens(70, heads=6)]

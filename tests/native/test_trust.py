@@ -1,4 +1,4 @@
-"""What may be loaded: only what the user or root owns, nobody else can write, and is the library that was built."""
+"""A library is loaded only if the user or root owns it, no one else can write it, and it is the one that was built."""
 
 import json
 import os
@@ -15,8 +15,7 @@ from linearize import native
 from linearize.cli.main import main
 from linearize.native import build as building
 from linearize.native import locate
-from linearize.native.trust import objection
-from linearize.native.trust import record as describe
+from linearize.native.locate import describe, objection
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_what_others_own_is_not_loaded(what, home, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
 def test_a_planted_library_does_not_run(home, tmp_path):
-    """The attack as it was: somebody's folder, found through XDG_CACHE_HOME, and a library in it that writes a file."""
+    """The original attack: a foreign folder, found through XDG_CACHE_HOME, with a library in it that writes a file."""
     source, mark = tmp_path / "evil.c", tmp_path / "it-ran"
     code = '__attribute__((constructor)) void f(void) { fclose(fopen("MARK", "w")); }'
     source.write_text(f"#include <stdio.h>\n{code}\n".replace("MARK", str(mark)))

@@ -13,8 +13,7 @@ import pytest
 from linearize import native
 from linearize.native import build as building
 from linearize.native import calls, locate
-from linearize.native.trust import record
-from linearize.native.variants import INDEX, X86, packaged, variants
+from linearize.native.locate import INDEX, X86, describe, packaged, variants
 
 SCRIPT = Path(building.__file__).parents[2] / "scripts" / "make_wheel.py"
 PLAIN = ["fpu", "sse2"]
@@ -29,7 +28,7 @@ def shipped(tmp_path):
     for variant in X86:
         file = tmp_path / f"{variant.name}.so"
         file.write_text(variant.name)
-        entries.append({**record(file), "needs": list(variant.needs)})
+        entries.append({**describe(file), "needs": list(variant.needs)})
     write(tmp_path, machine=platform.machine(), sources="abc", libraries=entries)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""Decoding behind a softmax window in the native op: outputs and the whole state equal those of the ops in PyTorch."""
+"""Decoding with a softmax window in the native op: outputs and the whole state equal those of the ops in PyTorch."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def decode(mixer, q, k, v, state, mask=None):
 
 
 def go_on(mixer, inputs, state, mask=None):
-    """Decode the tokens behind the first ones -> outputs and the state after."""
+    """Decode the tokens after the first ones -> outputs and the state after."""
     outputs = []
     for i in range(CUT, inputs[0].shape[2]):
         now = slice(i, i + 1)
@@ -41,7 +41,7 @@ def begin(mixer, inputs, mask=None):
 
 
 def both_ways(switch, mixer, inputs, mask=None):
-    """Go on natively and in PyTorch from the same state."""
+    """Continue natively and in PyTorch from the same state."""
     state = begin(mixer, inputs, mask)
     found = []
     for on in (True, False):
@@ -64,7 +64,7 @@ def test_equals_the_ops_in_pytorch(switch, name, args, masked, window, sinks, ke
     close(ours[real], theirs[real], 3e-6 if mixer.positive else 3e-4)
     assert after.keys() == wanted.keys()
     for key, tensor in after.items():
-        # Where nothing is there yet, PyTorch's order leaves other tokens of padding behind.
+        # In empty places, PyTorch's order leaves other tokens of padding.
         if key in ("kv", "log_scale", "tokens", "ring_mask"):
             close(tensor.float(), wanted[key].float())
 
@@ -87,7 +87,7 @@ def test_sizes_and_types(switch, dtype, size, value, key_heads):
 
 
 def test_steps_and_longer_pieces_take_turns(switch):
-    """The state that it writes is one that PyTorch goes on from, and the other way round."""
+    """PyTorch can continue from its state, and it from PyTorch's."""
     mixer = learned("hedgehog", {"activation": "exp"}, causal=True, window=8, sinks=3)
     inputs = tokens(90)
     whole, _ = prefill(mixer, *inputs)
