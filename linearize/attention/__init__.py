@@ -1,1 +1,1 @@
-"""What takes softmax's place in a layer: the module, its cache, and the functions that transformers calls."""
+"""The replacement of softmax in a layer: the module, its cache, and the functions that transformers calls."""

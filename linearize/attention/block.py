@@ -1,4 +1,4 @@
-"""The mixer of kernels that attend inside non-overlapping blocks of tokens; see `linearize.ops.block`."""
+"""The mixer of kernels that attend inside non-overlapping blocks of tokens (`linearize.ops.block`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class BlockMixer(Mixer):
         self.blocks = Blocks(config.block, shape.causal, build.softmax)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill what follows the attention; nothing is drawn."""
+        """Fill the output's parameters; nothing is drawn."""
         if self.output is not None:
             self.output.reset_parameters()
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """See `Mixer.forward`."""
         mixed, after = block_attention(
             call.q,
             call.k,
@@ -41,5 +40,4 @@ class BlockMixer(Mixer):
         return self.apply_output(mixed).to(call.v.dtype), after._asdict() if call.needs_state else None
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """See `Mixer.weights`."""
         return block_weights(q, k, self.blocks, scaling=scaling, key_padding_mask=key_padding_mask)

@@ -22,16 +22,16 @@ from linearize.errors import ConfigError, LinearizeError
 State = dict[str, Tensor]
 
 RECORDED = 1024
-"""Tokens that a cache can be cropped by where transformers asks for that, as assisted generation does."""
+"""Tokens that a cache can be cropped by when transformers asks for that, as in assisted generation."""
 
 
 class Recorded(NamedTuple):
-    """Tokens that a state has taken up last, and can be brought back over.
+    """The last tokens of a state, which can be taken back.
 
     Attributes:
         k: [B, K, N, D].
         v: [B, K, N, V].
-        mask: [B, N] bool, where there is a token.
+        mask: [B, N] bool, true at tokens.
     """
 
     k: Tensor
@@ -39,41 +39,41 @@ class Recorded(NamedTuple):
     mask: Tensor
 
     def part(self, tokens: slice) -> Recorded:
-        """Return some of them."""
+        """Return some of the tokens."""
         return Recorded(self.k[:, :, tokens], self.v[:, :, tokens], self.mask[:, tokens])
 
     def then(self, other: Recorded) -> Recorded:
-        """Return these and those behind them."""
+        """Return these tokens followed by others."""
         k, v = torch.cat([self.k, other.k], dim=2), torch.cat([self.v, other.v], dim=2)
         return Recorded(k, v, torch.cat([self.mask, other.mask], dim=1))
 
     @property
     def length(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return self.mask.shape[1]
 
 
 Fold = Callable[[State | None, Recorded], State]
-"""Returns the state after some tokens behind another state, which it leaves as it is."""
+"""Returns the state after another state and some tokens; the other state is not changed."""
 
 
 def copied(state: State | None) -> State | None:
-    """Return a state in memory of its own: decoding writes into that of the one it is given."""
+    """Return a copy of a state, because decoding overwrites the state that it gets."""
     return None if state is None else {name: tensor.clone() for name, tensor in state.items()}
 
 
 class LinearStateLayer(CacheLayerMixin):
     """Remembers what a mixer needs instead of keys and values. Its size does not grow with the context.
 
-    A sum cannot forget its last terms. So a layer that is to be cropped keeps, beside the state, an older one and the
-    keys and values of the tokens since: at most twice as many as it can be cropped by.
+    A sum cannot forget its last terms. So a layer that can be cropped also keeps an older state and the keys and values
+    of the tokens since: at most twice as many as it can be cropped by.
 
     Attributes:
         state: the mixer's state, None before the first token.
         tokens: how many tokens it has seen.
-        keep: by how many tokens it can be cropped; 0: by none.
+        keep: by how many tokens it can be cropped.
         record_past: whether it can be cropped by what came since the last crop, up to `RECORDED`; transformers' name.
-        base: the state before `recorded`; None: there was no token before.
+        base: the state before `recorded`; None if no token came before.
         recorded: the last tokens, or None.
     """
 
@@ -92,7 +92,7 @@ class LinearStateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate: the mixer makes the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Some hosts count a layer's keys (Mllama), or take those of a row (Whisper): there are none.
+        # Some hosts count a layer's keys (Mllama), or read those of a row (Whisper): they are empty.
         rows, heads = key_states.shape[:2]
         self.keys = key_states.new_empty(rows, heads, 0, key_states.shape[3])
         self.values = value_states.new_empty(rows, heads, 0, value_states.shape[3])
@@ -101,11 +101,11 @@ class LinearStateLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Hand the new keys and values [B, K, T, D] through; the attention folds them into the state."""
+        """Return the new keys and values [B, K, T, D] unchanged; the attention adds them to the state."""
         if self._awaiting:
             raise LinearizeError(
-                "the generation cache was updated, but the attention never read it: this architecture hands its cache "
-                "over in an unknown way; generate with use_cache=False"
+                "the generation cache was updated, but the attention never read it: this architecture passes its cache "
+                "in an unknown way; generate with use_cache=False"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -119,11 +119,11 @@ class LinearStateLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether it keeps what a crop needs."""
+        """Whether it can be cropped."""
         return self.keep > 0 or self.record_past
 
     def activate_past_recording(self) -> None:
-        """Keep what a crop needs from now on."""
+        """Make it croppable from now on."""
         self.record_past = True
 
     @property
@@ -132,17 +132,17 @@ class LinearStateLayer(CacheLayerMixin):
         return self.keep or RECORDED
 
     def before(self, fold: Fold) -> State | None:
-        """Return the state before the next tokens; after a crop it is made anew from what was recorded."""
+        """Return the state before the next tokens; after a crop it is computed again from the recorded tokens."""
         if self._cropped:
             assert self.recorded is not None
             self.state, self._cropped = fold(self.base, self.recorded) if self.recorded.length else self.base, False
             if not self.keep or not self.recorded.length:
-                # What was not taken back is settled.
+                # Tokens that were not taken back stay.
                 self.base = self.recorded = None
         return self.state
 
     def record(self, tokens: Recorded, before: State | None, fold: Fold | None) -> None:
-        """Keep tokens that are about to be taken up by the state `before` them; without `fold` nothing older."""
+        """Record tokens before they are added to the state `before`; without `fold` no older ones are kept."""
         if self.recorded is None or fold is None:
             self.base, self.recorded = copied(before), tokens
             return
@@ -153,7 +153,7 @@ class LinearStateLayer(CacheLayerMixin):
             self.recorded = self.recorded.part(slice(surplus, None))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a mask covers, and from which token on: all tokens so far."""
+        """Return the number of keys that a mask covers, and the first one: all tokens so far."""
         return self.tokens + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -169,7 +169,7 @@ class LinearStateLayer(CacheLayerMixin):
         return -1
 
     def nbytes(self) -> int:
-        """Return the size in bytes of the state, and of what is kept for a crop."""
+        """Return the size in bytes of the state and of the tensors kept for a crop."""
         kept = [*(self.state or {}).values(), *(self.base or {}).values(), *(self.recorded or ())]
         return sum(t.nbytes for t in kept)
 
@@ -187,7 +187,7 @@ class LinearStateLayer(CacheLayerMixin):
             self.recorded = Recorded(*map(change, self.recorded))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams [B]."""
+        """Reorder the rows by the beams [B]."""
         self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -210,10 +210,10 @@ class LinearStateLayer(CacheLayerMixin):
         """Take the last tokens back.
 
         Args:
-            tokens_to_remove: how many, as a number of 0 or less.
+            tokens_to_remove: minus their number.
 
         Raises:
-            ConfigError: if that is a positive number, or more than is kept.
+            ConfigError: if it is positive, or more tokens than were recorded.
         """
         if tokens_to_remove > 0:
             raise ConfigError(f"crop: got {tokens_to_remove}, expected 0 or less: minus the number of tokens to remove")
@@ -248,18 +248,18 @@ class LinearizeCache(DynamicCache):
         for index in converted:
             while len(self.layers) <= index:
                 self.layers.append(type(self.layers[-1])() if self.layers else LinearStateLayer())
-            # A hybrid's layer has convolutions' states beside its keys: it keeps both.
+            # A hybrid's layer has states of convolutions as well as keys: it keeps both.
             layer = self.layers[index]
             if not (isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")):
                 self.layers[index] = LinearStateLayer(crop)
 
     def nbytes(self) -> int:
-        """Return the size in bytes of everything that is remembered."""
+        """Return the size in bytes of the cache."""
         return cache_nbytes(self)
 
 
 def cache_nbytes(cache: Cache) -> int:
-    """Return the size in bytes of the states, keys and values in a cache of either kind."""
+    """Return the size in bytes of the states, keys and values in a cache."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, LinearStateLayer):
@@ -273,11 +273,11 @@ def cache_nbytes(cache: Cache) -> int:
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:
     """Return the state layer of attention `index`, None if the cache is absent or keeps plain keys there.
 
-    `index` is None for an attention whose keys are kept wherever its calls put them.
+    An attention without an `index` has no place of its layer's in the cache.
 
     Raises:
-        ConfigError: if it keeps keys in a way that hands out more or fewer than those of the tokens so far, or was put
-            together again from a cache of states without them.
+        ConfigError: if the cache returns more or fewer keys than those of the tokens so far, or was rebuilt from one
+            with states but without them.
     """
     if isinstance(cache, EncoderDecoderCache):
         _check_not_emptied(cache, index)

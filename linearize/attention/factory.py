@@ -1,4 +1,4 @@
-"""Mixers by the name of their kernel, and what a kernel can be asked for before one is built."""
+"""Builds mixers by the name of their kernel, and answers questions about a kernel without building one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from linearize.kernels.base import BlockKernel, Kernel
 from linearize.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config
 
 NUMBER = 4
-"""Bytes of a number of a state."""
+"""Bytes of one number of a state."""
 
 
 def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid | None = None) -> Mixer:
     """Build an uninitialised mixer for a kernel name and its arguments.
 
     Args:
-        kernel: name of the kernel; not that of a preset, which stands for a plan of several.
+        kernel: name of the kernel; not that of a preset, which is a plan of kernels.
         arguments: the kernel's own arguments.
         shape: sizes and direction of the attention.
         hybrid: what the layer has in addition to the kernel; None: nothing.
@@ -42,10 +42,10 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
 
 
 def check_shape(info: KernelInfo, shape: HeadShape) -> None:
-    """Refuse an attention that a kernel cannot stand in for.
+    """Check that a kernel can replace an attention of this shape.
 
     Raises:
-        ConfigError: saying what to choose instead.
+        ConfigError: if not; it says what to choose instead.
     """
     kernel = info.name
     if info.preset is not None:
@@ -68,10 +68,10 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
 
 
 def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:
-    """Refuse sizes that are not numbers of tokens, and what a kernel cannot be joined with.
+    """Check the sizes of a layer's additions, and that the kernel can have them.
 
     Raises:
-        ConfigError: saying what to choose instead.
+        ConfigError: if not; it says what to choose instead.
     """
     window = hybrid.window
     for name in ("sinks", "exact_keys"):
@@ -109,15 +109,15 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
 
 
 def default_scale(info: KernelInfo, config: Any, window: object) -> str:
-    """Return the kind of learned log-scales that a new layer has unless asked otherwise: linear beside a window."""
+    """Return the default kind of a new layer's learned log-scales: linear with a window."""
     takes = info.windowed and not info.needs_window and info.is_positive(config)
     return "linear" if takes and window is not None else "none"
 
 
 def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:
-    """Return the bytes of the sums over tokens that decoding keeps of one sequence, of attentions of these shapes.
+    """Return the bytes of the states of one sequence in attentions of these shapes; None for kernels without features.
 
-    Of each key head [F, V + 1] numbers in fp32, whatever the model's type; None for kernels without features.
+    Each key head has [F, V + 1] numbers in fp32, whatever the model's type.
     """
     if info.feature_dim is None:
         return None

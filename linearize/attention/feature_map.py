@@ -99,7 +99,8 @@ class FeatureMapMixer(Mixer):
         """Mix as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
         if self.softmax_heads is None and not self.info.positional:
             return choose(self, call).run(self, call)
-        exact, more = None, {}
+        exact: Tensor | None = None
+        more: MixerState = {}
         if self.softmax_heads is not None:
             exact, more = self.softmax_heads.attend(call)
             if call.state is not None:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
-from linearize.attention.masks import key_padding
+from linearize.attention.masks import key_padding, softmax_weights, visible_keys
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -30,7 +30,7 @@ UNSUPPORTED_SCORE_MODS = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias on the scores",
 }
-"""Keyword arguments with which a host changes the scores in a way that no kernel can follow."""
+"""Keyword arguments of hosts that change the scores in a way that no kernel can follow."""
 
 
 def attention_forward(
@@ -43,7 +43,7 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the kernel that sits in `module`, or with softmax where none does.
+    """Attend with the kernel in `module`, or with softmax if it has no kernel.
 
     Args:
         module: the host's attention module.
@@ -51,17 +51,17 @@ def attention_forward(
         key: [B, K, S, D].
         value: [B, K, S, V].
         attention_mask: key padding mask [B, 1, 1, S] (see `mask_function`) or [B, S], or None; the documents of
-            packed rows [B, 1, T] (see `linearize.attention.packing`); [B, 1, T, S] for layers left as they are.
-        scaling: what scores are multiplied with; None: D^-1/2.
-        dropout: used by softmax layers only: linear attention has no weights to drop.
-        **kwargs: whatever else the host hands over.
+            packed rows [B, 1, T] (`linearize.attention.packing`); [B, 1, T, S] for layers that stay softmax.
+        scaling: factor of the scores; None: D^-1/2.
+        dropout: for softmax layers only: linear attention has no weights to drop.
+        **kwargs: other keyword arguments of the host.
 
     Returns:
         Output [B, T, H, V] and, only with `output_attentions=True`, the weights [B, H, T, S]: those are quadratic.
 
     Raises:
         UnsupportedModelError: if the mask or the scores are of a kind that a kernel cannot honour.
-        ConfigError: if weights are asked for of tokens that only a state has seen.
+        ConfigError: if the caller wants weights of tokens that only a state has seen.
         CheckpointError: if the sizes or the direction are not those of the plan.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -77,13 +77,13 @@ def attention_forward(
 
 
 def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return a host's own mask of several images in a row as the documents [B, 1, T], one of padding as [B, S]."""
+    """Return a host's mask of the images in a row as documents [B, 1, T], and a mask of padding as [B, S]."""
     layer = getattr(module, "linear_attention", None)
     if mask is None or mask.ndim != 4 or layer is None or layer.shape.causal or is_tracing():
         return mask
     padding = key_padding(mask, causal=False)
     if padding is not None:
-        # Handed on as it was found: reading it takes a look at every pair of tokens.
+        # Return the result, because reading the mask visits every pair of tokens.
         return padding if SEGMENTS.get() is None else mask
     found = blocks(mask)
     return mask if found is None else found
@@ -99,7 +99,7 @@ def _attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what `attention_forward` does, in rows of one document each."""
+    """Attend as `attention_forward` does, in rows of one document each."""
     layer = getattr(module, "linear_attention", None)
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -123,7 +123,7 @@ def _attend(
 
 
 def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
-    """Refuse packed rows where the host handed on nothing of them: they would be attended to as one, without a word."""
+    """Refuse packed rows that the host did not pass on: they would become one document without warning."""
     per_pair = mask is not None and mask.ndim == 4 and mask.shape[2] > 1
     if is_tracing() or (segments := SEGMENTS.get()) is None or per_pair:
         return
@@ -138,7 +138,7 @@ def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> N
 def _check_call(
     module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, causal: bool | None
 ) -> None:
-    """Hold a call against the plan: q [B, H, T, D], k [B, K, S, D], v [B, K, S, V], and the direction."""
+    """Compare a call with the plan: the sizes of q [B, H, T, D], k [B, K, S, D], v [B, K, S, V], and the direction."""
     shape = layer.shape
     got = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     if got != (shape.heads, shape.key_heads, shape.head_dim, shape.value_dim):
@@ -154,13 +154,13 @@ def _check_call(
 
 
 def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | None) -> Tensor | None:
-    """Check that a mask says nothing but where the padding is, and whatever window is to be left out."""
+    """Return the key padding of a mask, which may say no more than that, apart from a window that is ignored."""
     if mask is None or mask.ndim == 2:
         return mask
     if mask.shape[1:3] == (1, 1) and (mask.dtype == torch.bool or is_tracing()):
         return mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
     if layer.local_as_full and mask.dtype == torch.bool and (is_tracing() or SEGMENTS.get() is None):
-        # Other layers need the window's mask: a token that is none does not see itself.
+        # Other layers need the window's mask. In it, padding does not see itself.
         return mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
     if not is_tracing() and SEGMENTS.get() is None:
         padding = key_padding(mask, layer.shape.causal)
@@ -185,7 +185,7 @@ def softmax_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with softmax through transformers' own SDPA function; takes a 2-D key padding mask or a 4-D mask.
 
-    What else the host hands over (`dropout`, ...) goes on to that function.
+    Other keyword arguments of the host (`dropout`, ...) go to that function.
 
     Returns:
         Output [B, T, H, V] and, only if the host asks for them, the weights [B, H, T, S].
@@ -195,17 +195,13 @@ def softmax_forward(
     if causal is None:
         causal = bool(kwargs.pop("is_causal", None) or getattr(module, "is_causal", False))
     kwargs.pop("is_causal", None)
-    tokens, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None].bool()
     if mask is not None and mask.shape[2] == 1:
-        mask = mask[..., -keys:]
-    # A 4-D mask holds the causal structure already; SDPA's own flag would start counting at the first key.
-    if causal and tokens > 1 and (mask is None or mask.shape[2] == 1) and (mask is not None or tokens != keys):
-        past = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
-        mask = past[None, None] if mask is None else mask & past
-        # A left-padded row would have nothing to attend to, and softmax over nothing is NaN: it sees itself.
-        mask = mask | (past & ~past.tril(keys - tokens - 1))
+        mask = mask[..., -key.shape[2] :]
+    # A mask with a row per query holds the causal structure already.
+    if mask is None or (mask.shape[2] == 1 and (mask.dtype == torch.bool or (causal and query.shape[2] > 1))):
+        mask = visible_keys(query, key, mask, causal=causal)
     causal = causal and mask is None
     eager = _eager_of(module) if any(kwargs.get(name) is not None for name in _ONLY_EAGER) else None
     if eager is not None:
@@ -216,20 +212,20 @@ def softmax_forward(
 
 
 _ONLY_EAGER = ("softcap", "s_aux")
-"""What SDPA does not do to scores, and a modeling file's own function does."""
+"""Changes of the scores that SDPA does not have, and a modeling file's own function has."""
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Return the attention function that a host's modeling file writes out; None where it has none."""
+    """Return the eager attention function of a host's modeling file, or None."""
     for base in type(module).__mro__:
-        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if callable(found):
-            return found  # type: ignore[no-any-return]
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
     return None
 
 
 def _added(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """Write a mask (true: seen) as what is added to the scores."""
+    """Turn a mask (true: seen) into numbers to add to the scores."""
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
@@ -239,19 +235,8 @@ def _added(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Ten
     )
 
 
-def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
-    """Write out softmax's weights [B, H, T, S], which SDPA does not give; q [B, H, T, D], k [B, K, S, D]."""
-    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2) * scaling
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.float().softmax(dim=-1).to(query.dtype)
-
-
 def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether the caller of the model asked for attention weights; some hosts do not hand that on."""
+    """Tell whether the caller of the model wants attention weights; some hosts do not pass that on."""
     if kwargs.get("output_attentions"):
         return True
     collected = _active_collector.get()
@@ -259,18 +244,18 @@ def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _check_weights_known(module: nn.Module, before: int) -> None:
-    """Refuse weights of tokens behind a state, which has seen `before` tokens and holds a sum over them."""
+    """Refuse weights with a state, which holds a sum over the `before` earlier tokens."""
     if before > 0:
         raise ConfigError(
             f"{type(module).__name__}: got output_attentions=True with a generation cache that holds a sum over "
             f"{before} tokens instead of their keys, so that there are no weights for them; pass "
-            "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does by itself, "
+            "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does, "
             "or use_cache=False"
         )
 
 
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Do what `mask_function` does for a model whose local layers were all converted as full attention."""
+    """Return the mask of `mask_function` for a model whose local layers were all converted as full attention."""
     if local_size is not None and not kwargs.get("use_vmap"):
         kwargs["mask_function"] = causal_mask_function
     return mask_function(*args, **kwargs)
@@ -292,28 +277,28 @@ def mask_function(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the padding mask as [B, 1, 1, S], true where there is a token, so that no T x T mask is ever built.
+    """Return the padding mask as [B, 1, 1, S], true at tokens, so that no T x T mask is ever built.
 
     It is None if nothing is hidden, as SDPA's is: hosts that read it themselves (NLLB-MoE's router, LASR's
-    convolutions) then compute what they did with softmax. Of packed rows it is the number of every token's document
-    [B, 1, T] (see `linearize.attention.packing`). Masks of another kind (sliding windows, chunks) are built as SDPA
-    wants them: they are for layers that stay softmax, and a converted layer refuses them.
+    convolutions) then compute what they did with softmax. For packed rows it is the number of every token's document
+    [B, 1, T] (`linearize.attention.packing`). Other masks (sliding windows, chunks) are built as SDPA needs them: they
+    are for layers that stay softmax, and a converted layer refuses them.
     """
     causal = mask_function is causal_mask_function
     plain = causal or mask_function is bidirectional_mask_function
     segments = None if is_tracing() else SEGMENTS.get()
     if segments is not None and segments.shape != (batch_size, q_length):
-        # Of another part of the model, such as its images.
+        # They belong to another part of the model, such as its images.
         segments = None
     if segments is not None and (plain or (not kwargs.get("use_vmap") and whole_documents(mask_function, segments))):
         return segments[:, None]
-    # Hosts that join masks (T5Gemma 2) or choose keys by them (indexers) demand one per pair of tokens.
+    # Hosts that join masks (T5Gemma 2) or choose keys by them (indexers) need one per pair of tokens.
     if plain and kwargs.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True):
         if attention_mask is None or attention_mask.ndim != 2:
             return attention_mask
         hidden = is_tracing() or not bool(attention_mask.all())
         return attention_mask[:, None, None].bool() if hidden else None
-    # The skips would hand out None, which here means "no padding", not "local".
+    # The skips would return None, which here means "no padding", not "local".
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(
         batch_size, q_length, kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
@@ -324,7 +309,7 @@ def mask_function(
 
 
 def register_interface() -> None:
-    """Make transformers know the implementation. Doing it twice changes nothing."""
+    """Register the implementation with transformers; repeated calls change nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
     AttentionInterface.register(LOCAL_AS_FULL, attention_forward)
@@ -335,7 +320,7 @@ def register_interface() -> None:
 
 @contextlib.contextmanager
 def observed(model: nn.Module, observer: Observer | None) -> Iterator[None]:
-    """Show every converted layer of `model` to `observer` while the block runs; None: its layers attend as kernels."""
+    """Temporarily show every converted layer of `model` to `observer`; None makes its layers attend as kernels."""
     layers = list(linear_attentions(model).values())
     before = [layer.observer for layer in layers]
     try:

@@ -1,7 +1,8 @@
-"""Masks per pair of tokens that say no more than where the padding is, and that nobody looks ahead.
+"""Masks of attentions: what hosts pass, read as key padding, and what softmax needs, built from key padding.
 
-Some hosts make such masks themselves, and some users hand them over: [B, 1, T, S] or [B, 1, 1, S], true or 0 where a
-query sees a key, false or a number far below 0 where not.
+Some hosts build masks per pair of tokens themselves, and some users pass them: [B, 1, T, S] or [B, 1, 1, S], true or 0
+where a query sees a key, false or a number far below 0 elsewhere. If such a mask says only where the padding is, and
+that no query sees later keys, linear attention can follow it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import torch
 from torch import Tensor
 
 _HIDDEN = -1e4
-"""From here downwards a score counts as hidden: fp16 masks of hosts begin there."""
+"""Scores from here downwards count as hidden: fp16 masks of hosts begin there."""
 
 
 def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
-    """Return what a mask says as a key padding mask, if it can be said so.
+    """Return the key padding mask that a mask per pair of tokens is equivalent to, if there is one.
 
-    Rows of queries that are padding themselves may say anything: no real token reads their outputs. Nothing is
-    remembered between calls, as a mask may be changed in place: reading it costs less than a twentieth of a layer.
+    Rows of padding may contain anything, because no token reads their outputs. Nothing is cached between calls, because
+    a mask may be changed in place; reading it costs less than a twentieth of a layer.
 
     Args:
         mask: [B, 1, T, S] or [B, 1, 1, S]; bool, or numbers that are added to the scores.
-        causal: whether the attention looks at no later key in any case.
+        causal: whether the attention never sees later keys.
 
     Returns:
-        [B, S], true where there is a token; None if the mask says more.
+        [B, S], true at tokens; None if the mask says more.
     """
     if mask.ndim != 4 or mask.shape[1] != 1:
         return None
@@ -43,7 +44,43 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
     real = visible.any(dim=1)
     past = torch.ones(count, keys, dtype=torch.bool, device=mask.device)
     past = past.tril(keys - count) if causal else past
-    # A padded query's row is nobody's business.
+    # Rows of padding do not matter.
     asked = real[:, keys - count :, None]
     same = (visible == (past & real[:, None])) | ~asked
     return real if bool(same.all()) else None
+
+
+def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> Tensor | None:
+    """Return which keys softmax sees, as SDPA takes it; None if SDPA's own flag for causal attention says as much.
+
+    Args:
+        q: [B, H, T, D], the last T of the S tokens.
+        k: [B, K, S, D].
+        real: [B, 1, 1, S] bool, true at tokens, or None.
+        causal: whether a query sees only keys up to its own position.
+
+    Returns:
+        [B or 1, 1, T or 1, S] bool. Every query sees a key, because softmax over nothing is NaN.
+    """
+    tokens, keys = q.shape[2], k.shape[2]
+    causal = causal and tokens > 1
+    if real is None:
+        past = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
+        return past[None, None] if causal and tokens != keys else None
+    if not causal:
+        # Of a row of padding alone all keys are visible.
+        return real | ~real.any(dim=-1, keepdim=True)
+    past = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
+    # A left-padded query sees itself.
+    return past & real | past & ~past.tril(keys - tokens - 1)
+
+
+def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
+    """Write out softmax's weights [B, H, T, S], which SDPA does not return; q [B, H, T, D], k [B, K, S, D]."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2) * scaling
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.float().softmax(dim=-1).to(query.dtype)

@@ -1,4 +1,4 @@
-"""What takes softmax's place in one layer: a mixer. Feature-map kernels are the largest family of mixers."""
+"""A mixer replaces softmax in one layer. Feature-map kernels are the largest family of mixers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from linearize.registry import PLAIN, Hybrid, KernelInfo, kernel_info
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
 LOCAL_AS_FULL = "linearize_local_as_full"
-"""The same where every layer with a sliding window or chunks was converted as full attention."""
+"""The same if every layer with a sliding window or chunks was converted as full attention."""
 EAGER = "linearize_eager"
-"""The same for hosts that know eager softmax only: they read masks as numbers to add to the scores."""
+"""The same for hosts that only know eager softmax: they read masks as numbers to add to the scores."""
 
 
 class Mixer(nn.Module, abc.ABC):
@@ -29,7 +29,7 @@ class Mixer(nn.Module, abc.ABC):
         config: its arguments.
         shape: sizes and direction.
         positive: whether its weights can never be negative.
-        output: what follows the weighted sum of the values, or None.
+        output: the module after the weighted sum of the values, or None.
         hybrid: what the layer has in addition to the kernel.
     """
 
@@ -44,17 +44,16 @@ class Mixer(nn.Module, abc.ABC):
             self.output = info.build.output(config, shape.heads, shape.value_dim)
 
     def __getstate__(self) -> dict[str, object]:
-        """Be copied and pickled with the kernel's name in place of its facts, and without what backends worked out."""
+        """Copy and pickle the kernel's name instead of its facts, without the backends' memory."""
         state = {**self.__dict__, "info": self.info.name}
         return state | {"memory": {}} if "memory" in state else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
         super().__setstate__(state | {"info": kernel_info(state["info"])})
 
     @property
     def learnable(self) -> bool:
-        """Whether stage one has anything to train."""
+        """Whether stage one has parameters to train."""
         return self.info.learnable
 
     @abc.abstractmethod
@@ -65,19 +64,19 @@ class Mixer(nn.Module, abc.ABC):
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Mix q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's dtype, and the state after them.
 
-        The state is None unless `call.needs_state`.
+        Without `call.needs_state` the state is None.
         """
 
     @abc.abstractmethod
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """Write out the weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`.
 
-        Rows sum to one where the registry says `normalized`; otherwise they are what multiplies the values before
-        `apply_output`, with its sign and scale.
+        Rows of a kernel with `normalized` sum to one; other weights multiply the values before `apply_output`, with
+        their sign and scale.
         """
 
     def apply_output(self, mixed: Tensor) -> Tensor:
-        """Do what follows the weighted sum of the values [B, H, T, V] in fp32: nothing, unless the kernel says so.
+        """Apply the kernel's output to the weighted sum of the values [B, H, T, V] in fp32.
 
         For every mixer, `forward` is `apply_output(weights @ v)`.
         """

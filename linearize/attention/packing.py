@@ -1,8 +1,8 @@
-"""Several documents in one row (padding-free training): every document is attended to as a row of its own.
+"""Several documents in one row (padding-free training): attention treats every document as a separate row.
 
-Where documents begin is read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again. It
-goes to the attentions as their mask, [B, 1, T] whole numbers: gradient checkpointing calls layers again with it, long
-after the forward. There the documents are laid out as padded rows of like lengths, attended to, and put back.
+The starts of documents are read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again.
+They go to the attentions as their mask, [B, 1, T] whole numbers, so that gradient checkpointing can call layers again
+with it. The attentions lay the documents out as padded rows of similar lengths, attend, and put the outputs back.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=N
 """The document of every token [B, T], from 1 (0: padding), while the forward of a model runs on packed rows."""
 
 _SHORT = 64
-"""Documents of up to this many tokens are laid out together, longer ones with those of at most twice their length."""
+"""Documents of up to this many tokens share a layout; longer ones share one with others of up to twice the length."""
 
 
 class Bucket(NamedTuple):
-    """Documents of like lengths.
+    """Documents of similar lengths.
 
     Attributes:
-        tokens: [N, L] where their tokens stand among the B T of the batch.
-        mask: [N, L] true where there is a token; None: everywhere.
-        documents: row, first token and length of each.
+        tokens: [N, L] places of their tokens among the B T of the batch.
+        mask: [N, L], true at tokens; None if there is no padding.
+        documents: row, first token and length of each document.
     """
 
     tokens: Tensor
@@ -43,8 +43,8 @@ class Bucket(NamedTuple):
 def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """Number the documents of packed rows.
 
-    As transformers does for softmax, positions count only where no attention mask is given, and for causal models; a
-    document begins wherever they do not go on by one.
+    As in transformers for softmax, positions matter only for causal models without an attention mask; a document begins
+    wherever they do not increase by one.
 
     Args:
         causal: whether the model is.
@@ -52,7 +52,7 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
         kwargs: keyword arguments of the model's forward.
 
     Returns:
-        [B, T] from 1 on; None where no row is packed.
+        [B, T] from 1 on; None if no row is packed.
 
     Raises:
         UnsupportedModelError: if the documents' lengths do not add up to the tokens.
@@ -96,7 +96,7 @@ def positions_of(segments: Tensor) -> Tensor:
 
 
 def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tuple[Any, dict[str, Any]] | None:
-    """Before a converted model's forward: find packed rows, and let the masks and the attentions know.
+    """Find packed rows before a converted model's forward, and set `SEGMENTS` for masks and attentions.
 
     Args:
         root: the model.
@@ -105,7 +105,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         causal: whether it is causal.
 
     Returns:
-        Other arguments; None where they stay.
+        The changed arguments; None if they do not change.
 
     Raises:
         UnsupportedModelError: for packed rows with a generation cache, in an encoder-decoder, or in a compiled model.
@@ -116,7 +116,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
                 "got several documents packed into one row in a compiled or traced model, expected one document a row; "
                 "pad them (DataCollatorWithPadding), or do not compile"
             )
-        # Whether positions start again is not known before the compiled code runs.
+        # Before the compiled code runs it is not known whether positions start again.
         return None
     SEGMENTS.set(None)
     if len(args) > 1:
@@ -128,7 +128,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         return None
     cache = kwargs.get("past_key_values")
     if cache is not None and not any(_given(kwargs, name) for name in ("cu_seq_lens_q", "seq_idx")):
-        # A few positions may stand still in what a cache follows; where they go back, a document begins.
+        # With a cache, positions may repeat; where they decrease, a document begins.
         positions = kwargs.get("position_ids")
         if positions is None or positions.ndim != 2 or not bool((positions.diff() < 0).any()):
             return None
@@ -150,7 +150,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
 
 
 def forget_documents(root: object, args: object, output: object) -> None:
-    """After a converted model's forward, whether it went well or not."""
+    """Clear `SEGMENTS` after a converted model's forward, successful or not."""
     if not is_tracing():
         SEGMENTS.set(None)
 
@@ -160,9 +160,9 @@ def _given(kwargs: Mapping[str, Any], name: str) -> bool:
 
 
 def whole_documents(mask_function: Callable[..., Tensor], segments: Tensor) -> bool:
-    """Tell whether a mask function of transformers says no more than: causal, inside a document [B, T].
+    """Tell whether a mask function of transformers means exactly: causal, inside a document [B, T].
 
-    Windows, chunks and parts that see ahead say more. It is asked at each document's ends alone, not at T x T pairs.
+    Windows, chunks and parts that see ahead mean more. Only each document's ends are tested, not T x T pairs.
     """
     batch, count = segments.shape
     rows = torch.arange(batch, device=segments.device)[:, None].expand(batch, count)
@@ -180,11 +180,11 @@ _BUCKETS = WeakIdKeyDictionary()
 
 
 def buckets(segments: Tensor) -> list[Bucket]:
-    """Lay out the documents of packed rows [B, 1, T]; done once for all layers."""
-    found = _BUCKETS.get(segments)
-    if found is None:
-        _BUCKETS[segments] = found = _lay_out(segments[:, 0])
-    return found
+    """Lay out the documents of packed rows [B, 1, T], once for all layers."""
+    layout = _BUCKETS.get(segments)
+    if layout is None:
+        _BUCKETS[segments] = layout = _lay_out(segments[:, 0])
+    return layout
 
 
 def _lay_out(segments: Tensor) -> list[Bucket]:
@@ -197,15 +197,15 @@ def _lay_out(segments: Tensor) -> list[Bucket]:
                 size = max(_SHORT, 1 << (length - 1).bit_length())
                 alike.setdefault(size, []).append((row, start, length))
             start += length
-    found = []
+    layout = []
     for documents in alike.values():
         row, start, length = torch.tensor(documents).T
         counted = torch.arange(int(length.max()))
         mask = counted < length[:, None]
         tokens = torch.where(mask, row[:, None] * segments.shape[1] + start[:, None] + counted, 0)
         whole = bool(mask.all())
-        found.append(Bucket(tokens.to(segments.device), None if whole else mask.to(segments.device), documents))
-    return found
+        layout.append(Bucket(tokens.to(segments.device), None if whole else mask.to(segments.device), documents))
+    return layout
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -213,13 +213,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor 
 
 
 def blocks(mask: Tensor) -> Tensor | None:
-    """Read a mask that hides all but a token's own document, as Pixtral makes one for the images of a row.
+    """Read a mask that hides all tokens but those of a token's document, as Pixtral has for the images of a row.
 
     Args:
         mask: [B, 1, T, T], bool (true: seen) or what is added to the scores (0: seen).
 
     Returns:
-        The document of every token [B, 1, T], from 1; None if the mask is another one.
+        The document of every token [B, 1, T], from 1; None for another kind of mask.
     """
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return None
@@ -232,17 +232,17 @@ def blocks(mask: Tensor) -> Tensor | None:
 
 
 def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Attend in every document of packed rows as if it were a row of its own.
+    """Attend in every document of packed rows as in a separate row.
 
     Args:
         attend: attends in ordinary rows.
         q: [B, H, T, D].
         k: [B, K, T, D].
         v: [B, K, T, V].
-        segments: [B, 1, T], see `SEGMENTS`.
+        segments: [B, 1, T] documents, as in `SEGMENTS`.
 
     Returns:
-        [B, T, H, V], and weights [B, H, T, T] where `attend` gives them.
+        [B, T, H, V], and weights [B, H, T, T] if `attend` returns them.
     """
     batch, heads, count, _ = q.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
@@ -250,10 +250,10 @@ def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tens
     weights: Tensor | None = None
     for tokens, mask, documents in buckets(segments):
         queries, keys, values = (x[tokens].transpose(1, 2) for x in flat)
-        found, seen = attend(queries, keys, values, mask)
+        outputs, seen = attend(queries, keys, values, mask)
         if out is None:
-            out = found.new_zeros(batch * count, *found.shape[2:])
-        real = (tokens, found) if mask is None else (tokens[mask], found[mask])
+            out = outputs.new_zeros(batch * count, *outputs.shape[2:])
+        real = (tokens, outputs) if mask is None else (tokens[mask], outputs[mask])
         out = out.index_put((real[0],), real[1])
         if seen is not None:
             weights = seen.new_zeros(batch, heads, count, count) if weights is None else weights

@@ -1,7 +1,7 @@
 """Attention that calls `F.scaled_dot_product_attention` itself, with no interface to register with (timm).
 
-The host keeps everything it does before and after: projections, norms, rotary positions, gates. Only that one call goes
-to the kernel instead, through torch's own override mechanism, and only inside the host's forward.
+The host keeps everything before and after that call: projections, norms, rotary positions, gates. Torch's override
+mechanism sends only that call to the kernel, and only inside the host's forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from linearize.attention.interface import attention_forward
 from linearize.attention.written_out import form
 
 REDIRECTED = ("timm_wrapper",)
-"""`model_type` of the transformers models whose attentions are of this kind."""
+"""`model_type` of the transformers models with such attentions."""
 
 
 class Redirect(TorchFunctionMode):
@@ -34,7 +34,7 @@ class Redirect(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Pass every function on but the one."""
+        """Call every other function unchanged."""
         kwargs = kwargs or {}
         return self.attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
 
@@ -49,9 +49,9 @@ class Redirect(TorchFunctionMode):
         scale: float | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """Attend with the host's kernel; arguments as of the function it stands in for, q [B, H, T, D] -> [B, H, T, V].
+        """Attend with the host's kernel, as `scaled_dot_product_attention` does: q [B, H, T, D] -> [B, H, T, V].
 
-        A mask per pair of tokens is refused by `attention_forward`.
+        `attention_forward` refuses a mask per pair of tokens.
         """
         out, _ = attention_forward(self.host, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)
         return out.transpose(1, 2)
@@ -64,7 +64,7 @@ else:
 
 
 class RedirectedHost(_Host):
-    """Mixed into the class of a host, first in the order of inheritance."""
+    """Mixin for the class of a host; it comes first in the order of inheritance."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the host's own forward with its attention redirected."""
@@ -73,21 +73,21 @@ class RedirectedHost(_Host):
             return super().forward(*args, **kwargs) if called is None else called(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """Be pickled as an object of the host's class that is redirected again: ours has no name to be found by."""
+        """Pickle an object of the host's class and redirect it again: our class has no importable name."""
         base = type(self).__mro__[2]
         return _empty, (base,), self.__dict__
 
 
 def _empty(base: type) -> object:
-    made: Any = _redirected(base)
-    return made.__new__(made)
+    redirected: Any = _redirected(base)
+    return redirected.__new__(redirected)
 
 
 _CLASSES: dict[type, type] = {}
 
 
 def _redirected(base: type) -> type:
-    """Make (once) the class of the hosts of a class that are redirected."""
+    """Make (once) the redirected class of a host's class."""
     if base not in _CLASSES:
         name = f"Linearized{base.__name__}"
         _CLASSES[base] = type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
@@ -95,10 +95,10 @@ def _redirected(base: type) -> type:
 
 
 def redirect(host: nn.Module) -> None:
-    """Make `host`, which has a `linear_attention`, use it."""
+    """Make `host` use its `linear_attention`."""
     if isinstance(host, RedirectedHost):
         return
     host.__class__ = _redirected(type(host))
-    # timm's switch between the fused function and a formula written out.
+    # timm's switch between the fused function and the formula written out.
     if hasattr(host, "fused_attn"):
         host.fused_attn = True  # type: ignore[assignment]

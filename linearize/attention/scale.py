@@ -1,11 +1,11 @@
-"""Learned log-scales of queries and keys: how large the linear part of a hybrid is beside its softmax part.
+"""Learned log-scales of queries and keys: the size of a hybrid's linear part relative to its softmax part.
 
 Hedgehog's features give phi(q) . phi(k) <= 2 whatever q and k are, while a near key weighs exp(q . k / sqrt d). Under
 one denominator the linear part needs softmax's absolute size: it is multiplied by exp(a(q) + c(k)).
 
     linear:   a(x) = w . x + b          network:  a(x) = w . x + b + sum_i o_i tanh(h_i . x + g_i), 16 units
 
-All start at zero, where the layer is what it is without them. LoLCATs (Zhang et al. 2024, https://arxiv.org/abs/2410.10254,
+All start at zero, which changes nothing. LoLCATs (Zhang et al. 2024, https://arxiv.org/abs/2410.10254,
 section 3.3) has one learned constant per head.
 """
 
@@ -18,7 +18,7 @@ UNITS = 16
 """Hidden units of a network."""
 
 Scales = tuple[Tensor | None, Tensor | None]
-"""Learned log-scales of queries [B, H, T] and of keys [B, K, T]; None where there are none."""
+"""Learned log-scales of queries [B, H, T] and of keys [B, K, T], or None."""
 
 
 class LogScale(nn.Module):
@@ -51,7 +51,7 @@ class LogScale(nn.Module):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the parameters in the order in which the native op reads them."""
+        """The parameters in the order in which the native op reads them."""
         return self.weight, self.bias, self.hidden, self.hidden_bias, self.out
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Attentions of timm that write softmax out, in forms that call the function: same weights, same output.
+"""Forms of timm's attentions with written-out softmax that call SDPA instead: same weights, same output.
 
-Only plain softmax attention has such a form. A bias on the scores (LeViT, MViTv2 ...), talking heads (CaiT)
-or attention between channels (XCiT, EdgeNeXt) are something else, and are refused.
+Only plain softmax attention has such a form. A bias on the scores (LeViT, MViTv2 ...), talking heads (CaiT) and
+attention between channels (XCiT, EdgeNeXt) are refused.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ _FORMS: dict[tuple[str, str], Form] = {
 
 
 def form(kind: type[nn.Module]) -> Form | None:
-    """Return the form of a class of attentions that calls the function; None where its own does, or none can."""
+    """Return the form of a class of attentions that calls SDPA; None if its own forward does, or it has no form."""
     return next((_FORMS[key] for base in kind.__mro__ if (key := (base.__module__, base.__name__)) in _FORMS), None)

@@ -169,7 +169,7 @@ def test_softmax_heads_are_softmax():
 
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 def test_new_scales_change_nothing(direction):
-    """They start at zero; without a window a query's would cancel, so that there is none."""
+    """They start at zero; without a window a query's would cancel, so it does not exist."""
     for hybrid in ({"window": 5}, {}):
         plain = make_mixer(kernel_info("hedgehog"), causal=direction == "causal", **hybrid)
         for scale in ("linear", "network"):

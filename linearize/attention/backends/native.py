@@ -46,25 +46,27 @@ class Native:
             return "the layer has no softmax window" if self.window else "it has no softmax window"
         if self.step is not call.one_step:
             return "the call is not one decoding step" if self.step else "it does not decode single tokens"
-        if self.step:
-            if why := unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
-                return why
-            supports = engine().supports_window_step if self.window else _supports_step
-            return "" if supports(call.q, call.k, call.v, call.state) else "it cannot write into this state"
-        if self.window and call.state is not None:
-            return "it does not continue the state of a window with several tokens"
-        if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
-            return "its gradient does not pass through states"
-        return unreadable(call.q, call.k, call.v) or _unknown_maps(mixer)
+        if not self.step:
+            if self.window and call.state is not None:
+                return "it does not continue the state of a window with several tokens"
+            if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
+                return "its gradient does not pass through states"
+        if why := unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
+            return why
+        return "it cannot write into this state" if self.step and not self._writable(call) else ""
+
+    def _writable(self, call: AttentionCall) -> bool:
+        native, inputs, state = engine(), (call.q, call.k, call.v), call.state
+        if state is None:
+            return False
+        if self.window:
+            return bool(native.supports_window_step(*inputs, state))
+        return bool(native.supports_step(*inputs, state["kv"], state["log_scale"]))
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         if self.step:
             return _step(mixer, call)
         return _attend_window(mixer, call) if self.window else _attend(mixer, call)
-
-
-def _supports_step(q: Tensor, k: Tensor, v: Tensor, state: MixerState) -> bool:
-    return bool(engine().supports_step(q, k, v, state["kv"], state["log_scale"]))
 
 
 def _step(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
@@ -93,12 +95,12 @@ def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerS
 
 
 def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-    order = None
-    if call.key_padding_mask is not None:
-        order = real_first(call.key_padding_mask)
-        mask = call.key_padding_mask.bool().gather(1, order)
+    order, mask = None, call.key_padding_mask
+    if mask is not None:
+        order = real_first(mask)
+        mask = mask.bool().gather(1, order)
         call = replace(call.with_inputs(*(take(x, order) for x in (call.q, call.k, call.v))), key_padding_mask=mask)
-    q, k, v, mask = call.q, call.k, call.v, call.key_padding_mask
+    q, k, v = call.q, call.k, call.v
     form = mixer.form(call.scaling)
     assert form is not None
     scales = mixer.log_scales(call)

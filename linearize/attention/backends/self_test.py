@@ -1,4 +1,4 @@
-"""Whether the native op and the ops in PyTorch say the same here: asked right after it was compiled."""
+"""Compare the native op with the ops in PyTorch on this machine, right after it was compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linearize.native import SWITCH
 from linearize.registry import PLAIN, Hybrid, kernel_info, kernel_infos, make_config
 
 MOST = 1e-4
-"""Largest difference, over the largest output, that rounding explains."""
+"""Largest difference, relative to the largest output, that rounding can explain."""
 
 TOKENS, HEADS, KEY_HEADS, SIZE = 150, 4, 2, 48
 
@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 
     Attributes:
         kernel: its name.
-        direction: "bidirectional", "causal" or "one token", with ", window" behind it where there is one.
+        direction: "bidirectional", "causal" or "one token"; with a window followed by ", window".
         error: largest difference over the largest output.
     """
 
@@ -44,7 +44,7 @@ class Agreement(NamedTuple):
 
 
 def native_kernels() -> list[str]:
-    """List the kernels whose map the native op has."""
+    """Return the kernels whose map the native op has."""
     builds = {info.name: getattr(info.build, "map_spec", FeatureMap.map_spec) for info in kernel_infos()}
     return [name for name, map_spec in builds.items() if map_spec is not FeatureMap.map_spec]
 
@@ -59,20 +59,20 @@ def agreement() -> list[Agreement]:
     mask[1, 100:] = False
     rows = []
     for name in native_kernels():
-        for beside, hybrid in (("", PLAIN), (", window", WINDOW)):
+        for ending, hybrid in (("", PLAIN), (", window", WINDOW)):
             for causal in (False, True):
                 mixer = _mixer(name, causal, generator, hybrid)
                 ours, theirs = (_attend(mixer, q, k, v, mask, native) for native in (True, False))
-                # What a token of padding gets does not matter.
+                # Outputs at padding do not matter.
                 ours, theirs = (x[mask[:, None].expand(-1, HEADS, -1)] for x in (ours, theirs))
-                rows.append(Agreement(name, ("causal" if causal else "bidirectional") + beside, _error(ours, theirs)))
+                rows.append(Agreement(name, ("causal" if causal else "bidirectional") + ending, _error(ours, theirs)))
             ours, theirs = (_step(mixer, q, k, v, native) for native in (True, False))
-            rows.append(Agreement(name, "one token" + beside, _error(ours, theirs)))
+            rows.append(Agreement(name, "one token" + ending, _error(ours, theirs)))
     return rows
 
 
 def check_agreement(rows: list[Agreement]) -> None:
-    """Refuse a native op that computes something else.
+    """Check that the native op computes the same.
 
     Raises:
         ConfigError: naming the kernel and the difference.
@@ -91,7 +91,7 @@ def _mixer(name: str, causal: bool, generator: torch.Generator, hybrid: Hybrid) 
     mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), hybrid)
     mixer.reset_parameters(torch.Generator().manual_seed(1))
     for parameter in mixer.parameters():
-        # Some start at 0, where what is done with them does not show.
+        # Some start at 0, so that their effect would not show.
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return mixer
 
@@ -103,7 +103,7 @@ def _attend(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, native:
 
 
 def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor:
-    """Go through all tokens but the last, then decode that."""
+    """Process all tokens but the last, then decode the last."""
     with switched(native):
         call = AttentionCall(q, k, v, SIZE**-0.5)
         _, state = mixer(replace(call.part(slice(0, -1)), needs_state=True))
@@ -113,7 +113,7 @@ def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Let the native op be used, if it was built, or leave it alone, while the block runs."""
+    """Switch the native op on, if it was built, or off, while the block runs."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "1" if on else "0"
     try:
