@@ -1,4 +1,4 @@
-"""The one registry: every kernel by name, with the facts that all other code reads instead of asking for names.
+"""The registry: every kernel by name, with its facts, which other code reads instead of testing names.
 
 A kernel module registers itself on import (`register_kernel`). `linearize/kernels/<name>.py` files are found by their
 name or by listing the folder; kernels outside the package come from the entry point group `linearize.kernels` or from
@@ -21,7 +21,7 @@ from linearize.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True)
 class StageOne:
-    """How stage one trains a kernel unless the user says otherwise.
+    """A kernel's defaults for stage one.
 
     Attributes:
         learning_rate: peak learning rate of AdamW.
@@ -50,33 +50,33 @@ class KernelInfo:
         formula: the map, exactly as it is computed.
         source: paper, section and equation.
         url: where the paper is.
-        config: frozen dataclass of the arguments, made with `option`.
-        build: class of the map or mixer (see `linearize.kernels.base`); None for presets.
+        config: frozen dataclass of the arguments, declared with `option`.
+        build: class of the map or mixer (`linearize.kernels.base`); None for presets.
         feature_dim: (config, head_dim) -> F, None for mixers without a feature map.
         parameters: (config, head_dim) -> learnable numbers of one map of one head.
         parameters_formula: the same in words.
-        learnable: whether stage one has anything to train.
-        positive: whether weights can never be negative; where that depends on the arguments, (config) -> bool. Read it
+        learnable: whether stage one has parameters to train.
+        positive: whether weights can never be negative, or (config) -> bool if that depends on the arguments. Read it
             through `is_positive`.
         normalized: whether weights sum to one.
-        random: whether random numbers are drawn at conversion (kept in buffers, saved).
+        random: whether random numbers are drawn at conversion (saved in buffers).
         estimates: for random features, the kernel that phi(x) . phi(y) estimates, as a function of x . y.
         positional: whether features depend on the token's position.
         causal: whether it works in causal models.
         bidirectional: whether it works in bidirectional models.
         streamable: whether decoding needs constant memory only.
         maximum_positions: whether it needs the longest input length at conversion (argument `max_positions`).
-        max_head_dim: largest head size that it can take, None for any.
+        max_head_dim: largest head size, None for any.
         shared_parameters: (config, head_dim) -> learnable numbers that all heads of one map share.
-        output_parameters: (config, value_dim) -> learnable numbers per query head behind the attention (norms, powers).
-        preset: (config, layers) -> (kernel, arguments) for each layer, for a name that stands for a whole layer plan;
-            such a name has no mixer of its own.
+        output_parameters: (config, value_dim) -> learnable numbers per query head after the attention (norms, powers).
+        preset: (config, layers) -> (kernel, arguments) for each layer, for the name of a whole layer plan, which has no
+            mixer.
         choose: when to choose it, in a few words.
-        stage_one: default training of stage one; where that depends on the arguments, (config) -> `StageOne`. Read it
-            through `training`.
-        needs_window: whether it works beside a softmax window only.
-        legacy_defaults: what arguments stand for that a checkpoint does not mention, where their defaults were others
-            when it was written; from then on checkpoints always mention them.
+        stage_one: defaults of stage one, or (config) -> `StageOne` if they depend on the arguments. Read them through
+            `training`.
+        needs_window: whether it works only together with a softmax window.
+        legacy_defaults: defaults of arguments that older checkpoints do not mention, if they were others when those
+            checkpoints were written; newer checkpoints always mention these arguments.
     """
 
     name: str
@@ -110,7 +110,7 @@ class KernelInfo:
 
     @property
     def windowed(self) -> bool:
-        """Whether a softmax window can be joined to it: it has a feature map and a denominator to share."""
+        """Whether a softmax window can be joined to it: it has a feature map and a denominator."""
         return self.feature_dim is not None and self.normalized
 
     def is_positive(self, config: Any) -> bool:
@@ -118,12 +118,12 @@ class KernelInfo:
         return self.positive(config) if callable(self.positive) else self.positive
 
     def training(self, config: Any) -> StageOne:
-        """Return how stage one trains a kernel with these arguments unless the user says otherwise."""
+        """Return the defaults of stage one for a kernel with these arguments."""
         return self.stage_one(config) if callable(self.stage_one) else self.stage_one
 
 
 SCALES = ("none", "linear", "network")
-"""Kinds of learned log-scales, see `linearize.attention.scale`."""
+"""Kinds of learned log-scales (`linearize.attention.scale`)."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class Hybrid:
     """What a layer has in addition to its kernel: softmax for some keys and heads, and learned scales.
 
     Attributes:
-        window: W of the softmax window joined to the kernel (see `linearize.ops.window`), or None.
+        window: W of the softmax window joined to the kernel (`linearize.ops.window`), or None.
         sinks: first tokens that get softmax's weights from everywhere.
-        exact_keys: S keys per head, outside the window, that do so too (see `linearize.ops.exact_keys`).
+        exact_keys: S keys per head, outside the window, that do so too (`linearize.ops.window_causal`).
         scale: learned log-scales of queries and keys: "none", "linear" or "network".
         softmax_heads: query heads that stay softmax.
     """
@@ -146,7 +146,7 @@ class Hybrid:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
-        """Pick its own out of a layer's arguments, which may be text (as typed on a command line)."""
+        """Read the additions among a layer's arguments, which may be text (as typed on a command line)."""
         values = {name: value for name, value in arguments.items() if name in HYBRID}
         for name, value in values.items():
             if name == "softmax_heads":
@@ -157,7 +157,7 @@ class Hybrid:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """What differs from the defaults, as plain data."""
+        """The values that differ from the defaults, as plain data."""
         values = {name: getattr(self, name) for name in HYBRID}
         values["softmax_heads"] = list(self.softmax_heads)
         return {name: value for name, value in values.items() if value not in (None, 0, "none", [])}
@@ -168,7 +168,7 @@ def _number(value: Any) -> Any:
 
 
 PLAIN = Hybrid()
-"""Nothing but the kernel."""
+"""Only the kernel."""
 HYBRID = tuple(f.name for f in dataclasses.fields(Hybrid))
 """The arguments that every kernel with `windowed` takes in addition to its own."""
 
@@ -178,10 +178,10 @@ _discovered = False
 
 
 def register_kernel(info: KernelInfo) -> KernelInfo:
-    """Add a kernel. The same name from the same class again is allowed (a reloaded module), another one is not.
+    """Add a kernel; adding it again from the same class (a reloaded module) replaces it.
 
     Raises:
-        ConfigError: if the name is taken by another kernel, or the facts contradict each other.
+        ConfigError: if another kernel has the name, or the facts contradict each other.
     """
     known = _KERNELS.get(info.name)
     if known is not None and _origin(known) != _origin(info):
@@ -207,7 +207,7 @@ def kernel_info(name: str) -> KernelInfo:
     """Look a kernel up by name.
 
     Raises:
-        UnknownNameError: if there is none; names the nearest one and lists all.
+        UnknownNameError: if it does not exist; names the nearest one and lists all.
     """
     if name not in _KERNELS:
         _discover()
@@ -223,7 +223,7 @@ def kernel_infos() -> list[KernelInfo]:
 
 
 def _discover() -> None:
-    """Import the package's kernel files and the entry points, once. A checkpoint's own flat code has neither."""
+    """Import the package's kernel files and the entry points, once. Code that travels with a checkpoint has neither."""
     global _discovered
     with _LOCK:
         if _discovered:
@@ -247,7 +247,7 @@ def option(
     choices: Iterable[Any] | None = None,
     multiple_of: int | None = None,
 ) -> Any:
-    """Declare a kernel argument: a dataclass field with its help text and the values it may take."""
+    """Declare a kernel argument: a dataclass field with its help text and allowed values."""
     allowed = tuple(choices) if choices is not None else None
     limits = {"help": help, "low": low, "high": high, "choices": allowed, "multiple_of": multiple_of}
     return field(default=default, metadata=limits)
@@ -272,11 +272,11 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
 
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""What values of a type are called in messages."""
+"""Names of types in messages."""
 
 
 def _convert(where: str, value: Any, hint: Any) -> Any:
-    """Turn text into the annotated type; other values must have it already."""
+    """Convert text to the annotated type; other values must have it already."""
     optional = isinstance(hint, types.UnionType) and type(None) in hint.__args__
     kind = next(t for t in hint.__args__ if t is not type(None)) if optional else hint
     if optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
@@ -301,7 +301,7 @@ def _convert(where: str, value: Any, hint: Any) -> Any:
 
 
 def _check(where: str, value: Any, limits: Mapping[str, Any]) -> Any:
-    """Hold a value against its limits."""
+    """Check a value against its limits."""
     if value is None:
         return value
     if limits.get("choices") is not None and value not in limits["choices"]:

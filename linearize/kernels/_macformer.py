@@ -1,4 +1,4 @@
-"""What the Macformer kernels share: random Maclaurin features, and ppSBN around them.
+"""Shared by the Macformer kernels: random Maclaurin features, and ppSBN around them.
 
 Paper: Guo et al. 2024, "Macformer: Transformer with Random Maclaurin Feature Attention",
 https://arxiv.org/abs/2408.11656, definition 3, table 1, algorithm 1.
@@ -76,7 +76,6 @@ class Macformer(FeatureMap):
         self.signs.copy_(torch.randint(2, self.signs.shape, generator=generator) * 2.0 - 1.0)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         product = x.new_ones(*x.shape[:-1], sum(self.counts))
         found = [product[..., : self.counts[0]] * self.factors[0]]
         rest = product[..., self.counts[0] :]

@@ -23,7 +23,7 @@ MOMENTUM = 0.01
 
 
 class Standardise(Inputs):
-    """The first half of ppSBN: take off mean and deviation, then the length."""
+    """The first half of ppSBN: remove mean and deviation, then normalise the length."""
 
     def __init__(self, heads: int, key_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Standardise(Inputs):
 
     @staticmethod
     def _normal(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        # Copies: the statistics change in place before the gradient is taken.
+        # Copies, because the statistics change in place before the backward pass.
         centre, spread = mean.float().clone(), torch.rsqrt(variance.float() + EPS)
         y = (x - centre[:, None]) * spread[:, None]
         return y / y.norm(dim=-1, keepdim=True).clamp(min=EPS)
@@ -86,6 +86,6 @@ class Rescale(Output):
             self.beta.fill_(1.0)
 
     def forward(self, mixed: Tensor) -> Tensor:
-        """Rescale [B, H, T, V]; below `EPS` the power is continued by a straight line."""
+        """Rescale [B, H, T, V]; below `EPS` the power continues as a straight line."""
         y = mixed * self.gamma.float()[:, None, None]
         return y * y.abs().clamp(min=EPS) ** (self.beta.float()[:, None, None] - 1.0)

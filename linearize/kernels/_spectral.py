@@ -1,4 +1,4 @@
-"""What the two Flexformer kernels share: their arguments, the norm factor h(x) with its learned width, and waves."""
+"""Shared by the two Flexformer kernels: arguments, the norm factor h(x) with its learned width, and waves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SpectralConfig:
     floor: float = floor_option(0.2)
 
     magnitude: bool = option(
-        True, "whether the positive form learns how much a key is attended to at all; of no effect in the others"
+        True, "whether the positive form learns how much attention a key gets in total; no effect in the others"
     )
 
     def count(self, head_dim: int) -> int:
@@ -34,7 +34,7 @@ class SpectralConfig:
         return self.frequencies if self.frequencies is not None else head_dim
 
     def deviation(self, usual: float) -> float:
-        """Return the deviation of the starting frequencies, `usual` where none was asked for."""
+        """Return the deviation of the starting frequencies; `usual` by default."""
         return usual if self.init_scale is None else self.init_scale
 
     @property
@@ -49,11 +49,11 @@ class SpectralConfig:
 
 
 LEGACY_DEFAULTS = {"form": "paper", "floor": 0.0}
-"""The only form that there was when checkpoints did not say it, and its denominators had no floor."""
+"""The defaults of checkpoints that do not mention these arguments: the only form then, without a floor."""
 
 
 def spectral_stage_one(config: SpectralConfig) -> StageOne:
-    """Train as hedgehog is trained; where weights can be negative, with a penalty on that."""
+    """Train like hedgehog, with a penalty on negative weights if there can be any."""
     return StageOne(learning_rate=1e-2, negative_penalty=0.0 if config.positive else 1.0)
 
 
@@ -71,7 +71,7 @@ class SpectralMap(FeatureMap):
         """Return the waves' frequencies by name [H, n, D], for inputs whose dot product is the score that softmax sees.
 
         Args:
-            scaling: what the host multiplies scores with.
+            scaling: the host's factor of the scores.
         """
 
     def reset_tau(self) -> None:
@@ -82,7 +82,7 @@ class SpectralMap(FeatureMap):
             self.tau.fill_(math.log(2.0))
 
     def reset_magnitude(self) -> None:
-        """Start where it changes nothing."""
+        """Start at zero, which changes nothing."""
         if self.m is not None:
             with torch.no_grad():
                 self.m.zero_()
@@ -102,8 +102,8 @@ class SpectralMap(FeatureMap):
 def signed_directions(heads: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
     """Draw unit vectors [heads, rows, size]: an orthonormal basis, minus it, and then another one.
 
-    A softmax over projections on both signs of a basis sees the size of every coordinate on either side, as hedgehog's
-    two do; over one sign it ended stage one as low.
+    A softmax over projections on both signs of a basis sees the size of every coordinate on both sides, as hedgehog's
+    two do; with one sign stage one ended at the same loss.
     """
     blocks = -(-rows // (2 * size))
     basis = orthonormal(heads, blocks * size, size, generator).reshape(heads, blocks, 1, size, size)
@@ -121,7 +121,7 @@ def waves(angle: Tensor, envelope: Tensor) -> Tensor:
     """Return [cos angle * envelope ; sin angle * envelope]: [..., n] each -> [..., 2 n]."""
     if torch.is_grad_enabled() or is_tracing():
         return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
-    # The same, without the copy that puts the halves together.
+    # The same without the copy of `cat`.
     n = angle.shape[-1]
     phi = angle.new_empty(*angle.shape[:-1], 2 * n)
     torch.mul(angle.cos(), envelope, out=phi[..., :n])

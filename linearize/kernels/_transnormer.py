@@ -1,12 +1,12 @@
-"""What the TransNormer presets and their parts share: the block length, NormAttention and its norm.
+"""Shared by the TransNormer presets and their parts: the block length, NormAttention and its norm.
 
 Paper: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs/2210.10340, eq. 13-14, sections 4.2,
 4.3 and 5, appendix D.
 
     o_i = g * RMSNorm(phi(q_i) . sum_j phi(k_j) v_j^T),   RMSNorm(x) = x / sqrt(mean(x^2) + 1e-6)
 
-g: [V] is learned per query head, 1 at the start: after softmax the next projection expects vectors of a size that
-RMSNorm alone cannot give.
+g: [V] is learned per query head and starts at 1. The next projection expects vectors of the size that softmax gives,
+which RMSNorm alone does not.
 Differs from the paper: the norm is taken per head (a converted layer's heads differ in size), and g is per head.
 """
 

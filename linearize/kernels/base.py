@@ -1,7 +1,7 @@
-"""What a kernel is: a module that maps the queries or keys of all heads at once, or attention inside blocks.
+"""The parts of a kernel: a module that maps the queries or keys of all heads at once, or attention inside blocks.
 
 A kernel file holds a frozen config dataclass, a `FeatureMap` (or `BlockKernel`) and one `register_kernel` call.
-Everything else (grouped heads, padding, causality, windows, states, caches, saving) is done around it.
+The rest (grouped heads, padding, causality, windows, states, caches, saving) is done around it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from linearize.registry import option
 
 
 class Features(NamedTuple):
-    """What a map gives for one set of tokens.
+    """The features of one set of tokens.
 
     Attributes:
         phi: [B, H, T, F] fp32.
-        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. A query's is read only where a
-            softmax window is joined to the kernel: otherwise a positive factor of a query cancels between numerator
-            and denominator.
+        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. A query's matters only with a
+            softmax window: otherwise a positive factor of a query cancels between numerator and denominator.
     """
 
     phi: Tensor
@@ -42,11 +41,11 @@ class MapSpec(NamedTuple):
         first: [H, n, D] projection.
         second: [H, n, D] another, or None.
         bias: [H, n] or None.
-        tau: [H], where the log-scale is exp(-tau) |x|^2, or None.
+        tau: [H], for a log-scale of exp(-tau) |x|^2, or None.
         bank: [H, L, 3 hidden + 1] scalar functions relu(c + sum_j v_j relu(s_j u + t_j)), as [s, t, v, c], or None.
-            It may be made of the kernel's parameters; then keys must not have a log-scale.
-        magnitude: [H, D], where features are multiplied by exp(4 tanh(magnitude . x / 4)), or None.
-        amplitude: factor of the features, where the map has one.
+            It may be computed from the kernel's parameters; then keys must not have a log-scale.
+        magnitude: [H, D], for features multiplied by exp(4 tanh(magnitude . x / 4)), or None.
+        amplitude: factor of the features.
         scaled: whether keys have a log-scale.
     """
 
@@ -62,7 +61,7 @@ class MapSpec(NamedTuple):
 
 
 class Output(nn.Module, abc.ABC):
-    """What follows the weighted sum of the values: a norm, a learned scale."""
+    """A module after the weighted sum of the values: a norm, a learned scale."""
 
     @abc.abstractmethod
     def reset_parameters(self) -> None:
@@ -74,7 +73,7 @@ class Output(nn.Module, abc.ABC):
 
 
 class Inputs(nn.Module, abc.ABC):
-    """What precedes the map, and knows queries from keys."""
+    """A module before the map that treats queries and keys differently."""
 
     @abc.abstractmethod
     def reset_parameters(self) -> None:
@@ -86,21 +85,21 @@ class Inputs(nn.Module, abc.ABC):
 
 
 class Kernel:
-    """What all kernels may say about the way around them."""
+    """Modules that a kernel may add before and after the attention."""
 
     @classmethod
     def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Inputs | None:
-        """Make what precedes the map; None: nothing does."""
+        """Make the module before the map, or None."""
         return None
 
     @classmethod
     def output(cls, config: Any, heads: int, value_dim: int) -> Output | None:
-        """Make what follows the attention; None: nothing does."""
+        """Make the module after the attention, or None."""
         return None
 
 
 class BlockKernel(Kernel):
-    """Attention inside blocks of `config.block` tokens: no features. Never built, only described.
+    """Attention inside blocks of `config.block` tokens: no features. It is never instantiated.
 
     Attributes:
         softmax: softmax of the scores; otherwise their ReLU.
@@ -110,13 +109,13 @@ class BlockKernel(Kernel):
 
 
 class FeatureMap(nn.Module, Kernel, abc.ABC):
-    """One map with parameters of its own for each head (leading axis of every parameter and buffer; 1 where shared).
+    """A map with separate parameters for each head (leading axis of every parameter and buffer; 1 if shared).
 
     Attributes:
         scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
-            `x . y` is the score that softmax would see. Maps whose definition contains sqrt(d) want that.
+            `x . y` is softmax's score. Maps whose definition contains sqrt(d) need that.
         normalize: whether weights are divided by their sum.
-        floor: c of `linearize.ops.floored`, which keeps signed weights' denominators off zero; 0 for none.
+        floor: c of `linearize.ops.floored`, which keeps signed weights' denominators off zero; 0 for no floor.
     """
 
     scale_inputs = True
@@ -145,39 +144,39 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
 
         Args:
             x: [B, H, T, D] fp32.
-            positions: [B, T], counted from 0 without padding, where the kernel is positional; None otherwise.
+            positions: [B, T], counted from 0 without padding, for positional kernels; else None.
         """
 
     def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """Map queries; as `forward` does, unless the kernel says otherwise."""
+        """Map queries; by default with `forward`."""
         features: Features = self(x, positions)
         return features
 
     def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """Map keys; as `forward` does, unless the kernel says otherwise."""
+        """Map keys; by default with `forward`."""
         features: Features = self(x, positions)
         return features
 
     @property
     def symmetric(self) -> bool:
-        """Whether queries and keys are mapped alike."""
+        """Whether queries and keys have the same map."""
         own = type(self)
         return own.forward_queries is FeatureMap.forward_queries and own.forward_keys is FeatureMap.forward_keys
 
     def map_spec(self) -> MapSpec | None:
-        """Describe the map to the native op; None: it does not have this one. Which, depends on the config alone."""
+        """Describe the map to the native op, or return None if it does not have it; that depends on the config only."""
         return None
 
 
 class FixedMap(FeatureMap):
-    """Base of maps that have nothing to fill."""
+    """Base of maps without parameters."""
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Do nothing."""
 
 
 def floor_option(default: float) -> Any:
-    """Declare the argument that a map with signed weights takes its `floor` from."""
+    """Declare the argument for the `floor` of a map with signed weights."""
     return option(
         default,
         "c: a denominator is at least c |phi(q)| . sum |phi(k)|, where weights can be negative",
@@ -188,17 +187,17 @@ def floor_option(default: float) -> Any:
 
 @dataclass(frozen=True)
 class NoArguments:
-    """Arguments of kernels that have none."""
+    """The empty arguments of kernels without arguments."""
 
 
 def draw_normal(parameter: Tensor, generator: torch.Generator, std: float = 1.0) -> None:
-    """Fill `parameter` with normal numbers drawn on the CPU, wherever it lies."""
+    """Fill `parameter` with normal numbers drawn on the CPU, on any device."""
     with torch.no_grad():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def draw_uniform(parameter: Tensor, generator: torch.Generator, bound: float) -> None:
-    """Fill `parameter` with numbers between -bound and bound drawn on the CPU, wherever it lies."""
+    """Fill `parameter` with numbers between -bound and bound drawn on the CPU, on any device."""
     with torch.no_grad():
         parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
 

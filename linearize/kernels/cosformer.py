@@ -5,10 +5,10 @@ Paper: Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", https://ar
     phi(x_i) = [relu(x_i) cos(pi i / 2 M) ; relu(x_i) sin(pi i / 2 M)]
     phi(q_i) . phi(k_j) = relu(q_i) . relu(k_j) cos(pi (i - j) / 2 M)
 
-[B, H, T, D] -> [B, H, T, 2 D]; i counts the tokens of a text from 0, padding left out. Weights are non-negative.
-Differs from the paper: M is not the length of the batch at hand but a number fixed at conversion (`max_positions`, the
-longest input), so that one token alone has the features that it has in a batch. Tokens from position M on share the
-last angle, which keeps their weights non-negative.
+[B, H, T, D] -> [B, H, T, 2 D]; i counts the tokens of a text from 0 without padding. Weights are non-negative.
+Differs from the paper: M is not the length of the current batch but a number fixed at conversion (`max_positions`, the
+longest input), so that a single token has the same features as in a batch. Tokens from position M on share the last
+angle, which keeps their weights non-negative.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ class Cosformer(FixedMap):
         super().__init__(config, heads, head_dim)
         if config.max_positions is None:
             raise ConfigError(
-                "kernel cosformer needs the longest input, and the model does not say it; "
+                "kernel cosformer needs the length of the longest input, and the model has none; "
                 "give max_positions=NUMBER among the kernel's arguments"
             )
         self.limit = config.max_positions
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device)[None]
         angle = (positions.float().clamp(max=self.limit) * (math.pi / (2 * self.limit)))[:, None, :, None]

@@ -6,7 +6,7 @@ and 5; Zhang, Titov and Sennrich 2021, "Sparse Attention with Linear Units" (ReL
     o_i = g * RMSNorm(sum_j relu(scaling q_i . k_j) v_j),   j in the block of i
 
 No feature map; g: [V] is learned per query head. Weights do not sum to one. Blocks are
-counted by tokens, padding left out; see `linearize.ops.block` and `linearize.kernels._transnormer`.
+counted in tokens without padding (`linearize.ops.block`); the norm is in `linearize.kernels._transnormer`.
 Differs from the paper: ReLA's gate, which reads the layer's input, is left out.
 """
 

@@ -5,7 +5,7 @@ and 5.
 
     o_i = sum_j softmax_j(scaling q_i . k_j) v_j,   j in the block of i
 
-No feature map and nothing to learn. Blocks are counted by tokens, padding left out; see `linearize.ops.block`.
+No feature map and nothing to learn. Blocks are counted in tokens without padding (`linearize.ops.block`).
 """
 
 from __future__ import annotations

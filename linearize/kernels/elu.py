@@ -22,7 +22,6 @@ class Elu(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         return Features(one_plus_elu(x))
 
 

@@ -32,7 +32,6 @@ class Exp(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         y = x * self.config.temperature
         largest = y.amax(dim=-1, keepdim=True)
         return Features(torch.exp(y - largest), largest[..., 0])

@@ -7,28 +7,29 @@ https://arxiv.org/abs/2606.27748, section 3.2 with eq. 6. `form="paper"`:
 
 a, b: [n, d] and tau are learned per head; n = d by default, so F = 2 n. Weights can be negative.
 
-`form="positive"`, the default, is ours. Its squares are never negative, so no weight is; the envelope is hedgehog's:
+`form="positive"`, the default, is ours. Its squares are never negative, so weights are not either; the envelope is
+hedgehog's:
 
     phi(x) = r(x) [s_i cos^2(a_i . x + pi/4) ; s_i sin^2(a_i . x + pi/4)]_{i <= n}
     s = softmax_i(b_i . x),   r(x) = exp(4 tanh(m . x / 4))
 
 The squares are (1 - sin 2 a_i . x) / 2 and (1 + sin 2 a_i . x) / 2: one sine, whose frequency 2 a_i is learned, is
-split into two features that add up to s_i. Inputs come unscaled, as hedgehog's. At the start `a` is close to zero
+split into two features that add up to s_i. Inputs come unscaled, like hedgehog's. At the start `a` is close to zero
 (`init_scale` 0.05) and b an orthonormal basis, minus it from the (d + 1)-th row on, then another basis. (Hedgehog's
 identity instead, with one sign or both, ended stage one 1 to 3 % higher.)
 
 r is the magnitude, m: [d] learned per head. Under softmax some keys get more of every query's attention than others,
-which features that add up to 1 cannot say. It stays within e^-4 and e^4, so that features need no log-scale. Queries
-have it as well: theirs cancels in the normalised output, and the kernel stays symmetric. m starts at 0, where r is 1
-and the map as it is without; `magnitude=false` leaves it out. (With it stage one ended 10 % lower; MiniLM, layers 1
+which features that add up to 1 cannot express. r stays within e^-4 and e^4, so features need no log-scale. Queries have
+it as well: theirs cancels in the normalised output, and the kernel stays symmetric. m starts at 0, so r starts at 1;
+`magnitude=false` omits it. (With it stage one ended 10 % lower; MiniLM, layers 1
 and 4, F = 64, 80 steps.)
 
-`form="damped"` is not in the paper either: the frequencies are complex, so that a wave comes with an exponential, and
+`form="damped"` is not in the paper either: the frequencies are complex, so that each wave has an exponential factor;
 the exponentials are normalised as above. Weights can be negative.
 
     phi(x) = [s_i cos a_i . x ; s_i sin a_i . x]_{i <= n},   s = softmax_i(b_i . x)
 
-b starts at hedgehog's identity (and minus it from the (d + 1)-th on), a close to zero, where nothing is negative.
+b starts at hedgehog's identity (minus it from the (d + 1)-th row on), a close to zero, so that no weight is negative.
 
 Differs from the paper in its own form: `a` starts at 0.2 of softmax's Gaussian density (`init_scale`) and `b` at a
 tenth of that, so that the map starts close to `flexformer_s`; the factor sigma / 2 of eq. 6 cancels in the normalised
@@ -96,14 +97,13 @@ class FlexformerN(SpectralMap):
             if positive:
                 self.b.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
             elif self.config.form == "damped":
-                # Inputs are scaled by d^-1/4 as a rule; hedgehog's are not.
+                # Inputs are usually scaled by d^-1/4; hedgehog's are not.
                 eye = torch.eye(self.head_dim) * self.head_dim**0.25
                 rows = torch.cat([eye, -eye])[: self.n]
                 self.a.mul_(0.25)
                 self.b[:, : len(rows)] = rows.to(self.b)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         angle, envelope = project(x, self.a), project(x, self.b)
         if self.config.form == "paper":
             return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
@@ -111,14 +111,12 @@ class FlexformerN(SpectralMap):
         return Features(halves(angle, envelope) if self.config.positive else waves(angle, envelope))
 
     def frequencies(self, scaling: float) -> dict[str, Tensor]:
-        """See `SpectralMap.frequencies`."""
         if self.config.positive:
             return {"2 a": 2.0 * self.a * scaling**-0.5}
         found: dict[str, Tensor] = {"a": self.a}
         return found | {"b": self.b} if self.config.form == "paper" else found
 
     def map_spec(self) -> MapSpec:
-        """See `FeatureMap.map_spec`."""
         if self.config.positive:
             return MapSpec("positive_waves", self.a, self.b, magnitude=self.m)
         if self.config.form == "damped":

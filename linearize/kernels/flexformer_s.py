@@ -13,8 +13,8 @@ both an envelope and, stretched, the frequency of the wave before it. Weights ar
     phi(x) = r(x) [s_i cos^2(u_i + pi/4) ; s_i sin^2(u_i + pi/4)]_{i <= n}
     s = softmax_i(w_i . x),   u_i = c_i w_{i+1} . x,   r(x) = exp(4 tanh(m . x / 4))
 
-w: [n, d], c: [n] and m: [d] are learned (w_{n+1} is w_1); inputs come unscaled. w starts as b does there, c at 0.05
-(`init_scale`), m at 0; the magnitude r is that of `flexformer_n`, left out by `magnitude=false`. (With it a short stage
+w: [n, d], c: [n] and m: [d] are learned (w_{n+1} is w_1); inputs come unscaled. w starts like b there, c at 0.05
+(`init_scale`), m at 0; the magnitude r is that of `flexformer_n`, omitted by `magnitude=false`. (With it a short stage
 one ended 7 % lower; MiniLM, layer 1, F = 64, 60 steps.) This kernel is not stationary, and softmax's is not either.
 Under h(x), waves in three phases 1 + cos(w_i . x + 2 pi k / 3), which are, ended a short stage one at 1.5 nats, squares
 of waves at 0.8, this one at 0.14 (MiniLM, layers 1 and 4, F = 64, 100 steps).
@@ -102,7 +102,6 @@ class FlexformerS(SpectralMap):
             self.stretch.fill_(self.config.deviation(0.05))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         y = project(x, self.weight)
         if self.stretch is not None:
             envelope = self.times_magnitude(y.softmax(dim=-1), x)
@@ -111,18 +110,16 @@ class FlexformerS(SpectralMap):
         return Features(phi if self.config.form == "paper" else _products(phi), self.log_norm(x))
 
     def frequencies(self, scaling: float) -> dict[str, Tensor]:
-        """See `SpectralMap.frequencies`."""
         if self.stretch is None:
             return {"w": self.weight}
         return {"2 c w": 2.0 * scaling**-0.5 * self._angles()}
 
     def _angles(self) -> Tensor:
-        """Return the projections [H, n, D] whose waves the positive form has."""
+        """Return the projections [H, n, D] of the positive form's waves."""
         assert self.stretch is not None
         return self.weight.roll(-1, dims=1) * self.stretch[..., None]
 
     def map_spec(self) -> MapSpec | None:
-        """See `FeatureMap.map_spec`."""
         if self.config.form != "paper":
             return None
         return MapSpec("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)

@@ -63,7 +63,6 @@ class Hedgehog(FeatureMap):
                 self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         y = project(x, self.weight)
         if self.bias is not None:
             y = y + self.bias.float()[:, None]
@@ -74,7 +73,6 @@ class Hedgehog(FeatureMap):
         return Features(torch.exp(both - largest), largest[..., 0])
 
     def map_spec(self) -> MapSpec:
-        """See `FeatureMap.map_spec`."""
         stable = self.config.activation == "softmax"
         return MapSpec("softmax_both" if stable else "exp_both", self.weight, bias=self.bias, scaled=not stable)
 

@@ -87,7 +87,6 @@ class Luna(FeatureMap):
             draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         u = project(x, self.weight) + self.bias.float()[:, None]
         psi = self._psi(u) * self.config.projections**-0.5
         if self.gate is not None and self.gate_bias is not None:
@@ -95,7 +94,6 @@ class Luna(FeatureMap):
         return Features(psi.flatten(-2))
 
     def map_spec(self) -> MapSpec | None:
-        """See `FeatureMap.map_spec`."""
         if self.gate is not None:
             return None
         shape = (self.heads, self.config.channels, self.config.hidden)
@@ -119,7 +117,7 @@ class Luna(FeatureMap):
         numbers = (self.slope, self.offset, self.out_weight, self.out_bias)
         if torch.is_grad_enabled() or is_tracing() or self.slope.device.type != "cpu":
             return self._fold()
-        # By value: versions do not tell of what was written through `.data`.
+        # By value, because versions do not change when `.data` is written.
         if self._folded is None or not all(map(torch.equal, self._folded[0], numbers)):
             self._folded = tuple(x.detach().clone() for x in numbers), self._fold()
         return self._folded[1]
@@ -135,14 +133,14 @@ class Luna(FeatureMap):
         rising = (s > 0).gather(-1, order)
 
         def table(per_unit: Tensor) -> Tensor:
-            """Sum what is switched on in each segment: rising units left of it, the others right of it."""
+            """Sum the active units of each segment: rising units left of it, the others right of it."""
             part = per_unit.gather(-1, order)
             on, off = part.masked_fill(~rising, 0.0), part.masked_fill(rising, 0.0)
             on = torch.nn.functional.pad(on.cumsum(dim=-1), (1, 0))
             off = torch.nn.functional.pad(off.flip(-1).cumsum(dim=-1).flip(-1), (0, 1))
             return on + off
 
-        # A unit that is not a number belongs to every segment, wherever sorting put its knot.
+        # A unit that is NaN belongs to every segment, wherever sorting put its knot.
         odd = ((s + t + v).detach() * 0.0).sum(dim=-1, keepdim=True)
         return Segments(knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None])
 

@@ -1,9 +1,9 @@
-"""No kernel: nothing outside the window has any weight. It is the control of a kernel joined to a softmax window.
+"""No kernel: keys outside the window have no weight. The control for kernels joined to a softmax window.
 
     phi(x) = 0        [B, H, T, D] -> [B, H, T, 1]
 
-With a window of W tokens this is sliding-window attention, with sinks that of Xiao et al. 2024 (StreamingLLM),
-https://arxiv.org/abs/2309.17453. What a kernel is worth is what it brings over this one.
+With a window of W tokens this is sliding-window attention, and with sinks that of Xiao et al. 2024 (StreamingLLM),
+https://arxiv.org/abs/2309.17453. The value of a kernel is its gain over this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class Nothing(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         return Features(x.new_zeros(*x.shape[:-1], 1))
 
 

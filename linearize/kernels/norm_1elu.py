@@ -5,7 +5,7 @@ sections 4.2 and 5.
 
     o_i = g * RMSNorm(phi(q_i) . sum_j phi(k_j) v_j^T),   phi(x) = 1 + elu(x)      [B, H, T, D] -> [B, H, T, D]
 
-There is no denominator: weights are positive but do not sum to one. See `linearize.kernels._transnormer`.
+There is no denominator: weights are positive but do not sum to one (`linearize.kernels._transnormer`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class Norm1Elu(NormMap):
     """Map [B, H, T, D] -> [B, H, T, D], positive."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         return Features(one_plus_elu(x))
 
 

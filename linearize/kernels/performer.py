@@ -8,8 +8,8 @@ section 2.4 (orthogonal random features).
 [B, H, T, D] -> [B, H, T, m], positive; x is scaled by scaling^1/2, so x . y is the score that softmax would see. The
 directions are orthogonal in blocks of d, their lengths those of Gaussian vectors. They are drawn once, at conversion.
 The largest exponent of a token is split off as its log-scale.
-Differs from the paper: no small number is added to the features. (LUNA's eq. 8 quotes this map with w of variance
-1 / sqrt(d); the variance at which it estimates the kernel is sqrt(d) in its scaling, that is 1 in this one.)
+Differs from the paper: no small number is added to the features. (LUNA's eq. 8 quotes this map with w of
+variance 1 / sqrt(d); it estimates the kernel with variance sqrt(d) in LUNA's scaling, which is 1 in this one.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Performer(FeatureMap):
             self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         exponent = project(x, self.weight) - 0.5 * x.square().sum(dim=-1, keepdim=True)
         largest = exponent.amax(dim=-1, keepdim=True)
         return Features(torch.exp(exponent - largest) * self.m**-0.5, largest[..., 0])

@@ -11,7 +11,7 @@ https://arxiv.org/abs/2501.15061, section 4 (polarity-aware attention, learnable
 1 + alpha / 2. Queries and keys come unscaled.
 Differs from the paper: there, the same-sign part mixes one half of each value and the opposite-sign part the other
 half, and a gate computed from the layer's input multiplies the output; an attention function sees no layer input, so
-the mixing is learned inside the kernel, under one denominator. No convolution, no position table of its own.
+the mixing is learned inside the kernel, under one denominator. It has no convolution and no position table.
 """
 
 from __future__ import annotations

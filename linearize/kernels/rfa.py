@@ -8,9 +8,9 @@ features are those of Rahimi and Recht 2007.
 
 [B, H, T, D] -> [B, H, T, 2 n]; x is scaled by scaling^1/2, so x . y is the score that softmax would see; |x|^2 / 2 is
 kept as the token's log-scale. Weights can be negative.
-Differs from the paper: queries and keys are not brought to unit length, because a pretrained model's scores depend on
-their lengths (that is what exp(|x|^2 / 2) is for), and there is no gate. `floor` keeps denominators off zero (see
-`linearize.ops.floored`); 0 leaves them as in the paper.
+Differs from the paper: queries and keys are not normalised to unit length, because a pretrained model's scores depend
+on their lengths (hence exp(|x|^2 / 2)), and there is no gate. `floor` keeps denominators off zero
+(`linearize.ops.floored`); 0 leaves them as in the paper.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Rfa(FeatureMap):
         draw_normal(self.weight, generator)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         angle = project(x, self.weight)
         phi = torch.cat([angle.cos(), angle.sin()], dim=-1) * self.n**-0.5
         return Features(phi, 0.5 * x.square().sum(dim=-1))

@@ -1,4 +1,4 @@
-"""T2R: a learned linear map per head with a ReLU. With stage one on it is the Hedgehog paper's "T2R-HH".
+"""T2R: a learned linear map per head with a ReLU. With stage one it is the Hedgehog paper's "T2R-HH".
 
 Paper: Kasai et al. 2021, "Finetuning Pretrained Transformers into RNNs", https://arxiv.org/abs/2103.13076,
 section 2.2; compared in Zhang et al. 2024 (Hedgehog), https://arxiv.org/abs/2402.04347, section 4.2.
@@ -51,11 +51,9 @@ class T2r(FeatureMap):
             self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         return Features((project(x, self.weight) + self.bias.float()[:, None]).relu())
 
     def map_spec(self) -> MapSpec:
-        """See `FeatureMap.map_spec`."""
         return MapSpec("relu", self.weight, bias=self.bias)
 
 

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2402.18668, section 4; after Keles et al. 2023, https://ar
 
 [B, H, T, D] -> [B, H, T, 1 + D + D^2]; x is scaled by scaling^1/2, so x . y is the score that softmax would see. Single
 features are signed, the weights are positive. F grows with the square of the head size.
-Differs from the paper: queries and keys keep their size D (Based projects them down to 16 in a model trained anew).
+Differs from the paper: queries and keys keep their size D (Based trains from scratch and projects them down to 16).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Taylor(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, 1 + D + D^2]."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the module's formula."""
         squares = (x[..., :, None] * x[..., None, :]).flatten(-2) * 0.5**0.5
         return Features(torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1))
 

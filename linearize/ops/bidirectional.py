@@ -29,7 +29,7 @@ def gather_keys(phi_k: Tensor, v: Tensor, *, shift: Tensor | None = None, **opti
         phi_k: key features.
         v: values.
         shift: [B, K] log-scale of the new state; None: the largest so far.
-        **options: as for every op, see `Options`.
+        **options: the fields of `Options`.
     """
     return _gather(phi_k, v, Options(**options), shift)
 

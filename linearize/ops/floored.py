@@ -43,7 +43,7 @@ def floored_attention(
         v: [B, K, T, V].
         floor: the smallest denominators.
         op: sums up the weighted values, bidirectionally or causally.
-        **options: as for every op, see `linearize.ops.state.Options`; `initial_state` is what this op returned.
+        **options: the fields of `linearize.ops.state.Options`; an `initial_state` comes from this op.
     """
     state, scale = options.get("initial_state"), options.get("log_scale")
     before: tuple[State | None, State | None] = (None, None)

@@ -83,7 +83,7 @@ def naive_attention(
         phi_k: [B, K, T, F], K divides H.
         v: [B, K, T, V].
         causal: whether query i sees keys up to its own position only.
-        **options: as for every op, see `linearize.ops.state.Options`.
+        **options: the fields of `linearize.ops.state.Options`.
 
     Returns:
         Output [B, H, T, V] in `v`'s dtype and the `State` after the last token.

@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 class LinearOptions(TypedDict, total=False):
-    """The keyword arguments of every linear attention op; see `Options`."""
+    """The keyword arguments of every linear attention op; `Options` describes them."""
 
     key_padding_mask: Tensor | None
     log_scale: Tensor | None

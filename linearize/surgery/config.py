@@ -21,7 +21,7 @@ class ConversionConfig:
             denominator (see `linearize.ops.window`); None: none. Single layers take it among their arguments.
         sinks: first tokens that get softmax's weights too (attention sinks).
         exact_keys: keys per head, outside the window, that get softmax's weights too: those with the largest learned
-            scale (see `linearize.ops.exact_keys`).
+            scale (see `linearize.ops.window_causal`).
         scale: learned log-scales of queries and keys: "none", "linear" or "network"; None: linear with a window, else
             none (see `linearize.attention.scale`).
         softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.

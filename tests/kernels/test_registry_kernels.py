@@ -142,7 +142,7 @@ def test_weights_are_what_the_facts_say(info, arguments, direction):
         assert (weights.sum(-1).abs() <= 1 + 1e-4).all()
         assert (weights.abs().sum(-1) <= 1 / mixer.floor + 1e-4).all()
     elif info.normalized:
-        # A padded query's row is nobody's: padding is mapped as zeros are, and some maps have no feature for those.
+        # Rows of padded queries do not matter: padding is mapped like zeros, and some maps have no feature for those.
         sums = weights.sum(-1).transpose(1, 2)[mask]
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-4, atol=1e-4)
     if mixer.positive:
@@ -154,7 +154,7 @@ def test_weights_are_what_the_facts_say(info, arguments, direction):
 def gradients(out, mixer, inputs):
     weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
     leaves = [*inputs, *mixer.parameters()]
-    # Every parameter is used; but of an untied query map, a positive factor cancels, and what is behind it is idle.
+    # Every parameter is used, except those of a positive factor of a separate query map, which cancels.
     idle = not getattr(mixer.config, "tied", True)
     return torch.autograd.grad((out * weights).sum(), leaves, allow_unused=idle, materialize_grads=idle)
 
@@ -262,7 +262,7 @@ def test_one_token_alone_has_the_features_that_it_has_in_a_batch(info, arguments
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 def test_decoding_in_place_equals_the_plain_step(info, arguments):
-    """The cache's way, which writes into the state's own memory, beside the way that has a gradient."""
+    """Decoding in the state's memory equals decoding with a gradient."""
     if not info.causal:
         pytest.skip("bidirectional only")
     mixer = make_mixer(info, arguments, causal=True)

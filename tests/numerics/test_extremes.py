@@ -1,4 +1,4 @@
-"""Every kernel at sizes and numbers that nobody tried: natively and in PyTorch, forward, backward, decoding."""
+"""Every kernel at unusual sizes and numbers: natively and in PyTorch, forward, backward, decoding."""
 
 from __future__ import annotations
 

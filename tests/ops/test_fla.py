@@ -1,4 +1,4 @@
-"""The causal op through flash-linear-attention: what we ask of its kernel and make of its answer, held against naive.
+"""The causal op through flash-linear-attention: its inputs and our use of its output, compared with the naive op.
 
 Without a GPU a stand-in takes the kernel's place: a loop over tokens that does what its documentation says.
 """

@@ -77,7 +77,7 @@ def test_pieces_and_steps_equal_the_whole(scaled):
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state.kv, wanted.kv, rtol=1e-4, atol=1e-5)
     assert state.kv.shape == (2, 2, 6, 5 + 2)
-    # Padding at the end changes nothing of what is before it.
+    # Padding at the end changes nothing before it.
     late = mask.clone()
     late[:, 60:] = False
     one, _ = floored_attention(phi_q, phi_k, v, key_padding_mask=late, log_scale=scale, **options)

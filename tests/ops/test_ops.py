@@ -97,7 +97,7 @@ def test_half_inputs_are_summed_in_fp32(name, dtype):
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_a_backward_inside_autocast_is_the_one_outside(scaled):
-    """The alignment of blocks takes gradients while the teacher's pass goes on."""
+    """The blockwise alignment computes gradients during the teacher's pass."""
     found = []
     for enabled in (False, True):
         phi_q, phi_k, v, scale, _ = make(100, scaled=scaled)
