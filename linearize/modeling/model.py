@@ -244,13 +244,6 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     register_interface()
     root = model.base_model
     _prepare(model, root)
-    try:
-        use_implementations(model, plan, implementation(model.config))
-    except AttributeError:
-        raise CheckpointError(
-            f"the plan names an attention that {type(model).__name__} does not have; config.json and the architecture "
-            "do not belong together"
-        ) from None
     for layer in plan.layers:
         try:
             host = root.get_submodule(layer.module)
@@ -274,6 +267,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         if hasattr(host, "linear_attention"):
             continue
         _attach_kernel(host, layer, plan)
+    use_implementations(model, plan, implementation(model.config))
     causal = any(layer.shape.causal for layer in plan.converted)
     if plan.base_model_type not in REDIRECTED:
         root.register_forward_pre_hook(functools.partial(find_documents, causal=causal), with_kwargs=True)

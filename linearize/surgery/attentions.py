@@ -23,70 +23,62 @@ LOCAL_KEPT = "local attention (sliding window or chunks), linear already"
 
 
 def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], local_as_full: bool) -> list[LayerPlan]:
-    """List the attentions that trial runs called, not decided yet, and numbered if they can be converted.
+    """List the attentions that trial runs called, one per module, with numbers if they can be converted.
 
     Args:
         model: the model.
         runs: its trial runs.
-        calls: what they called.
+        calls: the calls in order.
         local_as_full: whether layers with a sliding window or chunks can be converted.
+
+    Returns:
+        The layers without a kernel, in the order of their first calls.
     """
-    return _keep_parts(model, _called(model, calls, local_as_full), runs)
-
-
-def _called(model: PreTrainedModel, calls: list[Call], local_as_full: bool) -> list[LayerPlan]:
-    """Turn calls into undecided layers, one per module, numbered where they can be converted."""
-    root = model.base_model
-    names: dict[nn.Module, str] = {module: name for name, module in root.named_modules()}
-    layers: list[LayerPlan] = []
-    seen: set[int] = set()
-    count = 0
-    times = Counter(id(call.module) for call in calls)
+    names: dict[nn.Module, str] = {module: name for name, module in model.base_model.named_modules()}
+    first: dict[nn.Module, Call] = {}
+    for call in calls:
+        if call.module in names:
+            first.setdefault(call.module, call)
+    times = Counter(call.module for call in calls)
+    reasons = {module: _why_kept(call, names[module], local_as_full) for module, call in first.items()}
     # A cache keeps the keys of layers that stay softmax, and BLT's global layers have the numbers of its local ones.
     kept = {
-        getattr(call.module, "layer_idx", None)
-        for call in calls
-        if call.query[2] == call.key[2] and call.module in names
-        if (reason := _why_kept(call, names[call.module], local_as_full)) and reason != CROSS
+        getattr(module, "layer_idx", None)
+        for module, call in first.items()
+        if reasons[module] not in ("", CROSS) and call.query[2] == call.key[2]
     }
-    for call in calls:
-        if id(call.module) in seen or call.module not in names:
-            continue
-        seen.add(id(call.module))
-        local = local_as_full and call.mask == "local"
-        reason = _why_kept(call, names[call.module], local_as_full)
-        shape = HeadShape(
-            call.query[1], call.key[1], call.query[3], call.value[3], call.mask == "causal" or call.is_causal
-        )
-        if call.mask == "bidirectional":
-            shape = dataclasses.replace(shape, causal=False)
-        cache_index = getattr(call.module, "layer_idx", None)
-        if cache_index is not None and (cache_index < 0 or times[id(call.module)] > 1):
-            # One running state serves one call per token: if an attention runs more often, its keys are kept.
+    layers = []
+    for module, call in first.items():
+        cache_index = getattr(module, "layer_idx", None)
+        # One running state serves one call per token: if an attention runs more often, its keys are kept.
+        if cache_index in kept or times[module] > 1 or _shares_keys(module) or (cache_index or 0) < 0:
             cache_index = None
-        if _shares_keys(call.module) or cache_index in kept:
-            cache_index = None
-        layers.append(
-            LayerPlan(
-                module=names[call.module],
-                index=None if reason else count,
-                kernel=SOFTMAX,
-                shape=shape,
-                reason=reason,
-                cache_index=cache_index,
-                host=(*_host(call, shape, cache_index), *((LOCAL,) if local else ())),
-            )
-        )
-        count += not reason
-    return layers
+        layers.append(_undecided(call, names[module], reasons[module], cache_index, local_as_full))
+    return _numbered(_keep_parts(model, layers, runs))
+
+
+def _undecided(call: Call, name: str, reason: str, cache_index: int | None, local_as_full: bool) -> LayerPlan:
+    causal = call.mask != "bidirectional" and (call.mask == "causal" or call.is_causal)
+    shape = HeadShape(call.query[1], call.key[1], call.query[3], call.value[3], causal)
+    local = (LOCAL,) if local_as_full and call.mask == "local" else ()
+    host = (*_host(call, shape, cache_index), *local)
+    # The number says for now that it can be converted.
+    index = None if reason else 0
+    return LayerPlan(name, index, SOFTMAX, shape, reason=reason, cache_index=cache_index, host=host)
+
+
+def _numbered(layers: list[LayerPlan]) -> list[LayerPlan]:
+    numbers = itertools.count()
+    return [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
 
 
 def _keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run]) -> list[LayerPlan]:
-    """Keep the layers of parts, run separately, that would compute something else: the other parts are converted."""
-    for run in (run for run in runs if run.module is not model):
-        inside = {name for name, module in model.base_model.named_modules() if module in set(run.module.modules())}
-        chosen = [dataclasses.replace(layer, kernel=_ANY) if layer.index is not None else layer for layer in layers]
-        if not any(layer.converted and layer.module in inside for layer in chosen):
+    """Keep softmax in parts, run separately, that would compute something else; the other parts are converted."""
+    for run in runs:
+        modules = set(run.module.modules())
+        inside = {name for name, module in model.base_model.named_modules() if module in modules}
+        chosen = [layer if layer.index is None else dataclasses.replace(layer, kernel=_ANY) for layer in layers]
+        if run.module is model or not any(layer.converted and layer.module in inside for layer in chosen):
             continue
         if why := why_part_differs(model, Plan("", model.config.model_type, tuple(chosen)), run):
             layers = [
@@ -95,8 +87,7 @@ def _keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run]
                 else layer
                 for layer in layers
             ]
-    numbers = itertools.count()
-    return [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
+    return layers
 
 
 _ANY = "any"

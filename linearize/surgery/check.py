@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed, register_interface
 from linearize.attention.mixer import IMPLEMENTATION
-from linearize.errors import UnsupportedModelError, first_line
+from linearize.errors import UnsupportedModelError
 from linearize.modeling.compat import implementation_of, set_implementation
 from linearize.modeling.implementations import use_implementations
 from linearize.modeling.modes import evaluating
@@ -66,19 +66,22 @@ def record(
     runs: list[Run] = []
     with contextlib.suppress(UnsupportedModelError):
         runs = trial_runs(model, inputs)[0]
-    found = []
-    for module, given in runs:
-        batch = _cut(given, longest)
-        padded = _with_padding(module, batch) if inputs is None else None
-        for one in (padded, batch):
-            if one is None or not (outputs := _try_outputs(module, one)):
-                continue
-            known = _without_those_of_padding(module, one, outputs) if one is padded else outputs
-            found.append(Recorded(module, one, known))
-            # Outputs that come from a padding token are compared on rows without padding.
-            if all(output is not None for output in known):
-                break
-    return found
+    return [recorded for run in runs for recorded in _record(run, longest, padded=inputs is None)]
+
+
+def _record(run: Run, longest: int | None = None, padded: bool = True) -> list[Recorded]:
+    batch = _cut(run.inputs, longest)
+    with_padding = _with_padding(run.module, batch) if padded else None
+    recorded = []
+    for inputs in (with_padding, batch):
+        if inputs is None or not (outputs := _try_outputs(run.module, inputs)):
+            continue
+        known = _without_those_of_padding(run.module, inputs, outputs) if inputs is with_padding else outputs
+        recorded.append(Recorded(run.module, inputs, known))
+        # Outputs that come from a padding token are compared on rows without padding.
+        if all(output is not None for output in known):
+            break
+    return recorded
 
 
 def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: list[Tensor]) -> list[Tensor | None]:
@@ -125,7 +128,11 @@ def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
     # An observer that returns nothing leaves softmax's output.
     with observed(model, lambda *call: None):
         for one in recorded:
-            _check(one)
+            if why := _why_differs(one):
+                raise UnsupportedModelError(
+                    f"{type(one.module).__name__.removeprefix('Linearized')} {why}, so it is not converted; load it "
+                    "again, as this object has been changed"
+                )
 
 
 def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
@@ -136,15 +143,9 @@ def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
         plan: converts every attention that can be.
         run: a run of the part.
     """
-    before = _try_outputs(run.module, run.inputs)
+    recorded = _record(run)
     with _as_converted(model, plan):
-        try:
-            _compare(Recorded(run.module, run.inputs, before), _outputs(run.module, run.inputs))
-        except UnsupportedModelError as error:
-            return str(error)
-        except Exception as error:
-            return f"does not run with the masks of linear attention ({type(error).__name__}: {first_line(error)})"
-    return ""
+        return next((why for one in recorded if (why := _why_differs(one))), "")
 
 
 @contextlib.contextmanager
@@ -179,40 +180,25 @@ def why_not_built(model: PreTrainedModel) -> str:
     return ""
 
 
-def _check(recorded: Recorded) -> None:
-    name = type(recorded.module).__name__.removeprefix("Linearized")
-    advice = "so it is not converted; load it again, as this object has been changed"
+def _why_differs(recorded: Recorded) -> str:
+    """Return how a model's outputs differ from the recorded ones by more than rounding; empty if they do not."""
+    module, batch, before = recorded
+    masked = "once its attention goes through linear attention's masks"
     try:
-        after = _outputs(recorded.module, recorded.batch)
+        after = _outputs(module, batch)
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} does not run any more once its attention goes through linear attention's masks "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}), {advice}"
-        ) from error
-    try:
-        _compare(recorded, after)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} {error}, {advice}") from None
-
-
-def _compare(recorded: Recorded, after: Sequence[Tensor]) -> None:
-    """Compare outputs with those of the original.
-
-    Raises:
-        UnsupportedModelError: if they differ by more than rounding.
-    """
-    _, batch, before = recorded
+        return f"does not run any more {masked} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     masks = [x for key, x in batch.items() if key.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2]
     for old, new in zip(before, after, strict=False):
         if old is None:
             continue
         difference, allowed = _difference(old, new, masks), TOLERANCE.get(old.dtype, 5e-2)
         if not difference <= allowed:
-            raise UnsupportedModelError(
-                "computes something else once its attention goes through linear attention's masks (with softmax in "
-                f"place of the kernels its outputs differ by {difference:.2g} of the largest, expected at most "
-                f"{allowed:g})"
+            return (
+                f"computes something else {masked} (with softmax in place of the kernels its outputs differ by "
+                f"{difference:.2g} of the largest, expected at most {allowed:g})"
             )
+    return ""
 
 
 def _cut(inputs: Inputs, longest: int | None) -> Inputs:

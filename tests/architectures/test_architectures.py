@@ -78,6 +78,19 @@ def test_every_attention_stands_in_the_plan(name, kind, why):
     assert linearize.Plan.from_dict(plan.to_dict()) == plan
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("pix2struct", "encoder.encoder.layer.0.attention"),
+        ("xcodec2", "acoustic_decoder.layers.0.self_attn"),
+        ("deformable_detr", "decoder.layers.0.self_attn"),
+    ],
+)
+def test_made_up_inputs_reach_attentions(name, module):
+    plan = linearize.plan(build(f"{name}.modeling_{name}"))
+    assert module in {layer.module for layer in plan.converted}
+
+
 def test_a_host_with_a_generation_of_its_own():
     text = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "head_dim": 8, "global_head_dim": 8}
     config = tiny_config(

@@ -248,7 +248,7 @@ def test_a_file_that_is_cut_off(verb, length, file, tmp_path, capsys):
     cut.write_bytes(file.read_bytes()[:length])
     more = {"convert": ["--output", tmp_path / "out"], "finetune": ["--task", "sst2", "--output", tmp_path / "out"]}
     error = refused(capsys, tmp_path, verb, cut, *more.get(verb, []))
-    assert "'" + str(cut) + "' is not a complete GGUF file: it is cut off or damaged (" in error and "download it" in error
+    assert f"'{cut}' is not a complete GGUF file: it is cut off or damaged (" in error and "download it" in error
 
 
 def test_a_file_without_some_of_its_tensors(model, tmp_path, capsys):
