@@ -1,53 +1,65 @@
-"""Options of the command line, made from configs: names, types, defaults and help stand there alone."""
+"""Options of the command line: made from the jobs' configs, and read from a file with `--config`.
+
+Names, types, defaults and help texts are defined in the configs alone.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 
+from linearize.errors import ConfigError
+from linearize.from_yaml import convert, kind_of
 from linearize.options import Option, make, options_of
+from linearize.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
 LAST = "output"
 """The title of the group that help shows last."""
+FLAG = "--config"
+NEVER = ("help", "json", "config")
+"""Options that a file cannot hold."""
+EXAMPLES = (
+    *("distill_steps: 500", "epochs: 3", "steps: 500", "lengths: [512, 4096]", "device: cpu", "output: made"),
+    *("private: true", "build: true", "model: gpt2", "format: csv", "new: mine.yaml"),
+)
+"""Lines of a file, for the help: each verb shows the first one that it has an option for."""
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argparse._ActionsContainer]:
-    """Declare the options of a config, and return the groups that they stand in by title.
+    """Declare the options of a config, and return their groups by title.
 
-    What is not given stays out of the parsed values, so that the config's default holds.
+    Options that are not given are missing from the parsed values, so that the config's defaults apply.
     """
     options = options_of(config).values()
     groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
-    for title in sorted({one.group: None for one in options if one.group}, key=lambda title: title == LAST):
+    for title in sorted({option.group: None for option in options if option.group}, key=lambda title: title == LAST):
         groups[title] = parser.add_argument_group(title)
-    for one in options:
-        _add(groups[one.group], one)
+    for option in options:
+        _add(groups[option.group], option)
     return {title: group for title, group in groups.items() if title is not None}
 
 
-def _add(parser: argparse._ActionsContainer, one: Option) -> None:
-    metadata = one.metadata
-    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": one.help.replace("%", "%%")}
+def _add(parser: argparse._ActionsContainer, option: Option) -> None:
+    metadata = option.metadata
+    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
+    how |= {key: metadata[key] for key in ("nargs", "const", "metavar") if key in metadata}
     if metadata.get("positional"):
-        optional = {} if one.required else {"nargs": "?"}
-        how |= optional | {key: metadata[key] for key in ("nargs", "metavar") if key in metadata}
-        parser.add_argument(one.name, **how)
+        parser.add_argument(option.name, **({} if option.required else {"nargs": "?"}) | how)
         return
-    how["dest"] = one.name
-    if one.kind is bool:
-        how["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
+    if option.kind is bool:
+        how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
     else:
-        how["metavar"] = metadata.get("metavar", METAVARS.get(one.kind, "NAME"))
-        how["required"] = one.required
-        how |= {key: metadata[key] for key in ("nargs", "const") if key in metadata}
-        if one.kind in METAVARS:
-            how["type"] = one.kind
+        how = {"metavar": METAVARS.get(option.kind, "NAME"), "required": option.required} | how
+        if option.kind in METAVARS:
+            how["type"] = option.kind
         if metadata.get("repeat"):
             how["action"] = "append"
-    parser.add_argument(f"--{one.name.replace('_', '-')}", **how)
+    parser.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, **how)
 
 
 def add_json(parser: argparse._ActionsContainer, help: str = "print the result as JSON on stdout") -> None:
@@ -55,19 +67,10 @@ def add_json(parser: argparse._ActionsContainer, help: str = "print the result a
     parser.add_argument("--json", action="store_true", help=help)
 
 
-def as_words(options: Mapping[str, object]) -> list[str]:
-    """Return options by name as the words of a command line."""
-    words: list[str] = []
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is not False and value is not None:
-            words += [flag] if value is True else [flag, str(value)]
-    return words
-
-
-def given_options(values: dict[str, object], config: type) -> dict[str, object]:
-    """Return the options of a config that are among parsed values."""
-    return {name: values[name] for name in options_of(config) if name in values}
+def add_dry_run(parser: argparse._ActionsContainer) -> None:
+    """Declare `--dry-run` of a verb that trains."""
+    text = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
 
 
 def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
@@ -76,4 +79,116 @@ def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
     Raises:
         ConfigError: for a value that is not allowed.
     """
-    return make(config, given_options(vars(args), config))
+    values = vars(args)
+    return make(config, {name: values[name] for name in options_of(config) if name in values})
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """Declare `--config`, if the verb has options that a file could hold."""
+    names = {action.dest for action in parser._actions if action.option_strings} - set(NEVER)
+    if names:
+        example = example_for(names)
+        such_as = f", such as the line `{example}`" if example else ""
+        text = f"options from a YAML file{such_as}; options of the command line take precedence"
+        parser.add_argument(FLAG, metavar="FILE", help=text)
+
+
+def example_for(names: Collection[str]) -> str | None:
+    """Return a line of a file with one of these options."""
+    return next((line for line in EXAMPLES if line.partition(":")[0] in names), None)
+
+
+def config_file(words: list[str]) -> str | None:
+    """Return the file that a line names with `--config`, before the line is parsed."""
+    before = words[: words.index("--")] if "--" in words else words
+    for place, word in enumerate(before):
+        name, equals, value = word.partition("=")
+        if name == FLAG:
+            return value if equals else next(iter(before[place + 1 :]), None)
+    return None
+
+
+def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object]:
+    """Read a verb's options from a file, as its parser would return them.
+
+    Keys are the names of options and of positional arguments (model ...), with dashes or underscores. A list stands for
+    words with commas between them, a mapping for NAME=VALUE, and null for the default.
+
+    Raises:
+        ConfigError: if the file cannot be read, or for an unknown key or a value of the wrong type; names the key.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{FLAG}: got {file!r}, expected a YAML file of options")
+    try:
+        values = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{FLAG}: {file!r} cannot be read as YAML ({error}); correct the file") from error
+    if not isinstance(values, Mapping | None):
+        raise ConfigError(f"{FLAG}: {file!r} holds {kind_of(values)}, expected options such as kernel: elu")
+    known = {action.dest: action for action in parser._actions if action.dest not in NEVER}
+    options: dict[str, object] = {}
+    for key, value in (values or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{FLAG} {file}: unknown option {str(key)!r}.{hint} See: {parser.prog} --help")
+        if name in options:
+            raise ConfigError(f"{FLAG} {file}: {name} is given twice; give it once")
+        if value is not None:
+            options[name] = _value(known[name], value, f"{FLAG} {file}, {name}")
+    return options
+
+
+def _value(action: argparse.Action, value: object, where: str) -> object:
+    """Return a value as argparse would return it."""
+    if action.nargs == 0:
+        return convert(bool, value, where)
+    if value is True and action.const is not None:
+        return action.const
+    if isinstance(action, argparse._AppendAction) or action.nargs in ("+", "*"):
+        return [_word(action, part, where) for part in _parts(value)]
+    return _word(action, value, where)
+
+
+def _word(action: argparse.Action, value: object, where: str) -> object:
+    if action.type in (int, float):
+        return convert(action.type, value, where)
+    if isinstance(value, list | Mapping):
+        return ",".join(str(_word(action, part, where)) for part in _parts(value))
+    if isinstance(value, bool):
+        # YAML reads the words no and yes as booleans.
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, int | float) else convert(str, value, where)
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        items = {key: str(item).lower() if isinstance(item, bool) else item for key, item in value.items()}
+        return [f"{key}={item}" for key, item in items.items()]
+    return value if isinstance(value, list) else [value]
+
+
+def parse_with_file(
+    parser: argparse.ArgumentParser, words: list[str], values: Mapping[str, object]
+) -> argparse.Namespace:
+    """Parse a line; its options take precedence over those of a file, and those over the defaults.
+
+    Args:
+        parser: a verb's parser; it can be used once only.
+        words: the line.
+        values: options from the file.
+    """
+    defaults = {action.dest: action.default for action in parser._actions}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+        if action.dest in values:
+            action.required = False
+            if not action.option_strings:
+                action.nargs = "*" if action.nargs in ("+", "*") else "?"
+    parsed = parser.parse_intermixed_args(words)
+    for name, value in {**defaults, **values}.items():
+        if value is not argparse.SUPPRESS and not hasattr(parsed, name):
+            setattr(parsed, name, value)
+    return parsed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import json
 import math
 import os
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
@@ -29,12 +28,11 @@ from linearize.parsing import finite
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import ConsoleOptions, JustifyMethod, RenderableType
+    from rich.console import ConsoleOptions, RenderableType
     from rich.progress import TaskID
 
-    from linearize.alignment.loop import AlignResult, AlignStep
+    from linearize.alignment.loop import AlignStep
     from linearize.distillation.loop import StepReport
-    from linearize.fidelity.measure import Fidelity
     from linearize.finetune.watch import TuneStep
     from linearize.kernel_search.result import SearchStep
     from linearize.modeling.plan import LayerPlan, Plan
@@ -43,27 +41,27 @@ if TYPE_CHECKING:
 
 
 class Screen(Console):
-    """A console on which names and metadata cannot steer the terminal; knows when it last said something."""
+    """A console whose terminal names and metadata cannot steer; it knows when it last printed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.spoke = time.monotonic()
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Render as rich does, without control characters in the text; rich's own styles come later."""
+        """Render as rich does, without control characters in the text; rich adds its own styles later."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def print(self, *objects: object, **options: Any) -> None:
-        """Print as rich does."""
-        super().print(*objects, **options)
+        """Print as rich does; text in brackets is no markup."""
+        super().print(*objects, **{"markup": False} | options)
         self.spoke = time.monotonic()
 
 
 def console(*, to_stderr: bool = False) -> Screen:
     """Return a console that honours NO_COLOR, COLUMNS and the terminal's width; 120 columns without any of these.
 
-    Of several processes one speaks.
+    Only the main process prints.
     """
     stream = sys.stderr if to_stderr else sys.stdout
     known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
@@ -77,7 +75,7 @@ EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
 class Heartbeat:
     """Says in a log, after some silence, what is still being done, less and less often; use as a context.
 
-    A terminal has bars and signs instead.
+    A terminal has progress bars instead.
     """
 
     def __init__(self, out: Screen, what: str) -> None:
@@ -104,8 +102,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._over.wait(max(0.0, self.out.spoke + self._silence() - time.monotonic())):
             if time.monotonic() - self.out.spoke >= self._silence():
-                seconds = time.monotonic() - self.start
-                self.out.print(f"... {self.what} ({seconds:.0f} s so far)", markup=False, soft_wrap=True)
+                self.out.print(f"... {self.what} ({time.monotonic() - self.start:.0f} s so far)", soft_wrap=True)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -114,9 +111,9 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Have Ctrl-C in the block say what was kept and how to go on, unless the work says so itself; `main` prints it.
+    """Let Ctrl-C in the block say what was kept and how to continue; `main` prints it.
 
-    Of blocks in each other the outer one has the last word: it knows of what was done before.
+    A message of the work itself takes precedence. Of nested blocks the outer one decides: it knows the whole work.
     """
     try:
         yield
@@ -126,70 +123,74 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
         raise Interrupted(str(interrupt) or kept()) from None
 
 
+@contextlib.contextmanager
+def at_work(out: Screen, what: str, kept: Callable[[], str]) -> Iterator[tuple[StepProgress, Heartbeat]]:
+    """Give the progress bar and the heartbeat of long work; `kept` as in `on_interrupt`."""
+    progress = StepProgress(out)
+    try:
+        with Heartbeat(out, what) as beat, on_interrupt(kept):
+            yield progress, beat
+    finally:
+        progress.stop()
+
+
 def print_json(data: object) -> None:
-    """Print one JSON document, of several processes once; NaN and infinity become null, as JSON has neither."""
+    """Print one JSON document, from the main process only; NaN and infinity, which JSON lacks, become null."""
     if is_main():
         print(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
 class WholeWords:
-    """A table whose columns are as wide as their longest word; where they do not fit, one line per cell.
+    """A table whose columns are as wide as their longest word; if they do not fit, a list with one line per cell.
 
     Args:
-        columns: what stands above.
+        columns: the headings.
         rows: texts, never markup.
-        right: numbers of the columns that are set to the right.
+        right: numbers of the right-aligned columns.
     """
 
     BORDER = 3
-    """Columns of the terminal that a column's border and padding take; the table itself takes one more."""
+    """Characters of a column's border and padding; the table itself takes one more."""
 
     def __init__(self, columns: list[str], rows: list[list[str]], right: tuple[int, ...]) -> None:
         self.columns, self.rows, self.right = columns, rows, right
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Choose by the width that there is."""
+        """Choose by the available width."""
         columns = [[name, *(row[at] for row in self.rows)] for at, name in enumerate(self.columns)]
-        least = [self._longest(word for text in texts for word in text.split()) for texts in columns]
-        most = [self._longest(line for text in texts for line in text.splitlines()) for texts in columns]
+        least = [_longest(word for text in texts for word in text.split()) for texts in columns]
+        widths = [_longest(line for text in texts for line in text.splitlines()) for texts in columns]
         room = options.max_width - self.BORDER * len(columns) - 1
-        yield self._table(self._shares(least, most, room)) if sum(least) <= room else self._cells()
-
-    @staticmethod
-    def _shares(least: list[int], most: list[int], room: int) -> list[int]:
-        """Return each column's width: the widest that can give way does; rich would also ask those that cannot."""
-        widths = list(most)
+        if sum(least) > room:
+            yield from self._list()
+            return
         while sum(widths) > room:
+            # The widest column that can shrink; rich would also shrink those that cannot.
             widths[max((width, at) for at, width in enumerate(widths) if width > least[at])[1]] -= 1
-        return widths
-
-    def _table(self, widths: list[int]) -> Table:
-        made = Table(header_style="bold")
+        table = Table(header_style="bold")
         for at, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
-            justify: JustifyMethod = "right" if at in self.right else "left"
-            made.add_column(escape(name), justify=justify, overflow="fold", width=width)
+            justify = "right" if at in self.right else "left"
+            table.add_column(Text(name), justify=justify, overflow="fold", width=width)  # type: ignore[arg-type]
         for row in self.rows:
-            made.add_row(*map(escape, row))
-        return made
+            table.add_row(*map(Text, row))
+        yield table
 
-    @staticmethod
-    def _longest(texts: Iterable[str]) -> int:
-        return max(map(cell_len, texts), default=0)
-
-    def _cells(self) -> Group:
-        """The first cell of each row as a heading, and the others below it, name and value."""
-        lines = []
+    def _list(self) -> Iterator[Text]:
+        """The first cell of each row as a heading, then the others, name and value."""
         for first, *rest in self.rows:
-            lines.append(Text(f"{self.columns[0]} {first}".strip(), style="bold", overflow="fold"))
+            yield Text(f"{self.columns[0]} {first}".strip(), style="bold", overflow="fold")
             for name, text in zip(self.columns[1:], rest, strict=True):
                 if text:
-                    lines.append(Text(f"  {name}: {text}" if name else f"  {text}", overflow="fold"))
-        return Group(*lines)
+                    yield Text(f"  {name}: {text}" if name else f"  {text}", overflow="fold")
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
 
 
 def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, right: tuple[int, ...] = ()) -> Group:
     """Build a table; cells are text, never markup, and words stay whole."""
-    # A table's own title is wrapped to the table's width.
+    # A table's own title would wrap at the table's width.
     return Group(Text(title, style="bold"), WholeWords(columns, [[str(cell) for cell in row] for row in rows], right))
 
 
@@ -197,12 +198,7 @@ def plan_table(plan: Plan) -> Group:
     """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
     from linearize.surgery.plan import expectations
 
-    groups: list[list[LayerPlan]] = []
-    for layer in plan.layers:
-        if groups and _alike(groups[-1][-1]) == _alike(layer):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
+    groups = [list(layers) for _, layers in itertools.groupby(plan.layers, _alike)]
     rows = [
         [_span([layer.index for layer in group]), _folded([layer.module for layer in group]), *_alike(group[0])[:-1]]
         for group in groups
@@ -215,13 +211,14 @@ def plan_table(plan: Plan) -> Group:
 
 
 def _alike(layer: LayerPlan) -> tuple[str, ...]:
-    """Return what a plan's table says of a layer, and its module without numbers: layers with the same are one row."""
+    """Return what a plan's table says of a layer, and its module without numbers; equal layers share a row."""
     from linearize.modeling.plan import UNKNOWN
 
     shape = layer.shape
     known = shape != UNKNOWN
+    arguments = ", ".join(f"{name}={value}" for name, value in (layer.arguments | layer.hybrid.changed).items())
     return (
-        layer.kernel + _arguments(layer.arguments | layer.hybrid.changed),
+        f"{layer.kernel} ({arguments})" if arguments else layer.kernel,
         f"{shape.heads}/{shape.key_heads} x {shape.head_dim}" if known else "unknown",
         ("causal" if shape.causal else "both ways") if known else "unknown",
         layer.reason,
@@ -230,24 +227,18 @@ def _alike(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def _span(numbers: Sequence[int | None]) -> str:
-    known = [number for number in numbers if number is not None]
-    if not known:
-        return ""
-    return str(known[0]) if len(known) == 1 else f"{known[0]}-{known[-1]}"
+    known = [str(number) for number in numbers if number is not None]
+    return "-".join(dict.fromkeys([*known[:1], *known[-1:]]))
 
 
 def _folded(modules: Sequence[str]) -> str:
     """Name modules that differ in numbers only: `layer.0-5.self`."""
     parts = zip(*(re.split(r"(\d+)", module) for module in modules), strict=True)
-    return "".join(one[0] if len(set(one)) == 1 else f"{one[0]}-{one[-1]}" for one in parts)
-
-
-def _arguments(arguments: dict[str, object]) -> str:
-    return f" ({', '.join(f'{name}={value}' for name, value in arguments.items())})" if arguments else ""
+    return "".join(part[0] if len(set(part)) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 LARGE = 1e5
-"""Numbers from here on are written with three digits and an exponent, unless they are whole."""
+"""Larger numbers have three digits and an exponent, unless they are whole."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -259,49 +250,8 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:.{digits}f}"
 
 
-def fidelity_table(before: Fidelity, after: Fidelity) -> Group:
-    """Show how close each layer is to softmax, before and after stage one."""
-
-    def pair(name: str, one: Callable[[str], float | None], two: Callable[[str], float | None], digits: int = 3) -> str:
-        return f"{number(one(name), digits)} > {number(two(name), digits)}"
-
-    figures = ("kl", "total_variation", "negative_share", "output_error")
-    rows = []
-    for old, new in zip(before.layers, after.layers, strict=True):
-        rows.append(
-            [
-                old.module,
-                old.kernel,
-                *(pair(f, functools.partial(getattr, old), functools.partial(getattr, new)) for f in figures),
-            ]
-        )
-    rows.append(["mean", "", *(pair(f, before.mean, after.mean) for f in figures)])
-    columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
-    if after.mean("window_error") is not None:
-        # The control: what softmax has outside the window, and the error of the window alone.
-        for row, layer in zip(rows, after.layers, strict=False):
-            row += [number(layer.far_mass), number(layer.window_error)]
-        rows[-1] += [number(after.mean("far_mass")), number(after.mean("window_error"))]
-        columns += ["far mass", "window alone"]
-    title = f"Kernel against softmax, before > after stage one ({before.queries} held-out queries)"
-    return table(title, columns, rows, right=tuple(range(2, len(columns))))
-
-
-def closeness_table(result: AlignResult) -> Group:
-    """Show how close the whole model is to its teacher, before and after the alignment."""
-    before, after = result.before, result.after
-    rows = [[name, f"{old:.3f} > {after.layers[name]:.3f}"] for name, old in before.layers.items()]
-    rows = [[f"hidden state, {name}", "relative error", figure] for name, figure in rows]
-    rows.append(["pooled output", "cosine", f"{before.cosine:.4f} > {after.cosine:.4f}"])
-    if before.logits is not None:
-        rows.append(["logits", "divergence", f"{before.logits:.4f} > {after.logits:.4f}"])
-    kept = f"kept step {result.best_step}" if result.best_step else "nothing better than the start was found"
-    title = f"Whole model against its original, before > after {result.steps} steps of alignment ({kept})"
-    return table(title, ["what", "figure", "before > after"], rows, right=(2,))
-
-
 ROOMY = 90
-"""Columns of a terminal that has room for a bar and the layers' losses beside the count, the time and the loss."""
+"""Columns of a terminal with room for a bar and the layers' losses next to the count, the time and the loss."""
 
 
 class StepProgress:
@@ -337,18 +287,18 @@ class StepProgress:
 
     @staticmethod
     def stage(report: Report) -> str:
-        """Say which stage a step is of."""
+        """Return the stage of a step."""
         return f"{report.stage}, {report.phase}" if report.phase else report.stage
 
     @classmethod
     def where(cls, report: Report) -> str:
-        """Say where a stage stands, and how long it has to go."""
+        """Return a step's number and times."""
         stage = f"{cls.stage(report)}, " if report.phase else ""
         return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
 
     @classmethod
     def short(cls, report: Report) -> str:
-        """Say where it stands, and the loss."""
+        """Return a step's number, times and loss."""
         return f"{cls.where(report)}: loss {report.loss:.4f}"
 
     @classmethod
@@ -358,7 +308,7 @@ class StepProgress:
         return f"{cls.short(report)}{held_out}{layers}"
 
     def stop(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

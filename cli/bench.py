@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from linearize.bench.options import HOW, WHAT, BenchOptions
 from linearize.cli._backends import add_explain, explain_layers
-from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
+from linearize.cli.native import add_native, prepare_native
 from linearize.options import options_of
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from linearize.cli._backends import add_explain, explain_plan
-from linearize.cli._dry_run import add_dry_run, show_bill
-from linearize.cli._native import add_native, prepare_native
-from linearize.cli._options import add_json, add_options, take_options
-from linearize.cli._progress import show
+from linearize.cli._options import add_dry_run, add_json, add_options, take_options
+from linearize.cli._progress import show_bill, show_result, shown
+from linearize.cli.native import add_native, prepare_native
 from linearize.jobs.config import ConvertJob
 
 if TYPE_CHECKING:
@@ -33,9 +32,8 @@ EPILOG = """examples:
   linearize convert roberta-base --plan plan.yaml        # that plan again, perhaps edited
   linearize convert roberta-base --config mine.yaml --distill-steps 500    # a file of options, some of them changed
 
-Without --dataset, text models learn from a stated Hub data set or, offline, from the prose inside Python;
-vision models likewise or from two sample photographs. The choice is printed."""
-
+Without --dataset, text models learn from a data set on the Hub or, offline, from the prose inside Python, and vision
+models from a data set on the Hub or from two sample photographs. The choice is printed."""
 
 EXPLAINED_TOKENS = 512
 """Length of the inputs of --explain-backend without --max-length."""
@@ -55,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, or show the plan."""
-    from linearize.distillation.processes import is_main
+    """Convert, or show the plan and the bill."""
+    from linearize.cli._output import console
     from linearize.jobs.convert import convert_checkpoint
 
     job = take_options(args, ConvertJob)
+    # Wrong names are refused before the first slow step.
     if args.finetune:
-        # Everything that can be refused is refused before the first slow step.
         from linearize.finetune.tasks import task
 
         task(args.finetune)
@@ -74,21 +72,27 @@ def run(args: argparse.Namespace) -> int:
         if args.explain_backend:
             explain_plan(out, plan, job.max_length or EXPLAINED_TOKENS, job.device)
 
-    def prepare(out: Console, plan: Plan) -> None:
+    if args.dry_run:
+        prepare_native(args, job.device, None)
+        return show_bill(job, as_json=args.json, planned=explain)
+    # With --json stdout is for programs, and people read stderr.
+    out = console(to_stderr=args.json)
+
+    def prepare(plan: Plan) -> None:
         prepare_native(args, job.device, out)
         explain(out, plan)
 
-    if args.dry_run:
-        if args.no_native:
-            prepare_native(args, job.device, None)
-        return show_bill(job, as_json=args.json, planned=explain)
-    show(lambda on_event: convert_checkpoint(job, on_event), job.target(), as_json=args.json, planned=prepare)
+    with shown(out, job.target(), prepare) as on_event:
+        result = convert_checkpoint(job, on_event)
+    show_result(out, result, as_json=args.json)
     if args.finetune:
         from linearize.cli.finetune import tune_in_place
 
         tune_in_place(job, args.finetune, to_stderr=args.json)
-    if args.push_to_hub and is_main():
+    if args.push_to_hub:
         from linearize.cli.push import upload
+        from linearize.distillation.processes import is_main
 
-        upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
+        if is_main():
+            upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
+from linearize.cli._progress import show_training
+from linearize.cli.native import add_native, prepare_native
 from linearize.jobs.config import DemoJob
 
 if TYPE_CHECKING:
@@ -29,33 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
     from linearize.bench.rows import mebibytes
-    from linearize.cli._output import Heartbeat, StepProgress, console, on_interrupt, print_json, table
-    from linearize.cli._progress import show_training
+    from linearize.cli._output import at_work, console, print_json, table
     from linearize.demo import run_demo
     from linearize.jobs import events
 
     job = take_options(args, DemoJob)
     out = console(to_stderr=args.json)
-    progress = StepProgress(out)
-    beat = Heartbeat(out, "loading the model")
-    saved = False
-
-    def kept() -> str:
-        return f"the converted model lies in {job.output}" if saved else "nothing was written"
+    saved = []
 
     def on_event(event: Event) -> None:
-        nonlocal saved
-        saved = saved or isinstance(event, events.Saved)
+        if isinstance(event, events.Saved):
+            saved.append(event.output)
         if isinstance(event, events.Planned):
             prepare_native(args, "cpu", out)
         else:
             show_training(event, out, progress, beat)
 
-    try:
-        with beat, on_interrupt(kept):
-            result = run_demo(job, on_event)
-    finally:
-        progress.stop()
+    def kept() -> str:
+        return f"the converted model is in {job.output}" if saved else "nothing was written"
+
+    with at_work(out, "loading the model", kept) as (progress, beat):
+        result = run_demo(job, on_event)
     comparison = result.comparison
     rows = [
         ["softmax (SDPA)", f"{comparison.softmax_seconds:.2f}", mebibytes(comparison.softmax_bytes)],
@@ -63,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     title = f"One document of {comparison.tokens:,} tokens, whole model: {comparison.speedup:.1f} times faster"
     out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
-    out.print(f"The converted model lies in {job.output}.", markup=False)
+    out.print(f"The converted model is in {job.output}.")
     if args.json:
         print_json(result.to_dict())
     return 0

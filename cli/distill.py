@@ -1,12 +1,11 @@
-"""Go on with stage one on a converted checkpoint: more steps, other data, longer rows."""
+"""Continue stage one on a converted checkpoint: more steps, other data, longer rows."""
 
 from __future__ import annotations
 
 import argparse
 
-from linearize.cli._dry_run import add_dry_run, show_bill
-from linearize.cli._options import add_json, add_options, take_options
-from linearize.cli._progress import show
+from linearize.cli._options import add_dry_run, add_json, add_options, take_options
+from linearize.cli._progress import show_bill, show_result, shown
 from linearize.jobs.config import DistillJob
 
 EPILOG = """examples:
@@ -15,9 +14,9 @@ EPILOG = """examples:
   linearize distill ./bert-luna --feed student --loss output --distill-steps 300
   linearize distill ./bert-luna --distill-length 4096 --dry-run                # what it would cost, nothing written
 
-A model that is not converted yet: linearize convert MODEL, which does the same after converting it.
+For a model that is not converted yet, `linearize convert MODEL` does the same after converting it.
 
-several processes or machines, for this verb and `convert` (--batch-size is that of one process):
+several processes or machines, for this verb and `convert` (--batch-size is per process):
   accelerate config                                                # once: how many processes, on which devices
   accelerate launch --no_python linearize distill ./roberta-base-hedgehog --dataset reviews.jsonl
   accelerate launch --config_file fsdp.yaml --no_python linearize distill ./big-model-hedgehog --precision bf16
@@ -32,7 +31,7 @@ over the devices and gathered layer by layer; each process first loads it into i
 FSDP 1 is refused: it cannot leave the kernels out. accelerate starts FSDP on GPUs only; the spreading itself is tested
 on two CPU processes. `finetune` runs under FSDP too, `align` does not. DeepSpeed is not tested: its processes share the
 rows, but no weights are spread.
-Where one device is too small: --layers-at-a-time, --query-sample, --precision bf16, a smaller --batch-size."""
+If one device is too small: --layers-at-a-time, --query-sample, --precision bf16, a smaller --batch-size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Distil further."""
-    from linearize.jobs.distill import distill_checkpoint
+    from linearize.cli._output import console
+    from linearize.jobs.convert import distill_checkpoint
 
     job = take_options(args, DistillJob)
     if args.dry_run:
         return show_bill(job, as_json=args.json)
-    return show(lambda on_event: distill_checkpoint(job, on_event), job.target(), as_json=args.json)
+    out = console(to_stderr=args.json)
+    with shown(out, job.target()) as on_event:
+        result = distill_checkpoint(job, on_event)
+    show_result(out, result, as_json=args.json)
+    return 0

@@ -1,4 +1,4 @@
-"""Measure a checkpoint on a task; with --compare beside the original, each at its own length, and its chunks."""
+"""Measure a checkpoint on a task; with --compare also its original, at its own length and in chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPILOG = """examples:
 
 Each side reads as many tokens of a row as it takes (or was tuned with). Rows that the original has to cut are also read
 as chunks of that length, whose logits (of `similarity`: embeddings) are averaged. Differences are taken on the same
-rows, with a paired bootstrap interval: where 0 lies in it, the difference is within the noise."""
+rows, with a paired bootstrap interval; if 0 is in it, the difference is within the noise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,49 +51,51 @@ def run(args: argparse.Namespace) -> int:
             beat.what = event.what
 
     with beat:
-        found = evaluate_checkpoint(job, on_event)
+        result = evaluate_checkpoint(job, on_event)
     if args.json:
-        print_json(asdict(found))
+        print_json(asdict(result))
         return 0
-    out.print(f"Data: {found.data}", markup=False)
-    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.facts.items())
+    out.print(f"Data: {result.data}")
+    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.facts.items())
     title = f"{job.model} on {job.task.name}{f' ({facts})' if facts else ''}"
-    print_alone(out, title, found, job.task) if len(found.sides) == 1 else print_compared(out, title, found, job.task)
+    print_alone(out, title, result, job.task) if len(result.sides) == 1 else print_compared(
+        out, title, result, job.task
+    )
     return 0
 
 
-def print_alone(out: Console, title: str, found: Evaluation, task: Task) -> None:
+def print_alone(out: Console, title: str, result: Evaluation, task: Task) -> None:
     """Print what one model reaches."""
     from linearize.cli._output import number, table
 
-    rows = [[name, number(value, 4)] for name, value in found.figures.items()]
-    rows.append([f"score ({', '.join(task.score)})", percent(found.score, task)])
-    rows.append(["95 % interval", between(found.interval, task)])
-    if found.chance is not None:
-        rows.append(["chance", percent(found.chance, task)])
+    rows = [[name, number(value, 4)] for name, value in result.figures.items()]
+    rows.append([f"score ({', '.join(task.score)})", percent(result.score, task)])
+    rows.append(["95 % interval", between(result.interval, task)])
+    if result.chance is not None:
+        rows.append(["chance", percent(result.chance, task)])
     out.print(table(title, ["metric", "this model"], rows, right=(1,)))
-    print_positions(out, found)
-    for line in found.notes:
-        out.print(line, markup=False)
+    print_positions(out, result)
+    for line in result.notes:
+        out.print(line)
 
 
-def print_compared(out: Console, title: str, found: Evaluation, task: Task) -> None:
-    """Print a model beside its original, and what the differences are worth."""
-    out.print(sides_table(title, found.sides, task, found.times, chance=found.chance))
-    print_positions(out, found)
-    times = [] if found.times is None else [found.times.text]
-    for line in [*found.notes, *(one.sentence for one in found.differences), *times]:
-        out.print(line, markup=False)
-    if found.recovered is not None:
-        above = "" if found.chance is None else " above chance"
-        out.print(f"{found.recovered:.1f} % of the original's score{above} is recovered.", markup=False)
+def print_compared(out: Console, title: str, result: Evaluation, task: Task) -> None:
+    """Print a model and its original, and what the differences are worth."""
+    out.print(sides_table(title, result.sides, task, result.times, chance=result.chance))
+    print_positions(out, result)
+    times = [] if result.times is None else [result.times.text]
+    for line in [*result.notes, *(one.sentence for one in result.differences), *times]:
+        out.print(line)
+    if result.recovered is not None:
+        above = "" if result.chance is None else " above chance"
+        out.print(f"{result.recovered:.1f} % of the original's score{above} is recovered.")
 
 
-def print_positions(out: Console, found: Evaluation) -> None:
+def print_positions(out: Console, result: Evaluation) -> None:
     """Print the loss by position, where there is more than one range of them."""
     from linearize.cli._output import table
 
-    by_side = [{one.first: one for one in side.by_position} for side in found.sides]
+    by_side = [{one.first: one for one in side.by_position} for side in result.sides]
     firsts = sorted(set().union(*by_side))
     if len(firsts) < 2:
         return
@@ -102,7 +104,7 @@ def print_positions(out: Console, found: Evaluation) -> None:
         there = [losses.get(first) for losses in by_side]
         last = max(one.last for one in there if one is not None)
         rows.append([f"{first:,} to {last:,}", *("-" if one is None else f"{one.nll:.4f}" for one in there)])
-    columns = ["tokens before", *(side.name for side in found.sides)]
+    columns = ["tokens before", *(side.name for side in result.sides)]
     title = "Loss by how many tokens stand before (nats per token)"
     out.print(table(title, columns, rows, right=tuple(range(1, len(columns)))))
 

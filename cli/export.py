@@ -1,4 +1,4 @@
-"""Write a converted checkpoint as ONNX with sizes left open, and hold it against PyTorch in onnxruntime."""
+"""Write a converted checkpoint as ONNX with dynamic sizes, and compare it with PyTorch in onnxruntime."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from linearize.cli._options import add_json, add_options, take_options
 from linearize.jobs.config import ExportJob
 
 if TYPE_CHECKING:
-    from linearize.bench.timing import Timing
     from linearize.export.timing import Timed
     from linearize.jobs.events import Event
 
 EPILOG = """examples:
   linearize export ./roberta-base-hedgehog --format onnx --output roberta-onnx
   linearize export ./gpt2-hedgehog --output gpt2-onnx --last-logits
-  linearize export ./gpt2-hedgehog --output gpt2-onnx --time 128,1024   # beside PyTorch, native op on and off
+  linearize export ./gpt2-hedgehog --output gpt2-onnx --time 128,1024   # and PyTorch, native op on and off
 
-Of an encoder or an image model there is one graph, model.onnx. A model that writes has two: model.onnx reads prompts
+An encoder or an image model becomes one graph, model.onnx. A causal model becomes two: model.onnx reads prompts
 (padding in front) and returns logits and the state after them, as present.*; step.onnx reads one token and that state,
-as past.*, and returns the next. Both read the weights from weights.bin, in fp32. export.json lists what they take."""
+as past.*, and returns the next. Both read the weights from weights.bin, in fp32; export.json describes them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,29 +39,24 @@ def run(args: argparse.Namespace) -> int:
 
     def on_event(event: Event) -> None:
         if isinstance(event, Started):
-            out.print(f"... {event.what}", markup=False)
+            out.print(f"... {event.what}")
         elif isinstance(event, Noted):
-            out.print(event.text, markup=False)
+            out.print(event.text)
 
     with Heartbeat(out, "exporting"), on_interrupt(lambda: "nothing was written"):
         result = export_checkpoint(job, on_event)
     for row in result.times:
-        out.print(_line(row), markup=False, soft_wrap=True)
-    out.print(f"Saved {result.output}.", markup=False)
+        out.print(_line(row), soft_wrap=True)
+    out.print(f"Saved {result.output}.")
     if args.json:
         print_json(result.to_dict())
     return 0
 
 
 def _line(row: Timed) -> str:
-    where = "" if row.tokens is None else f" {'behind' if row.what == 'step' else 'of'} {row.tokens:,} tokens"
-    sides = [f"{name} {x.seconds * 1e3:.2f} ms (spread {x.spread:.0%})" for name, x in _sides(row)]
-    return f"{row.what}{where}: {', '.join(sides)}"
-
-
-def _sides(row: Timed) -> list[tuple[str, Timing]]:
-    alone = row.pytorch_alone
-    pytorch = [("PyTorch", row.pytorch)]
-    if alone is not None:
-        pytorch = [("PyTorch with the native op", row.pytorch), ("without", alone)]
-    return [*pytorch, ("onnxruntime", row.onnxruntime)]
+    where = "" if row.tokens is None else f" {'after' if row.what == 'step' else 'of'} {row.tokens:,} tokens"
+    sides = [("PyTorch" if row.pytorch_alone is None else "PyTorch with the native op", row.pytorch)]
+    sides += [] if row.pytorch_alone is None else [("without", row.pytorch_alone)]
+    sides.append(("onnxruntime", row.onnxruntime))
+    times = [f"{name} {timing.seconds * 1e3:.2f} ms (spread {timing.spread:.0%})" for name, timing in sides]
+    return f"{row.what}{where}: {', '.join(times)}"

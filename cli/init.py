@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     out = console(to_stderr=args.json)
     assert plan is not None
     out.print(plan_table(plan))
-    out.print(f"Saved {job.output}, untrained.", markup=False)
+    out.print(f"Saved {job.output}, untrained.")
     if args.json:
         print_json({"output": job.output, "plan": plan.to_dict()})
     return 0

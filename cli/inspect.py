@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = console()
     for label, value in info.rows():
-        out.print(f"{label:<20}{value}", markup=False)
+        out.print(f"{label:<20}{value}")
     if plan is not None:
         out.print(plan_table(plan))
     return 0
 
 
 def _plan_of_original(name: str) -> Plan | None:
-    """Plan an imaginary conversion: it lists every attention and whether it can be reached."""
+    """Plan a conversion that is not carried out: it lists every attention and whether it can be converted."""
     from linearize.errors import UnsupportedModelError
     from linearize.loading import load_model
     from linearize.surgery.plan import plan

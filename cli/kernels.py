@@ -20,8 +20,9 @@ EPILOG = """examples:
 KL: how far from softmax, nats per query, on MiniLM: smaller is closer, and only figures of one letter compare. Faster:
 against SDPA on a CPU with the native op. State: what decoding keeps per sequence instead of a cache that grows."""
 
+FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
-"""What is known of an argument's values, by its name in `linearize.registry.option`."""
+"""What `linearize.registry.option` may say of an argument's values."""
 BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
 
 
@@ -49,7 +50,6 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         }
         for f in dataclasses.fields(info.config)
     ]
-    flags = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
     features = None if info.feature_dim is None else info.feature_dim(config, size)
     return {
         "name": info.name,
@@ -65,7 +65,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         "state_bytes_bert_base": state_bytes(info, config, [shape] * BERT_BASE["layers"]),
         "extra_parameters_bert_base": count_parameters(info.name, {}, shape, BERT_BASE["layers"]),
         "parameters_per_head": info.parameters_formula,
-        **{flag: getattr(info, flag) for flag in flags},
+        **{flag: getattr(info, flag) for flag in FLAGS},
         "positive": info.is_positive(config),
         "arguments": arguments,
         "stage_one": dataclasses.asdict(info.training(config)),
@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.model:
         return _advise(args)
-    infos = [kernel_info(args.name)] if args.name else kernel_infos()
-    facts = [describe(info) for info in infos]
+    facts = [describe(info) for info in ([kernel_info(args.name)] if args.name else kernel_infos())]
     if args.json:
         print_json(facts[0] if args.name else facts)
     elif args.name:
@@ -92,58 +91,56 @@ def run(args: argparse.Namespace) -> int:
 
 COLUMNS = ["kernel", "features", "parameters", "state, MiB", "KL", "faster", "choose it"]
 NARROW = (0, 4, 5, 6)
-"""Columns on a terminal that has no room for all of them; `kernels NAME` has the others."""
+"""Columns for a narrow terminal; `kernels NAME` shows the others."""
 
 
 def _print(out: Console, title: str, rows: list[list[Any]]) -> None:
+    """Print kernels, and where their figures come from.
+
+    Args:
+        out: the console.
+        title: of the table.
+        rows: name, features, parameters, bytes of the state, nats, experiment, times faster, advice.
+    """
+    from linearize.bench.measured import EXPERIMENTS, FORWARD, SPEED_SOURCE, speed_of
     from linearize.cli._output import ROOMY, table
 
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
-    shown = [[str(row[place]) for place in kept] for row in rows]
-    names = [COLUMNS[place] for place in kept]
-    out.print(table(title, names, shown, right=tuple(range(1, len(names) - 1))))
+    cells = [
+        [
+            name,
+            features or "-",
+            f"{parameters:,}",
+            _mebibytes(state),
+            "-" if kl is None else f"{kl:.3f} {experiment}",
+            "-" if times is None else f"{times:.1f} x",
+            choose,
+        ]
+        for name, features, parameters, state, kl, experiment, times, choose in rows
+    ]
+    columns = [COLUMNS[place] for place in kept]
+    shown = [[row[place] for place in kept] for row in cells]
+    out.print(table(title, columns, shown, right=tuple(range(1, len(columns) - 1))))
+    for experiment in EXPERIMENTS:
+        out.print(f"KL {experiment.key}: {experiment.what} ({experiment.source}).")
+    tokens = getattr(speed_of("hedgehog", FORWARD), "tokens", 0)
+    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({SPEED_SOURCE}).")
 
 
 def _list(facts: list[dict[str, Any]]) -> None:
-    """Print all kernels and where their figures are from."""
+    """Print all kernels."""
     from linearize.bench.measured import default_quality, speed_of
     from linearize.cli._output import console
 
     rows = []
-    for one in facts:
-        quality, speed = default_quality(one["name"]), speed_of(one["name"])
-        rows.append(
-            [
-                one["name"],
-                one["feature_size"] or "-",
-                f"{one['extra_parameters_bert_base']:,}",
-                _mebibytes(one["state_bytes_bert_base"]),
-                "-" if quality is None else _closeness(quality.kl, quality.experiment.key),
-                _times(None if speed is None else speed.times),
-                one["choose"] or one["summary"],
-            ]
-        )
-    out = console()
+    for fact in facts:
+        quality, speed = default_quality(fact["name"]), speed_of(fact["name"])
+        sizes = (fact[name] for name in ("feature_size", "extra_parameters_bert_base", "state_bytes_bert_base"))
+        closeness = (None, None) if quality is None else (quality.kl, quality.experiment.key)
+        times = None if speed is None else speed.times
+        rows.append([fact["name"], *sizes, *closeness, times, fact["choose"] or fact["summary"]])
     title = f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)"
-    _print(out, title, rows)
-    _sources(out)
-
-
-def _sources(out: Console) -> None:
-    from linearize.bench.measured import EXPERIMENTS, FORWARD, SPEED_SOURCE, speed_of
-
-    for one in EXPERIMENTS:
-        out.print(f"KL {one.key}: {one.what} ({one.source}).", markup=False)
-    tokens = getattr(speed_of("hedgehog", FORWARD), "tokens", 0)
-    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({SPEED_SOURCE}).", markup=False)
-
-
-def _closeness(kl: float | None, experiment: str | None) -> str:
-    return "-" if kl is None else f"{kl:.3f} {experiment}"
-
-
-def _times(times: float | None) -> str:
-    return "-" if times is None else f"{times:.1f} x"
+    _print(console(), title, rows)
 
 
 def _mebibytes(count: int | None) -> str:
@@ -158,78 +155,55 @@ def _advise(args: argparse.Namespace) -> int:
 
     if args.name:
         raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")
-    found = advise(args.model)
+    advice = advise(args.model)
     if args.json:
-        print_json(found.to_dict())
+        print_json(advice.to_dict())
         return 0
-    fits = [one for one in found.candidates if not one.why_not]
-    rows = [
-        [
-            one.kernel,
-            one.features or "-",
-            f"{one.parameters:,}",
-            _mebibytes(one.state),
-            _closeness(one.kl, one.experiment),
-            _times(one.times),
-            one.choose,
-        ]
-        for one in fits
-    ]
-    sizes = ", ".join(map(str, found.head_dims))
-    longest = "any number of" if found.longest is None else f"{found.longest:,}"
+    names = ("kernel", "features", "parameters", "state", "kl", "experiment", "times", "choose")
+    rows = [[getattr(one, name) for name in names] for one in advice.candidates if not one.why_not]
+    sizes = ", ".join(map(str, advice.head_dims))
+    longest = "any number of" if advice.longest is None else f"{advice.longest:,}"
+    sees = "causal" if advice.causal else "both ways"
     out = console()
-    title = (
-        f"{found.model}: {found.attentions} attentions, {'causal' if found.causal else 'both ways'}, heads of size "
-        f"{sizes}, takes {longest} tokens"
-    )
+    title = f"{advice.model}: {advice.attentions} attentions, {sees}, heads of size {sizes}, takes {longest} tokens"
     _print(out, title, rows)
-    for one in found.candidates:
-        if one.why_not:
-            out.print(f"Not {one.kernel}: {one.why_not}", markup=False)
-    _sources(out)
-    for text in found.notes:
-        out.print(text, markup=False)
-    for what, kernel in found.picks.items():
-        out.print(f"{what.capitalize()}: {kernel}", markup=False)
-    out.print(f"Next: {found.command}", markup=False, soft_wrap=True)
+    lines = [f"Not {one.kernel}: {one.why_not}" for one in advice.candidates if one.why_not]
+    lines += [*advice.notes, *(f"{what.capitalize()}: {kernel}" for what, kernel in advice.picks.items())]
+    for line in lines:
+        out.print(line)
+    out.print(f"Next: {advice.command}", soft_wrap=True)
     return 0
 
 
 def _explain(facts: dict[str, Any]) -> None:
+    """Print everything about one kernel."""
     from linearize.cli._output import console, table
 
-    out = console()
-    for label, key in (
-        ("", "summary"),
-        ("choose it", "choose"),
-        ("formula", "formula"),
-        ("source", "source"),
-        ("paper", "url"),
-    ):
-        out.print(f"{facts['name']}: {facts[key]}" if not label else f"  {label:<11}{facts[key]}", markup=False)
-    flags = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
-    out.print(f"  {'is':<11}{', '.join(flag for flag in flags if facts[flag])}", markup=False)
-    out.print(
-        f"  {'size':<11}{facts['feature_size'] or 'no'} features, {facts['parameters_per_head']} parameters per "
-        f"head and layer ({facts['extra_parameters_bert_base']:,} for BERT-base); state of BERT-base: "
-        f"{_mebibytes(facts['state_bytes_bert_base'])} MiB",
-        markup=False,
+    size = (
+        f"{facts['feature_size'] or 'no'} features, {facts['parameters_per_head']} parameters per head and layer "
+        f"({facts['extra_parameters_bert_base']:,} for BERT-base); state of BERT-base: "
+        f"{_mebibytes(facts['state_bytes_bert_base'])} MiB"
     )
+    lines = [(label, facts[key]) for label, key in (("choose it", "choose"), ("formula", "formula"))]
+    lines += [("source", facts["source"]), ("paper", facts["url"])]
+    lines += [("is", ", ".join(flag for flag in FLAGS if facts[flag])), ("size", size)]
     for one in facts["quality"]:
-        args = ", ".join(f"{name}={value}" for name, value in one["arguments"].items())
+        arguments = ", ".join(f"{name}={value}" for name, value in one["arguments"].items())
         score = "" if one["score"] is None else f"; {one['score']:.1f} % of softmax's score after the alignment"
         where = f"{one['experiment']['what']}{score} ({one['experiment']['source']})"
-        out.print(f"  {'quality':<11}{args and f'{args}: '}KL {one['kl']:.3f}, {where}", markup=False)
+        lines.append(("quality", f"{arguments and f'{arguments}: '}KL {one['kl']:.3f}, {where}"))
     for one in facts["speed"]:
         noisy = ", on a noisy machine" if one["noisy"] else ""
-        what = f"{one['what']} at {one['tokens']:,} tokens: {one['times']:g} times faster{noisy}"
-        out.print(f"  {'speed':<11}{what}", markup=False)
+        lines.append(("speed", f"{one['what']} at {one['tokens']:,} tokens: {one['times']:g} times faster{noisy}"))
+    out = console()
+    out.print(f"{facts['name']}: {facts['summary']}")
+    for label, text in lines:
+        out.print(f"  {label:<11}{text}")
     rows = [[a["name"], a["default"], _range(a), a["help"]] for a in facts["arguments"]]
     if rows:
         out.print(table("arguments (--kernel-arg NAME=VALUE)", ["name", "default", "values", "what"], rows))
     if facts["learnable"]:
-        rows = [[name, value] for name, value in facts["stage_one"].items()]
-        out.print(table("stage one, unless asked otherwise", ["option", "value"], rows))
+        out.print(table("stage one, unless asked otherwise", ["option", "value"], list(facts["stage_one"].items())))
 
 
 def _range(argument: dict[str, Any]) -> str:

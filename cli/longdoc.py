@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from linearize.cli._dry_run import add_dry_run, show_bill
-from linearize.cli._options import add_json, add_options, take_options
+from linearize.cli._options import add_dry_run, add_json, add_options, take_options
+from linearize.cli._progress import show_bill
 from linearize.jobs.longdoc_config import LongdocJob
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import errno
 import importlib
+import itertools
 import os
 import shlex
 import signal
@@ -29,24 +30,24 @@ from linearize.errors import (
 VERBS = {
     "convert": "convert a checkpoint: plan, distil, save",
     "search": "choose the kernel of every layer under a budget",
-    "distill": "go on with the distillation of a converted checkpoint",
+    "distill": "continue the distillation of a converted checkpoint",
     "align": "bring a converted checkpoint as a whole close to its original",
     "finetune": "tune a checkpoint on a task",
-    "evaluate": "measure a checkpoint on a task, beside the original",
+    "evaluate": "measure a checkpoint on a task, and its original",
     "longdoc": "long documents from end to end: convert, tune, compare with the original and its chunks",
     "init": "make an untrained linear model from a config",
     "run": "run a recipe: a published table, or a demonstration",
     "recipes": "list the recipes, print one, or write one to start from",
-    "results": "show the table of a run, beside the paper's figures",
+    "results": "show the table of a run, with the paper's figures",
     "kernels": "list the kernels, explain one, or advise for a model",
     "inspect": "show what a model or a converted checkpoint is",
     "export": "write a converted checkpoint as ONNX, checked in onnxruntime",
     "push": "upload a converted checkpoint to the Hub",
     "report": "show a converted checkpoint: pictures, figures, one page",
-    "compare": "show several conversions beside each other",
-    "bench": "measure speed and memory beside softmax",
+    "compare": "compare several conversions",
+    "bench": "measure speed and memory of softmax and kernels",
     "native": "compile the optional native op for the CPU, or say whether it is there",
-    "completion": "print what makes a shell complete verbs, options and names",
+    "completion": "print a script with which a shell completes verbs, options and names",
     "demo": "convert a small real model here, without a network",
 }
 
@@ -61,34 +62,33 @@ linearize VERB --help explains a verb."""
 
 INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-"""The disk, the quota or a limit on files: errors that need no trace of where they came up."""
+"""The disk, the quota or a limit on files: errors that need no traceback."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what was meant instead of printing the whole usage; long options are never abbreviated."""
+    """Suggests what a mistyped option meant instead of printing the whole usage; long options are never abbreviated."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Refuse an unknown option first: argparse would rather miss what the mistyped one should have given."""
+        """Refuse an unknown option first; argparse would rather report the missing one that it was meant to be."""
+        from linearize.cli._options import config_file, parse_with_file, read_options
+
+        words = list(args)
         options = [option for action in self._actions for option in action.option_strings]
-        for word in args:
-            if word == "--":
-                break
+        for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in options:
                 near = get_close_matches(name, options, n=1, cutoff=0.5)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
-        from linearize.cli._config import config_file, parse_with_file, read_options
-
-        file = config_file(list(args))
+        file = config_file(words)
         if file is not None:
-            return parse_with_file(self, list(args), read_options(file, self))
-        # Options may stand between and before the names and changes, as in `run RECIPE --output DIR key=value`.
-        return super().parse_intermixed_args(args, namespace)
+            return parse_with_file(self, words, read_options(file, self))
+        # Options may come between and before positional arguments, as in `run RECIPE --output DIR key=value`.
+        return super().parse_intermixed_args(words, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing and leaving."""
@@ -96,8 +96,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verb: str) -> Parser:
-    """Build the parser of one verb; its module is light, heavy imports happen when it runs."""
-    from linearize.cli._config import add_config_file
+    """Build the parser of one verb; heavy imports happen only when the verb runs."""
+    from linearize.cli._options import add_config_file
 
     module = importlib.import_module(f"linearize.cli.{verb}")
     parser = Parser(prog=f"linearize {verb}", description=module.__doc__, epilog=module.EPILOG)
@@ -120,17 +120,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None: those of the process.
 
     Returns:
-        Exit code: 0 done, 2 for what the user can put right, 130 when interrupted.
+        Exit code: 0 for success, 2 for what the user can put right, 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Long work shows its own progress; these would write over it.
+    # Checkpoints record the line that made them (`linearize.jobs.command`).
+    before, sys.argv = sys.argv, ["linearize", *arguments]
+    # Long work shows its own progress, which these would overwrite.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if argv is None:
         sys.unraisablehook = _interrupt_again
     try:
         try:
             code = _dispatch(arguments)
-            # What cannot be written is found out here, not when Python ends.
+            # Report here what cannot be written, not when Python ends.
             sys.stdout.flush()
             return code
         except ModuleNotFoundError as error:
@@ -149,30 +151,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nlinearize: interrupted: {printable(kept)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # `linearize kernels | head`: the reader left, which is no error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # As in `linearize kernels | head`, which is no error.
+        _drop_output()
         return 0
     except (OSError, RuntimeError) as error:
         from linearize.checkpoint.output import is_write_error
 
         if not is_write_error(error) or (isinstance(error, OSError) and error.errno not in FULL):
             raise
+        text = f"linearize: error: cannot write ({first_line(error)}); make room, then run it again"
         with contextlib.suppress(OSError):
-            print(
-                f"linearize: error: cannot write ({first_line(error)}); make room, then run it again", file=sys.stderr
-            )
+            print(text, file=sys.stderr)
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
         return 2
     finally:
+        sys.argv = before
         if argv is None:
-            # Another thread than the main one may not.
+            # Only the main thread may do this.
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGINT, _end_at_once)
 
 
+def _drop_output() -> None:
+    """Let Python flush its standard output into nothing when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Raise a Ctrl-C again that Python has ignored, as it does in the callbacks of an import."""
+    """Raise a Ctrl-C again that Python ignored, as it does in the callbacks of an import."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         # From another thread: raised here, it would be ignored once more.
         again = threading.Timer(0.01, _thread.interrupt_main)
@@ -183,38 +190,35 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _end_at_once(*_: object) -> None:
-    """Answer a Ctrl-C while Python ends: there is nobody left to catch an exception."""
+    """Answer a Ctrl-C while Python ends, when an exception would not be caught any more."""
     os.write(2, b"\nlinearize: interrupted while it ended: its work was done\n")
     os._exit(INTERRUPTED)
 
 
 def saving(arguments: Sequence[str], error: NotSavedError) -> str:
-    """Return the command line that saves what was trained: the same, resumed, perhaps with another output."""
-    words = list(error.command or arguments)
+    """Return the line that saves what was trained: the same line, resumed, perhaps with another output."""
+    from linearize.jobs.command import without
+
+    words = without(error.command or arguments, ["--resume"])
     if error.output is not None:
-        for place in [number for number, word in enumerate(words) if word == "--output"][::-1]:
-            del words[place : place + 2]
-        words = [word for word in words if not word.startswith("--output=")] + ["--output", error.output]
-    if "--resume" not in words:
-        words.append("--resume")
-    return shlex.join(["linearize", *words])
+        words = [*without(words, ["--output"]), "--output", error.output]
+    return shlex.join(["linearize", *words, "--resume"])
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    verb = arguments[0] if arguments else ""
+    if verb in ("", "-h", "--help", "help"):
         print(overview())
         return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version"):
+    if verb in ("-V", "--version"):
         from linearize import __version__
 
         print(f"linearize {__version__}")
         return 0
-    verb = arguments[0]
     if verb not in VERBS:
         raise unknown_name("verb", verb, VERBS)
-    parser = build_parser(verb)
     try:
-        parsed = parser.parse_args(arguments[1:])
+        parsed = build_parser(verb).parse_args(arguments[1:])
     except SystemExit as stop:
         return int(stop.code or 0)
     return int(importlib.import_module(f"linearize.cli.{verb}").run(parsed) or 0)

@@ -17,10 +17,10 @@ Log in first: hf auth login (or set HF_TOKEN). The token is neither printed nor 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("folder", metavar="DIR", help="folder that `linearize convert` made")
-    parser.add_argument("repo", metavar="USER/NAME", help="repository on the Hub; made if it is not there")
+    parser.add_argument("repo", metavar="USER/NAME", help="repository on the Hub; created if missing")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument(
-        "--include", metavar="PATTERN", action="append", default=[], help="send these files too (onnx/*)"
+        "--include", metavar="PATTERN", action="append", default=[], help="also send these files (onnx/*)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -51,11 +51,11 @@ def upload(folder: str, repo: str, *, private: bool, include: Sequence[str] = ()
     from linearize.checkpoint.push import push
     from linearize.cli._output import console, on_interrupt
 
-    again = f"the checkpoint lies in {folder}, the upload is not complete; go on: linearize push {folder} {repo}"
+    again = f"the checkpoint is in {folder}, the upload is not complete; continue with: linearize push {folder} {repo}"
     with on_interrupt(lambda: again):
         _print_files(folder, repo, include, to_stderr=to_stderr)
         url = push(folder, repo, private, include=include)
-    console(to_stderr=to_stderr).print(f"Uploaded {folder} to {url}", markup=False)
+    console(to_stderr=to_stderr).print(f"Uploaded {folder} to {url}")
     return url
 
 
@@ -65,7 +65,7 @@ def _print_files(folder: str, repo: str, include: Sequence[str], *, to_stderr: b
 
     sent, left = files_to_push(folder, include)
     out = console(to_stderr=to_stderr)
-    out.print(f"Files for {repo}: {', '.join(sent)}", markup=False)
+    out.print(f"Files for {repo}: {', '.join(sent)}")
     if left:
         more = f" and {len(left) - 10} more" if len(left) > 10 else ""
-        out.print(f"Not sent (--include PATTERN sends them): {', '.join(left[:10])}{more}", markup=False)
+        out.print(f"Not sent (--include PATTERN sends them): {', '.join(left[:10])}{more}")

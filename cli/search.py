@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from linearize.cli._native import add_native, prepare_native
 from linearize.cli._options import add_json, add_options, take_options
-from linearize.jobs.search_config import SearchJob
+from linearize.cli.native import add_native, prepare_native
+from linearize.jobs.config import SearchJob
 
 if TYPE_CHECKING:
     from linearize.jobs.events import Event

@@ -25,10 +25,9 @@ from typing import TypeVar
 
 from scipy.stats import spearmanr
 
-from linearize.jobs.config import ConvertJob
+from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.convert import ConvertResult, convert_checkpoint
 from linearize.jobs.search import search_checkpoint
-from linearize.jobs.search_config import SearchJob
 from linearize.kernel_search.result import SearchResult
 
 PARTS = ("time", "ranking", "widths")

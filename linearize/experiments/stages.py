@@ -41,7 +41,7 @@ from linearize.finetune.trainer import finetune, measure_with_interval
 from linearize.finetune.work import remove_work
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.sides import rows_per_batch
-from linearize.jobs.train import alignment_record, distillation_record, without_heads
+from linearize.jobs.stages import alignment_record, distillation_record, without_heads
 from linearize.loading import move
 from linearize.surgery.apply import convert as put_in_kernels
 from linearize.surgery.positions import current_length, extend_positions, extend_processor

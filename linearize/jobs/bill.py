@@ -1,17 +1,10 @@
-"""What a job will cost, as data: steps, time, memory and room, from a few of its own steps on this machine."""
+"""The bill of a dry run, as data: steps, time, memory and disk space of a job."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
-from linearize.bench.memory import SHARE
-
-if TYPE_CHECKING:
-    from linearize.kernel_search.estimate import SearchEstimate
-
-HOW = "from real steps of this job on this machine, as busy as it was"
+HOW = "from real steps of this job on this machine, under its present load"
 
 
 @dataclass(frozen=True)
@@ -22,10 +15,10 @@ class StageBill:
         stage: its name.
         steps: optimizer steps.
         rows: rows per step.
-        seconds_per_step: mean of those that were timed.
-        timed: how many were.
-        evaluations: how often held-out rows are measured.
-        seconds: of the whole stage, evaluations included; if it is not stopped early.
+        seconds_per_step: mean of the timed steps.
+        timed: number of timed steps.
+        evaluations: how often the held-out rows are measured.
+        seconds: duration of the whole stage with its evaluations, unless it stops early.
         evaluation: seconds of one evaluation.
     """
 
@@ -53,19 +46,18 @@ class Bill:
     """What a job costs.
 
     Attributes:
-        output: the folder to be made.
+        output: the folder that it makes.
         data: one line about the data.
         length: the most tokens of a row; None for images.
         stages: what is trained.
-        device: where.
+        device: the device's type.
         memory: peak bytes while the steps were timed: of the process on a CPU, of torch's tensors on another device;
-            None where the system does not say.
-        memory_there: bytes that there are for it; None where the system does not say.
-        disk: bytes of the result.
-        disk_there: bytes that are free where it goes.
-        problem: why it does not fit, found by trying; empty otherwise.
-        how: where the figures are from.
-        search: what would be searched, where a search chooses the kernels.
+            None if the system does not report it.
+        memory_there: bytes available for it; None if the system does not report it.
+        disk: bytes of the result and of the states.
+        disk_there: free bytes at the output.
+        problem: why it did not work when tried; empty otherwise.
+        how: where the figures come from.
     """
 
     output: str
@@ -78,50 +70,45 @@ class Bill:
     disk: int
     disk_there: int
     problem: str = ""
-    how: str = field(default=HOW)
-    search: SearchEstimate | None = None
+    how: str = HOW
 
     @property
     def seconds(self) -> float:
-        """Of all stages."""
+        """Duration of all stages."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def problems(self) -> list[str]:
-        """Why it does not fit; empty where it does."""
-        found = [self.problem] if self.problem else []
+        """Why it does not fit; empty if it does."""
+        problems = [self.problem] if self.problem else []
         if self.memory is not None and self.memory_there is not None and self.memory > self.memory_there:
-            found.append(f"memory: {size(self.memory)} needed, {size(self.memory_there)} there")
+            problems.append(f"memory: {size(self.memory)} needed, {size(self.memory_there)} there")
         if self.disk > self.disk_there:
-            found.append(f"disk: {size(self.disk)} needed, {size(self.disk_there)} free")
-        return found
+            problems.append(f"disk: {size(self.disk)} needed, {size(self.disk_there)} free")
+        return problems
 
     def lines(self) -> list[str]:
         """Return the bill for people."""
         rows = "" if self.length is None else f"; rows of up to {self.length:,} tokens"
-        found = [f"Data: {self.data}{rows}", *([] if self.search is None else self.search.lines())]
-        found += [f"Time, {stage.text}" for stage in self.stages]
+        lines = [f"Data: {self.data}{rows}", *(f"Time, {stage.text}" for stage in self.stages)]
         if len(self.stages) > 1:
-            found.append(f"Time, altogether: {duration(self.seconds)}")
+            lines.append(f"Time, altogether: {duration(self.seconds)}")
         if self.stages:
-            found.append(f"Estimated {self.how}.")
-        there = "" if self.memory_there is None else f" of {size(self.memory_there)}"
+            lines.append(f"Estimated {self.how}.")
         if self.memory is not None:
-            found.append(f"Memory on {self.device}: {size(self.memory)}{there}")
-        found.append(f"Folder: {self.output}, {size(self.disk)} of {size(self.disk_there)} free")
-        problems = self.problems
-        return [*found, f"It does not fit: {'; '.join(problems)}." if problems else "It fits. Nothing was written."]
+            available = "" if self.memory_there is None else f" of {size(self.memory_there)}"
+            lines.append(f"Memory on {self.device}: {size(self.memory)}{available}")
+        lines.append(f"Folder: {self.output}, {size(self.disk)} of {size(self.disk_there)} free")
+        problems = "; ".join(self.problems)
+        return [*lines, f"It does not fit: {problems}." if problems else "It fits. Nothing was written."]
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
-        search = None if self.search is None else self.search.to_dict()
-        own = {name: value for name, value in vars(self).items() if name not in ("stages", "search")}
-        own |= {"stages": [asdict(stage) for stage in self.stages], "search": search}
-        return own | {"seconds": self.seconds, "fits": not self.problems, "problems": self.problems}
+        return asdict(self) | {"seconds": self.seconds, "fits": not self.problems, "problems": self.problems}
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people."""
+    """Write a duration for people."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -131,44 +118,3 @@ def duration(seconds: float) -> str:
 def size(count: int) -> str:
     """Write a number of bytes for people."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def free_disk(target: str) -> int:
-    """Return the free bytes where a folder is to be made."""
-    import shutil
-
-    path = Path(target).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
-
-
-class Meter:
-    """Peak memory on a device from now on."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        from linearize.bench.memory import start_peak
-
-        self.cuda = device.startswith("cuda")
-        self.device = device
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            start_peak()
-
-    def read(self) -> tuple[int | None, int | None]:
-        """Return the peak so far, and what there is for it: what is free and what this process has of it."""
-        import torch
-
-        from linearize.bench.memory import free_memory, peak, resident
-
-        if self.cuda:
-            free, _ = torch.cuda.mem_get_info(self.device)
-            own = torch.cuda.memory_reserved(self.device)
-            return torch.cuda.max_memory_allocated(self.device), free + own
-        if self.device != "cpu":
-            return None, None
-        free_bytes = free_memory()
-        return peak(), None if free_bytes is None else int(SHARE * free_bytes) + resident()

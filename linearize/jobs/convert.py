@@ -1,4 +1,4 @@
-"""The main job from end to end: load, plan, extend, distil, align, save."""
+"""`convert` from end to end, load, plan, extend, distil, align, save, and `distill`, which resumes at stage one."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines
+from linearize.checkpoint.inspect import weights_were_trained
+from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
 from linearize.checkpoint.sentence import with_length
 from linearize.distillation.batches import usual_length, within
+from linearize.distillation.processes import under_fsdp
 from linearize.errors import ConfigError, TrainingError
 from linearize.fidelity.heads import keep_heads
-from linearize.jobs.command import command_of
-from linearize.jobs.conclude import after_training
-from linearize.jobs.config import AUTO, ConvertJob, StageOneJob
-from linearize.jobs.context import SKIP, Context, first_device, longest_row, make_room, open_data, reserved, write
-from linearize.jobs.events import Callback, Concluded, Planned, PositionsExtended, Saved, Started, ignore
-from linearize.jobs.findings import Findings
+from linearize.jobs.advice import Findings, after_training
+from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
+from linearize.jobs.events import Callback, Concluded, Noted, Planned, PositionsExtended, Saved, Started, ignore
 from linearize.jobs.presets import check_preset
-from linearize.jobs.search import CARRIER, check_search, choose_plan, record_of
-from linearize.jobs.train import (
-    align_behind_stage_one,
+from linearize.jobs.stages import (
+    SKIP,
+    Context,
     alignment_record,
     data_names,
     distillation_record,
+    first_device,
+    make_room,
+    open_data,
+    reserved,
+    run_alignment,
     run_stage_one,
     without_heads,
+    write,
 )
-from linearize.loading import Loaded, load_model
+from linearize.loading import Loaded, load_converted, load_model
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.options import name_of, on_disk, recorded
+from linearize.parsing import finite
 from linearize.registry import kernel_info, make_config
 from linearize.surgery.apply import convert_model
 from linearize.surgery.inputs import read_inputs
@@ -48,13 +54,15 @@ if TYPE_CHECKING:
     from linearize.surgery.positions import PositionReport
 
 
+STAND_IN = "elu"
+"""The kernel of every layer until a search or a plan file has chosen."""
 HEAD_BATCHES = 2
-"""Held-out batches that heads are judged on."""
+"""Held-out batches on which heads are judged."""
 
 
 @dataclass
 class ConvertResult:
-    """What a conversion, or a further distillation, did."""
+    """What a conversion, a further distillation or an alignment did."""
 
     output: Path
     plan: Plan
@@ -85,8 +93,8 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
     """Convert a checkpoint and save the result, all or nothing.
 
     Args:
-        job: what to do.
-        on_event: called with what happens.
+        job: the options.
+        on_event: called with every event.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right; nothing is written then.
@@ -95,23 +103,69 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         context, decided = open_conversion(job, on_event)
         make_room(context)
         if job.kernel == AUTO:
-            decided = search_and_put_in(context, decided)
+            from linearize.jobs.search import choose_plan
+
+            result = choose_plan(context, job.search, decided, longest_input(job, context.loaded))
+            context.provenance["search"] = finite(result.to_dict())
+            decided = result.plan
+            on_event(Planned(decided))
+            put_in_kernels(context, decided)
+            # Stage one starts from what the search has taught the kernels.
+            result.load_kernels(context.loaded.model)
         run_stage_one(context, job.distill)
-        align_behind_stage_one(context, job.align)
+        if context.source is not None and job.align.steps:
+            _align(context, job)
         return save_result(context, decided)
 
 
-def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
-    """Do what comes before the first step: the model is loaded and its kernels put in, and the data is open.
+def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertResult:
+    """Continue stage one on a converted checkpoint and save the result, all or nothing.
 
-    Where a search is to choose the kernels (`search_and_put_in`), the model is not converted yet.
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
+    """
+    with reserved(job):
+        context, decided = open_distillation(job, on_event)
+        make_room(context)
+        run_stage_one(context, job.distill)
+        return save_result(context, decided)
+
+
+def open_distillation(job: DistillJob, on_event: Callback) -> tuple[Context, Plan]:
+    """Load the checkpoint and open the data: everything before the first step.
+
+    Raises:
+        ConfigError: if the checkpoint was aligned, so that its own softmax is no longer the original's.
+    """
+    earlier = read_log(job.model)
+    loaded = load_converted(job.model, device=first_device(job))
+    section = loaded.model.config.linearize
+    context = Context(job, loaded, on_event, dict(section.get("provenance") or {}), earlier)
+    decided = Plan.from_dict(section)
+    on_event(Planned(decided))
+    if weights_were_trained(context.provenance) and "finetuning" not in context.provenance:
+        raise ConfigError(
+            f"{job.model!r} was aligned with its original, so its own softmax, which stage one imitates, is no longer "
+            f"the original's; continue with: linearize align {job.model} --teacher ORIGINAL"
+        )
+    open_data(context, job.distill_length, SKIP)
+    return context, decided
+
+
+def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
+    """Load the model, put the kernels in and open the data: everything before the first step.
+
+    With `--kernel auto` the model is not converted yet, and the plan is what the search starts from.
     """
     check_kernel(job)
     loaded, decided, inputs = make_plan(job)
-    context = Context(job, loaded, on_event, provenance=_made_from(job), example_inputs=inputs)
+    made_from = {"base_model": name_of(job.model), "base_is_local": on_disk(job.model), "max_length": job.max_length}
+    if job.image_size is not None:
+        made_from["image_size"] = job.image_size
+    context = Context(job, loaded, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
     length = job.distill_length or usual_length(loaded)
     if job.kernel == AUTO:
-        # The search is over before positions are extended (`put_in_kernels`); longer rows are for what comes after it.
+        # The search reads rows that the model takes now; positions are extended afterwards (`put_in_kernels`).
         shorter = length if job.max_length is None else within(loaded, length)
         open_data(context, shorter, f"a kernel other than {AUTO}, {SKIP}")
         return context, decided
@@ -122,7 +176,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     on_event(Planned(decided))
     put_in_kernels(context, decided)
     if job.distill.steps or job.align.steps or job.softmax_heads_count:
-        # Now that the model has its positions: rows may be as long as it takes.
+        # The model has its positions now, so rows may be as long as it takes.
         open_data(context, length, SKIP)
     if job.softmax_heads_count:
         on_event(Started("finding the heads that need softmax"))
@@ -132,27 +186,17 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     return context, decided
 
 
-def search_and_put_in(context: Context, base: Plan) -> Plan:
-    """Search the plan, carry it out, and begin with what the search has taught the kernels."""
-    job = context.job
-    assert isinstance(job, ConvertJob)
-    result = choose_plan(context, job.search, base, longest_input(job, context.loaded))
-    context.provenance["search"] = record_of(result)
-    context.on_event(Planned(result.plan))
-    put_in_kernels(context, result.plan)
-    result.load_kernels(context.loaded.model)
-    return result.plan
-
-
 def check_kernel(job: ConvertJob) -> None:
-    """Refuse an unknown kernel or argument before the first slow step.
+    """Check the kernel and its arguments before the model is loaded.
 
     Raises:
-        ConfigError: if there is one.
+        ConfigError: if one is unknown or not allowed.
     """
     if job.plan is not None:
         read_plan(job.plan)
     elif job.kernel == AUTO:
+        from linearize.jobs.search import check_search
+
         check_search(job)
     elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)
@@ -162,7 +206,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     """Load the model and plan its conversion; nothing is changed or written.
 
     Returns:
-        The model, the plan, and the inputs of trial runs where the job names a file of them.
+        The model, the plan, and the inputs of trial runs if the job names a file of them.
     """
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
     takes = current_length(loaded.model)
@@ -183,8 +227,7 @@ def plan_of(
     """Plan the conversion of a loaded model for inputs of up to `longest` tokens; None: as many as it takes now."""
     return plan(
         model,
-        # Something for every layer, until its kernel is chosen.
-        CARRIER if job.kernel == AUTO or job.plan is not None else job.kernel,
+        STAND_IN if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
         layers=job.layers,
         keep_softmax=job.keep_softmax,
@@ -201,11 +244,11 @@ def plan_of(
 
 
 def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
-    """Return the tokens of the longest input that the result shall take; None: as many as the model takes now.
+    """Return the tokens of the longest input that the result must take; None: as many as the model takes now.
 
     Raises:
-        ConfigError: if a size of images is given that is smaller than now or no multiple of the patches', or for a
-            model that reads none.
+        ConfigError: if an image size is given for a model that reads no images, is smaller than now, or is no multiple
+            of the patch size.
     """
     if job.image_size is None:
         return job.max_length
@@ -217,7 +260,7 @@ def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
 
 
 def put_in_kernels(context: Context, decided: Plan) -> None:
-    """Carry the plan out, with longer inputs where they were asked for."""
+    """Carry out the plan, and extend the positions if longer inputs were asked for."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
     report = convert_model(
@@ -238,54 +281,53 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
     loaded.embedder = with_length(loaded.embedder, job.max_length)
 
 
-def _made_from(job: ConvertJob) -> dict[str, object]:
-    # A folder's name alone must not be taken for a name on the Hub later.
-    local = on_disk(job.model)
-    found = {"base_model": name_of(job.model), "base_is_local": local, "max_length": job.max_length}
-    found |= {} if job.image_size is None else {"image_size": job.image_size}
-    return found | {"options": recorded(job), "commands": [command_of("convert", job, travels=True)]}
+def _align(context: Context, job: ConvertJob) -> None:
+    """Align the model after stage one; a failure is kept for later, as what stage one learned is saved all the same."""
+    if under_fsdp():
+        text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
+        context.on_event(Noted(text))
+        return
+    try:
+        run_alignment(context, job.align)
+    except TrainingError as error:
+        context.failure = error
 
 
 def save_result(context: Context, decided: Plan) -> ConvertResult:
-    """Write the checkpoint with what was done to it.
+    """Write the checkpoint with a record of how it was made.
 
     Raises:
-        TrainingError: if the alignment had to stop; the checkpoint holds what was learned before.
+        TrainingError: if the alignment stopped; the checkpoint then holds what was learned before.
     """
-    job = context.job
-    assert isinstance(job, StageOneJob)
+    job, done, aligned, record = context.job, context.distillation, context.alignment, context.provenance
     added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
-    description = None if context.source is None else context.source.description
-    done, aligned = context.distillation, context.alignment
-    result = ConvertResult(Path(context.target), decided, done, context.positions, description, added, 0.0, aligned)
-    record = context.provenance
-    if done is not None:
-        record = record | _stage_one_record(job, done)
+    data = None if context.source is None else context.source.description
+    if done is not None and isinstance(job, StageOneJob):
+        distillation = without_heads(distillation_record(done))
+        if not isinstance(job, ConvertJob):
+            # The options of a conversion are recorded separately.
+            distillation["options"] = recorded(job)
+        record |= {
+            "dataset": data_names(job.data),
+            "batch_size": job.data.batch_size,
+            "learning_rate": job.distill.learning_rate,
+            "seed": job.seed,
+            "distillation": distillation,
+        }
     if context.merit is not None:
-        record = record | {"kernel_merit": asdict(context.merit)}
+        record["kernel_merit"] = asdict(context.merit)
     if aligned is not None and isinstance(job, ConvertJob):
-        record = record | {"alignment": alignment_record(aligned, config=job.align)}
-    record = record | longest_row(context)
-    lines = log_lines(STAGE_ONE, [] if done is None else done.history, context.earlier)
-    write(context, record, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
-    result.seconds = context.seconds
-    context.on_event(Saved(result.output))
+        record["alignment"] = alignment_record(aligned, config=job.align)
+    elif aligned is not None and isinstance(job, AlignJob):
+        alignment = alignment_record(aligned, teacher=job.teacher, data=job.data, config=job.align)
+        record["alignment"] = alignment | {"options": recorded(job)}
+    lines = context.earlier if done is None else log_lines(STAGE_ONE, done.history, context.earlier)
+    write(context, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
+    output = Path(context.target)
+    context.on_event(Saved(output))
     if context.failure is not None:
-        raise TrainingError(f"{context.failure}; {str(result.output)!r} holds that state") from context.failure
-    result.findings = after_training(context, decided)
-    context.on_event(Concluded(result.findings))
-    return result
-
-
-def _stage_one_record(job: StageOneJob, result: DistillResult) -> dict[str, object]:
-    record = without_heads(distillation_record(result))
-    if not isinstance(job, ConvertJob):
-        # A conversion's own options stand beside this.
-        record["options"] = recorded(job)
-    return {
-        "dataset": data_names(job.data),
-        "batch_size": job.data.batch_size,
-        "learning_rate": job.distill.learning_rate,
-        "seed": job.seed,
-        "distillation": record,
-    }
+        raise TrainingError(f"{context.failure}; {str(output)!r} holds that state") from context.failure
+    seconds = context.seconds
+    findings = after_training(context, decided)
+    context.on_event(Concluded(findings))
+    return ConvertResult(output, decided, done, context.positions, data, added, seconds, aligned, findings)

@@ -1,46 +1,48 @@
-"""`--dry-run`: all that a job checks, then a few of its own steps on the real model, and what the whole will cost.
+"""`--dry-run`: check everything, run a few steps of the job's own stages, and estimate what the whole will cost.
 
-Nothing is written. What was trained in those steps is thrown away with the model.
+Nothing is written, and what these steps learn is thrown away with the model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.alignment.config import BLOCKWISE, AlignConfig
 from linearize.alignment.loop import align
 from linearize.attention.interface import linear_attentions
-from linearize.bench.memory import is_out_of_memory
+from linearize.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 from linearize.distillation.processes import check_alone
 from linearize.errors import TrainingError
-from linearize.finetune.checks import checkpointing
-from linearize.finetune.trainer import make_trainer, set_trained
+from linearize.finetune.selection import Chosen
+from linearize.finetune.trainer import finetune
 from linearize.jobs.align import open_alignment
-from linearize.jobs.bill import HOW, Bill, Meter, StageBill, free_disk
+from linearize.jobs.bill import HOW, Bill, StageBill
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.context import Context, check_states
-from linearize.jobs.convert import longest_input, open_conversion, plan_of, put_in_kernels
-from linearize.jobs.distill import open_distillation
+from linearize.jobs.convert import longest_input, open_conversion, open_distillation, plan_of, put_in_kernels
 from linearize.jobs.events import Callback, Noted, Started, ignore
-from linearize.jobs.finetune import open_tuning, sources_of
+from linearize.jobs.finetune import check_output, open_tuning
 from linearize.jobs.longdoc import conversion_job, tuning_job
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.longdoc_data import check_options, examine, quick
+from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import TuneJob
-from linearize.kernel_search.estimate import SearchEstimate, estimate
-from linearize.loading import check_device, wait
+from linearize.kernel_search.loop import search
+from linearize.loading import check_device
 from linearize.modeling.model import kernel_parameters
 from linearize.native.build import worth_building
 from linearize.surgery.apply import convert_model
@@ -49,24 +51,29 @@ from linearize.trackers import reporter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.finetune.prepared import TaskData
-    from linearize.finetune.tuner import Tuner
+    from linearize.alignment.loop import AlignResult
+    from linearize.distillation.loop import DistillResult
     from linearize.jobs.finetune import Opened
     from linearize.modeling.plan import Plan
 
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
+SEARCHED = "; stage one and the alignment with the plan that a few steps of the search chose"
 AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob | LongdocJob
 TIMED = 3
-"""Steps that are done of each part: the first one warms up, the last one is followed by an evaluation."""
-NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False, "eval_every": 1_000_000}
+"""Steps of each stage: the first one warms up, an evaluation follows the last one."""
+TIMED_IN_SEARCH = 7
+"""Steps of a search, so that each of up to three rounds has one."""
+NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False}
+ONCE = 10**6
+"""Steps between evaluations, for an evaluation after the last step only."""
 
 
 def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
-    """Check all that a job could be refused for, and estimate what it takes.
+    """Check everything that a job could be refused for, and estimate what it takes.
 
     Args:
         job: the job.
-        on_event: called with what happens, as the job's own.
+        on_event: called with every event.
 
     Raises:
         LinearizeError: what the job would raise before its first step.
@@ -74,13 +81,70 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     check_alone("dry run")
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
-    if isinstance(job, LongdocJob):
-        return _of_longdoc(job, on_event)
+    return _of_longdoc(job, on_event) if isinstance(job, LongdocJob) else _of_training(job, on_event)
+
+
+@dataclass
+class _Trial:
+    """Runs a few steps of stages one after the other, and bills them; peak memory counts from its construction."""
+
+    on_event: Callback
+    device: str
+    stages: list[StageBill] = field(default_factory=list)
+    problem: str = ""
+
+    def __post_init__(self) -> None:
+        if self.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            start_peak()
+
+    def run(self, what: str, stage: Callable[[], Iterable[StageBill]]) -> None:
+        """Run a stage, unless an earlier one failed; a lack of memory or broken numbers end up in the bill."""
+        if self.problem:
+            return
+        self.on_event(Started(f"timing {TIMED} steps of {what}"))
+        try:
+            self.stages += stage()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.problem = f"memory ran out in {what}; lower --batch-size, or the tokens per row"
+        except TrainingError as error:
+            self.problem = str(error)
+
+    def memory(self) -> tuple[int | None, int | None]:
+        """Return the peak, and what is available: free memory and what this process already holds."""
+        gc.collect()
+        if self.device.startswith("cuda"):
+            import torch
+
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return torch.cuda.max_memory_allocated(self.device), free + torch.cuda.memory_reserved(self.device)
+        if self.device != "cpu":
+            return None, None
+        available = free_memory()
+        return peak(), None if available is None else int(SHARE * available) + resident()
+
+    def bill(self, output: str, data: str, length: int | None, disk: int, how: str = HOW) -> Bill:
+        """Return the bill for a folder of so many bytes, its states included."""
+        stages, memory = tuple(self.stages), self.memory()
+        return Bill(output, data, length, stages, self.device, *memory, disk, free_disk(output), self.problem, how)
+
+
+def free_disk(target: str) -> int:
+    """Return the free bytes where a folder is to be made."""
+    path = Path(target).expanduser().absolute()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+
+
+def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) -> Bill:
     # Refuses unknown names; nothing is opened before the first step.
     with reporter(job.report_to, job.target()):
         pass
-    teacher = None
-    base = None
+    base, teacher = None, None
     if isinstance(job, ConvertJob):
         context, base = open_conversion(job, on_event)
     elif isinstance(job, DistillJob):
@@ -89,136 +153,101 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         context, teacher = open_alignment(job, on_event)
     check_target(job.target(), overwrite=job.overwrite, sources=job.sources())
     check_states(job)
-    return _of_training(context, teacher, base)
-
-
-def _of_training(context: Context, teacher: PreTrainedModel | None, base: Plan | None) -> Bill:
-    job, model = context.job, context.loaded.model
-    device = next(model.parameters()).device.type
-    work: list[tuple[str, Callable[[], list[StageBill]]]] = []
-    searches: list[SearchEstimate] = []
+    model, source = context.loaded.model, context.source
+    trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
+    if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
+        how = WITHOUT_NATIVE
     if isinstance(job, ConvertJob) and job.kernel == AUTO and base is not None:
-        work.append(("the search", lambda: [_search(context, base, searches)]))
-    if context.source is not None and isinstance(job, StageOneJob) and job.distill.steps:
-        work.append(("stage one", lambda: [_stage_one(context, job.distill)]))
-    if context.source is not None and isinstance(job, ConvertJob | AlignJob) and job.align.steps:
-        work.append(("the alignment", lambda: _alignment(context, job.align, teacher)))
-    stages, memory, problem = _tried(context.on_event, device, work)
-    source = context.source
-    kept = _trained_bytes(context) + sum(one.parameter_bytes for one in searches)
-    states = (job.stage.keep + 1) * 4 * kept if job.keeps_states else 0
-    how = WITHOUT_NATIVE if device == "cpu" and isinstance(job, ConvertJob) and worth_building() else HOW
-    return Bill(
-        output=context.target,
-        data="none is read" if source is None else source.description,
-        length=None if source is None or context.loaded.modality != "text" else source.options["max_length"],
-        stages=stages,
-        device=device,
-        memory=memory[0],
-        memory_there=memory[1],
-        disk=size_of(model) + states,
-        disk_there=free_disk(context.target),
-        problem=problem,
-        how=f"{how}; stage one and the alignment as with {_kernel(searches[0])} in every layer" if searches else how,
-        search=searches[0] if searches else None,
-    )
+        trial.run("the search", lambda: [_search(context, job, base)])
+        how += SEARCHED
+    if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
+        trial.run("stage one", lambda: [_stage_one(context, job.distill)])
+    alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
+    if alignment is not None and alignment.steps:
+        trial.run("the alignment", lambda: _alignment(context, alignment, teacher))
+    disk = size_of(model)
+    if job.keeps_states:
+        # Weights, the best weights and two moments; one state more than are kept while it is written.
+        whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
+        trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
+        disk += (job.stage.keep + 1) * 4 * trained
+    length = None if source is None or context.loaded.modality != "text" else source.options["max_length"]
+    return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
 
-def _kernel(searched: SearchEstimate) -> str:
-    return searched.reference.converted[0].kernel
-
-
-def _search(context: Context, base: Plan, found: list[SearchEstimate]) -> StageBill:
-    """Time the search; what comes behind it is timed with its reference in every layer."""
-    job = context.job
-    assert isinstance(job, ConvertJob)
-    longest = longest_input(job, context.loaded)
-    one = estimate(
+def _search(context: Context, job: ConvertJob, base: Plan) -> StageBill:
+    """Time a short search, and carry out its plan for the stages that follow."""
+    config, seconds, start = job.search, [0.0], time.perf_counter()
+    result = search(
         context.loaded.model,
         context.source,
-        job.search,
-        base,
-        max_length=longest,
-        timed=TIMED,
+        replace(config, **NO_STATES, steps=min(TIMED_IN_SEARCH, config.steps)),
+        plan=base,
+        max_length=longest_input(job, context.loaded),
+        on_step=lambda report: seconds.append(report.seconds),
         on_event=context.on_event,
     )
-    found.append(one)
-    put_in_kernels(context, one.reference)
-    rows = context.source.options["batch_size"] * job.search.gradient_accumulation
-    return StageBill("the search", job.search.steps, rows, one.seconds_per_step, TIMED, len(one.rounds), one.seconds)
-
-
-def _trained_bytes(context: Context) -> int:
-    """Bytes of what a state holds once: the kernels, and with an alignment of more than them the whole model."""
-    job, model = context.job, context.loaded.model
-    kernels = sum(parameter.nbytes for parameter in kernel_parameters(model))
-    whole = isinstance(job, ConvertJob | AlignJob) and job.align.steps and job.align.train in ("blocks", "attention")
-    return size_of(model) if whole else kernels
-
-
-def _tried(
-    on_event: Callback, device: str, work: list[tuple[str, Callable[[], list[StageBill]]]]
-) -> tuple[tuple[StageBill, ...], tuple[int | None, int | None], str]:
-    """Do a few steps of each part; return their bills, the memory taken and there, and why it did not work."""
-    meter, stages, problem = Meter(device), [], ""
-    for what, tried in work:
-        on_event(Started(f"timing {TIMED} steps of {what}"))
-        try:
-            stages += tried()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = f"memory ran out in {what}; lower --batch-size, or the tokens per row"
-            break
-        except TrainingError as error:
-            problem = str(error)
-            break
-    gc.collect()
-    return tuple(stages), meter.read(), problem
+    wall = time.perf_counter() - start
+    put_in_kernels(context, result.plan)
+    timed = len(seconds) - 1
+    step = (seconds[-1] - seconds[0]) / timed
+    training = (config.steps - timed) * step
+    rows = context.source.options["batch_size"] * config.gradient_accumulation
+    whole = wall + (training if config.time is None else min(training, config.time))
+    return StageBill("the search", config.steps, rows, step, timed, 0, whole)
 
 
 def _stage_one(context: Context, config: DistillConfig) -> StageBill:
-    """Time stage one: its own steps, and one evaluation."""
-    steps = min(TIMED, config.steps)
-    quick = replace(config, **NO_STATES, steps=steps, layers_at_a_time=None, patience=0)
-    start = time.perf_counter()
-    done = distill(context.loaded.model, context.source, quick)
-    wall = time.perf_counter() - start
-    if not done.history:
-        return StageBill("stage one", 0, 0, 0.0, 0, 0, wall)
     groups = 1
     if config.layers_at_a_time:
         learn = sum(layer.mixer.learnable for layer in linear_attentions(context.loaded.model).values())
         groups = max(1, math.ceil(learn / config.layers_at_a_time))
-    step, evaluation = _step_and_evaluation([one.seconds for one in done.history])
-    total = groups * config.steps
-    evaluations = groups * math.ceil(config.steps / config.eval_every)
-    # Measuring before and after is in `wall` already.
-    seconds = wall + (total - steps) * step + (evaluations - 1) * evaluation
-    rows = context.source.options["batch_size"] * config.gradient_accumulation
-    return StageBill("stage one", total, rows, step, steps, evaluations, seconds)
+    together = replace(config, layers_at_a_time=None)
+    run = functools.partial(distill, context.loaded.model, context.source)
+    return _timed("stage one", context, together, config.steps, run, groups)
 
 
 def _alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None) -> list[StageBill]:
-    """Time each phase of the alignment."""
-    found = []
-    for phase, steps in config.phases():
-        timed = min(TIMED, steps)
-        alone = 1.0 if phase == BLOCKWISE else 0.0
-        quick = replace(config, **NO_STATES, steps=timed, blockwise=alone)
-        start = time.perf_counter()
-        done = align(context.loaded.model, context.source, quick, teacher=teacher)
-        wall = time.perf_counter() - start
-        step, evaluation = _step_and_evaluation([one.seconds for one in done.history])
-        evaluations = math.ceil(steps / config.eval_every)
-        seconds = wall + (steps - timed) * step + (evaluations - 1) * evaluation
-        rows = context.source.options["batch_size"] * config.gradient_accumulation
-        found.append(StageBill(f"alignment, {phase}", steps, rows, step, timed, evaluations, seconds))
-    return found
+    run = functools.partial(align, context.loaded.model, context.source, teacher=teacher)
+    return [
+        _timed(f"alignment, {phase}", context, replace(config, blockwise=float(phase == BLOCKWISE)), steps, run)
+        for phase, steps in config.phases()
+    ]
+
+
+def _timed(
+    name: str,
+    context: Context,
+    config: DistillConfig | AlignConfig,
+    steps: int,
+    run: Callable[[Any], DistillResult | AlignResult],
+    groups: int = 1,
+) -> StageBill:
+    """Run a few steps of a stage, and extrapolate the whole.
+
+    Args:
+        name: of the stage.
+        context: the running job.
+        config: the stage's options.
+        steps: steps of the whole stage, of one group of layers.
+        run: runs the stage with other options.
+        groups: groups of layers that are trained one after the other.
+    """
+    start = time.perf_counter()
+    result = run(replace(config, **NO_STATES, steps=min(TIMED, steps), eval_every=ONCE))
+    wall, seconds = time.perf_counter() - start, [report.seconds for report in result.history]
+    if not seconds:
+        return StageBill(name, 0, 0, 0.0, 0, 0, wall)
+    step, evaluation = _step_and_evaluation(seconds)
+    total, evaluations = groups * steps, groups * math.ceil(steps / config.eval_every)
+    # `wall` includes one evaluation, and measuring before and after the steps.
+    whole = wall + (total - len(seconds)) * step + (evaluations - 1) * evaluation
+    rows = context.source.options["batch_size"] * config.gradient_accumulation
+    return StageBill(name, total, rows, step, len(seconds), evaluations, whole, evaluation)
 
 
 def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:
-    """Return the seconds of a step and of the evaluation behind the last one, from the times at the steps' ends."""
+    """Return the seconds of a step, and of the evaluation after the last one, from the times at the steps' ends."""
     gaps = [after - before for before, after in itertools.pairwise(seconds)]
     if len(gaps) < 2:
         return (gaps or seconds)[-1], 0.0
@@ -227,63 +256,63 @@ def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:
 
 
 def _of_tuning(job: TuneJob, on_event: Callback) -> Bill:
+    check_output(job)
     opened = open_tuning(job, on_event)
-    target = str(job.target())
-    check_target(target, overwrite=job.overwrite, sources=sources_of(job))
-    model = opened.model
-    device = next(model.parameters()).device.type
-    whole = size_of(model)
-    set_trained(model, job.tune)
-    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    work: list[tuple[str, Callable[[], list[StageBill]]]] = [("stage two", lambda: [_stage_two(job, opened)])]
-    stages, memory, problem = _tried(on_event, device, work)
-    return Bill(
-        output=target,
-        data=opened.data.description,
-        length=job.data.max_length if job.task.modality == "text" else None,
-        stages=stages,
-        device=device,
-        memory=memory[0],
-        memory_there=memory[1],
-        # Of the trainer's checkpoints, weights and two moments each, there are three while one is written.
-        disk=whole + 3 * (whole + 2 * trained),
-        disk_there=free_disk(target),
-        problem=problem,
-    )
+    whole, trial = size_of(opened.model), _Trial(on_event, next(opened.model.parameters()).device.type)
+    trial.run("stage two", lambda: [_stage_two(job, opened)])
+    trained = sum(parameter.nbytes for parameter in opened.model.parameters() if parameter.requires_grad)
+    length = job.data.max_length if job.task.modality == "text" else None
+    # The trainer keeps two checkpoints, weights and two moments each, and has three while it writes one.
+    return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
+
+
+class _Enough(Exception):
+    """Ends the trainer's run after its first evaluation, before it writes a checkpoint."""
 
 
 def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
-    """Time the trainer's steps, and some batches of its evaluation."""
     config, data = job.tune, opened.data
-    with tempfile.TemporaryDirectory() as folder, checkpointing(opened.model, config.gradient_checkpointing):
-        trainer = make_trainer(opened.model, data, config, folder, None, opened.teacher)
-        optimizer, model = trainer.create_optimizer(), trainer.model
-        assert model is not None
-        # What the trainer's own loop sets for its steps.
-        trainer.current_gradient_accumulation_steps = config.gradient_accumulation
-        batches = trainer.get_train_dataloader()
-        per_epoch = max(1, math.ceil(len(batches) / config.gradient_accumulation))
-        total = config.steps or math.ceil(config.epochs * per_epoch)
-        times = []
-        endless = itertools.chain.from_iterable(itertools.repeat(batches))
-        for _ in range(min(TIMED, total)):
-            start = time.perf_counter()
-            for batch in itertools.islice(endless, config.gradient_accumulation):
-                trainer.training_step(model, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            wait()
-            times.append(time.perf_counter() - start)
-        step = sum(times[1:]) / len(times[1:]) if len(times) > 1 else times[0]
-        evaluation = _evaluation(trainer, data)
+    train = len(data.train) + (len(data.extra) if data.extra and opened.teacher else 0)
+    per_epoch = max(1, math.ceil(math.ceil(train / config.batch_size) / config.gradient_accumulation))
+    total = config.steps or math.ceil(config.epochs * per_epoch)
     evaluations = math.ceil(total / (config.eval_every or per_epoch)) + 1
-    seconds = times[0] + (total - 1) * step + evaluations * evaluation
+    measured = min(len(data.validation), 2 * (config.eval_batch_size or 2 * config.batch_size))
+    few = replace(
+        data,
+        validation=Chosen(data.validation, range(measured), still=True),
+        selection=None,
+        # Metrics may need all rows.
+        compute_metrics=lambda predictions, labels: dict.fromkeys(data.task.score, 0.0),
+    )
+    steps = min(TIMED, total)
+    seconds, evaluation = [0.0], 0.0
+
+    def on_log(entry: dict[str, float]) -> None:
+        nonlocal evaluation
+        if "eval_runtime" in entry:
+            evaluation = entry["eval_runtime"] / measured
+            raise _Enough
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough):
+        finetune(
+            opened.model,
+            few,
+            replace(config, steps=steps, eval_every=steps, save_every=None, selection_rows=0, report_to="none"),
+            folder=Path(folder) / "training",
+            on_log=on_log,
+            on_step=lambda step: seconds.append(step.seconds),
+            teacher=opened.teacher,
+        )
+    first = seconds[1]
+    step = (seconds[-1] - first) / (steps - 1) if steps > 1 else first
+    evaluation *= len(data.validation) + (0 if data.selection is None else len(data.selection))
     rows = config.batch_size * config.gradient_accumulation
-    return StageBill("stage two", total, rows, step, len(times), evaluations, seconds, evaluation)
+    whole = first + (total - 1) * step + evaluations * evaluation
+    return StageBill("stage two", total, rows, step, steps, evaluations, whole, evaluation)
 
 
 def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
-    """Time the steps of `longdoc` one after the other, each on a model as it will be then but for its training."""
+    """Time the steps of `longdoc` one after the other, each on the model that it will have, but for its training."""
     target = str(job.target())
     check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
     check_options(job)
@@ -291,18 +320,17 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
     data, lengths = examine(job)
     for note in lengths.notes:
         on_event(Noted(note))
-    device = check_device(job.device)
-    sizes: list[int] = []
+    trial, sizes = _Trial(on_event, check_device(job.device)), [0]
 
-    def tuned(called: str, model: str, length: int, put: Callable[[PreTrainedModel], object] | None) -> StageBill:
-        asked = tuning_job(job, model, folder / called, length)
+    def tuned(called: str, length: int, put: Callable[[PreTrainedModel], object] | None = None) -> list[StageBill]:
+        asked = tuning_job(job, job.model, folder / called, length)
         opened = open_tuning(asked, ignore, put)
         sizes.append(size_of(opened.model))
-        return replace(_stage_two(asked, opened), stage=f"tuning {called} at {length:,} tokens")
+        return [replace(_stage_two(asked, opened), stage=f"tuning {called} at {length:,} tokens")]
 
-    def stage_one() -> StageBill:
+    def stage_one() -> list[StageBill]:
         asked = conversion_job(job, folder, lengths, job.distill_length or lengths.original)
-        return _stage_one(open_conversion(asked, on_event)[0], asked.distill)
+        return [_stage_one(open_conversion(asked, on_event)[0], asked.distill)]
 
     def alignment() -> list[StageBill]:
         asked = conversion_job(replace(job, distill_steps=1), folder, lengths, job.align_length or lengths.linear)
@@ -315,46 +343,16 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        work: list[tuple[str, Callable[[], list[StageBill]]]] = [
-            ("the original's tuning", lambda: [tuned("the original", job.model, lengths.original, None)]),
-        ]
-        work += [("stage one", lambda: [stage_one()])] if job.distill_steps else []
-        work += [("the alignment", alignment)] if job.align_steps else []
-        work += [("the linear model's tuning", lambda: [tuned("the linear model", job.model, lengths.linear, put)])]
-        stages, memory, problem = _tried(on_event, device, work)
-    if not problem:
+        trial.run("the original's tuning", lambda: tuned("the original", lengths.original))
+        if job.distill_steps:
+            trial.run("stage one", stage_one)
+        if job.align_steps:
+            trial.run("the alignment", alignment)
+        trial.run("the linear model's tuning", lambda: tuned("the linear model", lengths.linear, put))
+    if not trial.problem:
         rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2
-        seconds = (sides - 1) * stages[0].evaluation + stages[-1].evaluation
-        stages += (StageBill("the comparison, a step per side", sides, rows, seconds / sides, 1, 0, seconds),)
-    whole = max(sizes, default=0)
-    return Bill(
-        output=target,
-        data=data.description,
-        length=lengths.linear,
-        stages=stages,
-        device=device,
-        memory=memory[0],
-        memory_there=memory[1],
-        # Four models, and one tuning's states: weights and two moments each, three of them while one is written.
-        disk=(4 + 9) * whole,
-        disk_there=free_disk(target),
-        problem=problem,
-    )
-
-
-def _evaluation(trainer: Tuner, data: TaskData) -> float:
-    """Estimate an evaluation of the rows that are measured, and of those that the kept state is chosen on."""
-    count = 0
-    times: list[float] = []
-    for rows in (data.validation, data.selection):
-        if rows is None:
-            continue
-        assert trainer.model is not None
-        batches = trainer.get_eval_dataloader(rows)
-        count += len(batches)
-        for batch in itertools.islice(batches, 2 if not times else 0):
-            start = time.perf_counter()
-            trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
-            wait()
-            times.append(time.perf_counter() - start)
-    return count * min(times, default=0.0)
+        seconds = (sides - 1) * trial.stages[0].evaluation + trial.stages[-1].evaluation
+        side = StageBill("the comparison, a step per side", sides, rows, seconds / sides, 1, 0, seconds)
+        trial.stages.append(side)
+    # Four models, and one tuning's states: three times the weights and two moments.
+    return trial.bill(target, data.description, lengths.linear, (4 + 9) * max(sizes))

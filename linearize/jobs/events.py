@@ -1,4 +1,4 @@
-"""Events of a job; see `linearize.events`."""
+"""Events of a job, which its callback gets one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult, AlignStep
     from linearize.distillation.loop import DistillResult, StepReport
     from linearize.finetune.watch import TuneStep
-    from linearize.jobs.findings import Findings
+    from linearize.jobs.advice import Findings
     from linearize.kernel_search.result import SearchResult, SearchStep
     from linearize.modeling.plan import Plan
     from linearize.surgery.positions import PositionReport
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The model is loaded and its plan is made."""
+    """The model is loaded and planned."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class DataOpened(Event):
-    """The data is open; says in one line what it is."""
+    """The data is open; one line describes it."""
 
     description: str
 
 
 @dataclass(frozen=True)
 class PositionsExtended(Event):
-    """The model takes longer inputs now."""
+    """The model now takes longer inputs."""
 
     report: PositionReport
 
@@ -69,21 +69,21 @@ class Aligned(Event):
 
 @dataclass(frozen=True)
 class Logged(Event):
-    """The trainer of stage two has written an entry of its log."""
+    """The trainer of stage two wrote an entry of its log."""
 
     entry: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Saved(Event):
-    """The result is written."""
+    """The result was written."""
 
     output: Path
 
 
 @dataclass(frozen=True)
 class Concluded(Event):
-    """The job is over; what it has found, and the command that comes next."""
+    """The job is over; its findings name the next command."""
 
     findings: Findings
 

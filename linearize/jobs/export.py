@@ -1,4 +1,4 @@
-"""Writing a converted checkpoint as graphs that other programs run."""
+"""`export`: write a converted checkpoint as graphs for other programs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from linearize.export.timing import Timed
 
 RECORD = "export.json"
-"""File of the output that says what its graphs take and return."""
+"""File of the output that describes inputs and outputs of its graphs."""
 CHECKED_TOKENS = 150
-"""Tokens of the rows that an export is checked on, where the model takes so many: several chunks of the causal op."""
+"""Tokens of the rows that an export is checked on, at most: more than one chunk of the causal op."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ExportResult:
 
     Attributes:
         output: the folder.
-        graphs: inputs and outputs of each graph by its file, with the sizes that are left open by name.
+        graphs: inputs and outputs of each graph by its file; dynamic sizes have names.
         checked: how far each graph is from PyTorch.
-        times: how long they take, where that was asked for.
+        times: how long they take, if that was asked for.
     """
 
     output: str
@@ -50,15 +50,15 @@ class ExportResult:
 
 
 def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResult:
-    """Write a converted checkpoint as ONNX, hold it against PyTorch in onnxruntime, and keep it only if they agree.
+    """Write a converted checkpoint as ONNX, compare it with PyTorch in onnxruntime, and keep it only if they agree.
 
-    The folder gets `model.onnx`, of a model that writes `step.onnx` as well (see `linearize.export.graphs`), one file
-    of weights that both read, in fp32, the tokenizer or image processor, and `export.json`, which describes the graphs.
+    The folder gets `model.onnx`, for causal models also `step.onnx` (`linearize.export.graphs`), one file with the
+    weights of both in fp32, the tokenizer or image processor, and `export.json`, which describes the graphs.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
-    # Not above: what is missing is said by the name of the extra that brings it.
+    # Not above: an error about a missing package names the extra that brings it.
     from linearize.export import onnx
     from linearize.export.graphs import graphs_of
     from linearize.export.timing import time_graphs
@@ -77,8 +77,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
             onnx.write(models, folder)
             on_event(Started("comparing with PyTorch in onnxruntime"))
             checked = onnx.check(graphs, model, folder, _tokens(model))
-            for name, one in checked.items():
-                on_event(Noted(f"{name}.onnx differs from PyTorch by {one.difference:.1e} of {one.largest:.1e}"))
+            for name, check in checked.items():
+                on_event(Noted(f"{name}.onnx differs from PyTorch by {check.difference:.1e} of {check.largest:.1e}"))
             described = {f"{graph.name}.onnx": _described(graph) for graph in graphs}
             record = {"model": job.model, "weights": onnx.WEIGHTS, "graphs": described}
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
 
 
 def _longest(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a model takes; None where its inputs are not counted in them, or not limited."""
+    """Return how many tokens a model takes; None if its inputs are no tokens, or not limited."""
     return current_length(model) if model.main_input_name == "input_ids" else None
 
 
@@ -102,7 +102,7 @@ def _tokens(model: PreTrainedModel) -> int:
 
 
 def _check_additions(model: PreTrainedModel) -> None:
-    """Refuse what a graph cannot do: choose keys by their size, or keep a cache that grows inside a kernel's state."""
+    """Refuse what a graph cannot do: choose keys by size, or keep a growing cache in a kernel's state."""
     for name in ("exact_keys", "softmax_heads"):
         if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
             raise UnsupportedModelError(

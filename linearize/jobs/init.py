@@ -1,4 +1,4 @@
-"""Making an untrained model of an architecture, with linear attention or softmax."""
+"""`init`: make an untrained model of an architecture, with linear attention or softmax."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
     """Make an untrained model and save it.
 
     Args:
-        job: what to make; kernel None and no layers: with softmax.
-        processor: tokenizer or image processor to save along, instead of the one that the job names.
+        job: the options; with neither a kernel nor layers the model has softmax.
+        processor: tokenizer or image processor to save with it, instead of the one that the job names.
 
     Returns:
         The plan of the conversion, or None for softmax.
@@ -51,7 +51,7 @@ def read_config(name: str) -> dict[str, object]:
     """Read a config from a file or folder.
 
     Raises:
-        ConfigError: if it is not there or no mapping.
+        ConfigError: if it is missing or not a mapping.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Presets of `convert`: options that were measured to work well together, under one name."""
+"""Presets of `convert`: options that were measured to work well together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Preset:
 
     Args:
         options: by name; options given explicitly take precedence.
-        causal: whether they are for attention that sees no token behind its own, or for attention that sees all.
+        causal: whether they are for causal attention, or for attention that sees both sides.
     """
 
     options: Mapping[str, object]
@@ -30,17 +30,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 """By name. Both have learned log-scales, the default with a window.
 
-`causal` is for language models: docs/benchmarks/hybrid.md has what its parts are worth. `encoder` is for models that see both
-sides: texts of up to 65 tokens come out as before, which is the window's merit; in longer texts the kernel carries what
-is farther apart.
+`causal` is for language models; docs/benchmarks/hybrid.md says what its parts bring. `encoder` is for models that see both
+sides: the window keeps texts of up to 65 tokens exact, and in longer texts the kernel covers what is farther apart.
 """
 
 
 def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
-    """Return what the preset among options says where they do not.
+    """Return the preset's options that are not given explicitly.
 
     Raises:
-        UnknownNameError: for a preset that there is not.
+        UnknownNameError: for an unknown preset.
     """
     name = values.get("preset")
     if name is None:
@@ -51,18 +50,18 @@ def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
-    """Check that a preset is for a model.
+    """Check that a preset suits a model.
 
     Args:
-        name: of the preset, if there is one.
-        model: its name or folder.
-        causal: of each self-attention to convert, whether it is causal.
+        name: the preset, or None.
+        model: the model's name or folder.
+        causal: for each self-attention to convert, whether it is causal.
 
     Raises:
-        ConfigError: if the preset is for no attention of the model.
+        ConfigError: if the preset suits no attention of the model.
     """
     if name is None or PRESETS[name].causal in causal:
         return
     other = next(other for other, preset in PRESETS.items() if preset.causal != PRESETS[name].causal)
-    sees = "sees no token behind its own" if PRESETS[other].causal else "sees the tokens behind too"
+    sees = "is causal" if PRESETS[other].causal else "sees both sides"
     raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")

@@ -1,42 +1,39 @@
-"""The search for a plan, as a verb of its own and as the first step of `convert --kernel auto`."""
+"""`search`: choose the kernel of every layer; also the first step of `convert --kernel auto`."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
 
 from linearize.bench.plot import check_picture
 from linearize.distillation.processes import is_main, under_fsdp
-from linearize.distillation.state import StateFolder
 from linearize.errors import ConfigError
-from linearize.jobs.config import ConvertJob
-from linearize.jobs.context import Context, check_states, clear_states, drop_states, first_device, open_data
+from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
-from linearize.jobs.search_config import SearchJob
+from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.loop import SearchInterruptedError, search
 from linearize.kernel_search.plot import write_plot
 from linearize.kernel_search.prepare import CARRIER, NO_FSDP
-from linearize.kernel_search.result import SearchResult, SearchStep
+from linearize.kernel_search.result import SearchResult
 from linearize.loading import load_model
 from linearize.modeling.plan import Plan
-from linearize.parsing import finite
 from linearize.surgery.inputs import read_inputs
 from linearize.surgery.plan import plan
 from linearize.surgery.plan_file import check_plan_target, write_plan
 
 
 def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResult:
-    """Choose the kernel of every layer of a checkpoint; the plan and the picture that were asked for are written.
+    """Choose the kernel of every layer of a checkpoint, and write the plan and the picture that were asked for.
 
     Args:
-        job: what to do.
-        on_event: called with what happens.
+        job: the options.
+        on_event: called with every event.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right; nothing is written then.
-        KeyboardInterrupt: says where the best plan so far lies.
+        KeyboardInterrupt: says which file holds the best plan so far.
     """
     check_search(job)
     if is_main():
@@ -62,10 +59,10 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
 
 
 def check_search(job: SearchJob | ConvertJob) -> None:
-    """Refuse what can be refused before the model is loaded.
+    """Check what can be checked before the model is loaded.
 
     Raises:
-        ConfigError: for a wrong candidate, nothing to choose between, a file that cannot be written, or under FSDP.
+        ConfigError: for a wrong candidate, a single candidate, a file that cannot be written, or under FSDP.
     """
     if under_fsdp():
         raise ConfigError(NO_FSDP)
@@ -77,13 +74,13 @@ def check_search(job: SearchJob | ConvertJob) -> None:
 
 
 def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: int | None) -> SearchResult:
-    """Search, and write the plan and the picture that were asked for; a Ctrl-C keeps the best plan so far.
+    """Search, and write the plan and the picture that were asked for; Ctrl-C keeps the best plan so far.
 
     Args:
-        context: where the job stands: model and data are open.
+        context: the running job; its model and data are open.
         config: options of the search.
         base: the plan whose converted layers are searched.
-        max_length: longest input that the result shall take.
+        max_length: longest input that the result must take.
     """
     job = context.job
     assert isinstance(job, SearchJob | ConvertJob)
@@ -94,13 +91,13 @@ def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: 
             config,
             plan=base,
             max_length=max_length,
-            on_step=_on_step(context),
+            on_step=lambda report: context.on_event(StepDone(report)),
             on_event=context.on_event,
         )
     except SearchInterruptedError as interrupt:
         if not is_main():
             raise
-        raise KeyboardInterrupt(_keep(context, interrupt)) from None
+        raise KeyboardInterrupt(_keep(context.target, job, interrupt)) from None
     context.searched = result
     if is_main():
         if job.plan_out is not None:
@@ -111,35 +108,15 @@ def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: 
     return result
 
 
-def _on_step(context: Context) -> Callable[[SearchStep], None]:
-    return lambda report: context.on_event(StepDone(report))
-
-
-def _keep(context: Context, interrupt: SearchInterruptedError) -> str:
-    """Write the best plan so far, and say where it lies and how to go on."""
-    job = context.job
-    assert isinstance(job, SearchJob | ConvertJob)
-    file = job.plan_out or _free(f"{context.target}.plan")
+def _keep(target: str, job: SearchJob | ConvertJob, interrupt: SearchInterruptedError) -> str:
+    """Write the best plan so far, and say where it is and how to continue."""
+    file = job.plan_out
+    if file is None:
+        names = itertools.chain([f"{target}.plan.yaml"], (f"{target}.plan-{n}.yaml" for n in itertools.count(2)))
+        file = next(name for name in names if not os.path.lexists(name))
     write_plan(file, interrupt.plan, interrupt.why)
-    said = f"the best plan so far lies in {file}: linearize convert {job.model} --plan {file}"
-    for folder in job.state_folders() if job.keeps_states else []:
-        steps = StateFolder(folder, 1).steps()
-        if steps:
-            said += f"; the state of step {steps[-1]} lies in {folder}; go on with the same line and --resume"
-    return said
-
-
-def _free(name: str) -> str:
-    """Return a name of a YAML file that is not there yet."""
-    found, number = f"{name}.yaml", 2
-    while os.path.lexists(found):
-        found, number = f"{name}-{number}.yaml", number + 1
-    return found
-
-
-def record_of(result: SearchResult) -> dict[str, object]:
-    """Return what a checkpoint says of the search that chose its plan."""
-    return {name: finite(value) for name, value in result.to_dict().items()}
-
-
-__all__ = ["CARRIER", "check_search", "choose_plan", "record_of", "search_checkpoint"]
+    text = f"the best plan so far is in {file}: linearize convert {job.model} --plan {file}"
+    for states in states_of(job):
+        if steps := states.steps():
+            text += f"; the state of step {steps[-1]} is in {states.folder}; resume with the same line and --resume"
+    return text

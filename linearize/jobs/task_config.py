@@ -1,6 +1,6 @@
-"""The options of the jobs with a task: tuning and measuring, see `linearize.jobs.config` for the others.
+"""The options of `finetune` and `evaluate`; those of the other jobs are in `linearize.jobs.config`.
 
-Importing this loads nothing heavy: the help of the command line is made from it.
+The command line makes its help from them, so importing this loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from linearize.jobs.config import DEVICES, OVERWRITE, STEP_ROWS, Job, rows_of
 from linearize.options import check, option, parse_names, section
 
 STAGE_TWO_TOKENS = 4096
-"""Tokens of a pass of stage two where nobody says how many rows it has."""
+"""Default tokens of a pass of stage two, at most."""
 
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """Which task, and which columns of its data."""
+    """A task, and the columns of its data."""
 
     task: str = option(
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, text-classification, text-regression, masked-lm, "
@@ -43,7 +43,7 @@ class TaskChoice:
         """Return the task.
 
         Raises:
-            UnknownNameError: if there is none of that name.
+            UnknownNameError: for an unknown task.
         """
         from linearize.finetune.tasks import task
 
@@ -55,7 +55,7 @@ def _dataset() -> Any:
 
 
 def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows' length where nobody says it: what the model takes, if that is little."""
+    """Return the rows' default length: what the model takes, if that is little."""
     if "max_length" in values:
         return {}
     from linearize.finetune.lengths import usual_length
@@ -74,14 +74,14 @@ class TuneJob(Job):
     dataset: str | None = _dataset()
     output: str | None = option(None, "folder to make (<model>-<task>)", metavar="DIR")
     overwrite: bool = option(False, OVERWRITE)
-    resume: bool = option(False, "go on with an interrupted run of the same output")
+    resume: bool = option(False, "continue an interrupted run of the same output")
     new_head: bool = option(False, "replace a trained head with another number of labels")
     device: str = option("auto", DEVICES, metavar="D")
     teacher: str | None = option(
-        None, "the softmax original tuned for the same task, which guides the model", metavar="DIR"
+        None, "the softmax original, tuned for the same task, which guides the model", metavar="DIR"
     )
     keep_adapter: bool = option(
-        False, "with --lora: keep the low-rank updates by themselves too, in OUTPUT/adapter, for peft", group="tuning"
+        False, "with --lora: also save the low-rank updates separately, in OUTPUT/adapter, for peft", group="tuning"
     )
     data: DataOptions = section(
         DataOptions,
@@ -97,7 +97,7 @@ class TuneJob(Job):
         shown={
             "batch_size": f"{STEP_ROWS}; of more than {STAGE_TWO_TOKENS // STEP_ROWS} tokens as many as have "
             f"{STAGE_TWO_TOKENS:,}",
-            "gradient_accumulation": f"1, or where batch_size is not given as many as make a step of {STEP_ROWS} rows",
+            "gradient_accumulation": f"1; without batch_size as many as make a step of {STEP_ROWS} rows",
         },
     )
 
@@ -107,7 +107,7 @@ class TuneJob(Job):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what follows from other options: the rows' length, and how a step of 32 rows is cut into passes."""
+        """Return the defaults that follow from other options: the rows' length, and the passes of a step of 32 rows."""
         found = _usual_length(values)
         if "batch_size" not in values:
             length = values["max_length"] if "max_length" in values else found["data"]["max_length"]
@@ -127,28 +127,26 @@ class EvaluateJob(Job):
     dataset: str | None = _dataset()
     compare: str | None = option(
         None,
-        "the softmax model that it was made of, tuned alike; each side reads at its own length",
+        "the softmax model that it was made from, tuned alike; each side reads at its own length",
         metavar="ORIGINAL",
     )
     data: DataOptions = section(
         DataOptions,
         only=("max_length", "limit", "validation_limit", "stride"),
-        shown={"max_length": "as it was tuned with, else what model and data allow"},
+        shown={"max_length": "its length when it was tuned, else what model and data allow"},
     )
-    batch_size: int | None = option(
-        None, "rows per batch; by default as many as have 16,384 tokens together, 32 at most", low=1
-    )
+    batch_size: int | None = option(None, "rows per batch; by default as many as have 16,384 tokens, 32 at most", low=1)
     device: str = option("auto", DEVICES, metavar="D")
     chunks: bool = option(
-        True, "with --compare: read the original's rows as chunks too, and average its outputs", shown="yes"
+        True, "with --compare: also read the original's rows as chunks, and average its outputs", shown="yes"
     )
     chunk_length: int | None = option(
         None, "tokens per chunk; by default as many as the original reads of a row", low=2
     )
     ablate: tuple[str, ...] = option(
         (),
-        "measure the model without a part of its attention too, and say what the part brings: kernel, window, "
-        "exact-keys, attention; several as kernel,window",
+        "also measure the model without a part of its attention, and say what the part brings: kernel, window, "
+        "exact-keys, attention; or more than one, as kernel,window",
         metavar="PART",
         parse=parse_names,
     )
@@ -158,17 +156,17 @@ class EvaluateJob(Job):
         check(self, "options")
         if self.chunk_length is not None and (self.compare is None or not self.chunks):
             raise ConfigError(
-                f"options, chunk_length: got {self.chunk_length}, but chunks are read of an original only; give "
+                f"options, chunk_length: got {self.chunk_length}, but only an original is read in chunks; give "
                 "--compare ORIGINAL, without --no-chunks"
             )
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what follows from other options: the rows' length."""
+        """Return the defaults that follow from other options: the rows' length."""
         from linearize.finetune.lengths import whole_length
         from linearize.finetune.tasks import TASKS
 
-        # Without a model or a known task there is an error elsewhere.
+        # A missing model or an unknown task is refused elsewhere.
         if "max_length" in values or values.get("task") not in TASKS:
             return {}
         return {"data": {"max_length": whole_length(values["model"], TASKS[values["task"]]), "auto_length": True}}

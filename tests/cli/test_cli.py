@@ -31,7 +31,7 @@ def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, ca
     head, task = FAMILIES[name]
     kept = {}
     # What the conversion holds in memory just before it saves, to compare with what comes back.
-    import linearize.jobs.context as save_module
+    import linearize.jobs.stages as save_module
 
     real = save_module.save
 
@@ -309,7 +309,7 @@ def test_states_resume_and_going_on(folders, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(observer.KernelTrainer, "step", cut)
     code, _, err = run(capsys, *base, "--output", tmp_path / "cut")
-    assert (code, "go on with the same line and --resume" in err) == (130, True)
+    assert (code, "resume with the same line and --resume" in err) == (130, True)
     assert [path.name for path in sorted((tmp_path / "cut.stage1").iterdir())] == ["step-2", "step-3"]
     monkeypatch.undo()
     assert run(capsys, *base, "--output", tmp_path / "cut", "--resume")[0] == 0

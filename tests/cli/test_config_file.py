@@ -9,8 +9,7 @@ import yaml
 from support.checkpoints import make_original, texts
 
 from linearize.cli import main
-from linearize.cli._config import config_file, example_for, read_options
-from linearize.cli._options import take_options
+from linearize.cli._options import config_file, example_for, read_options, take_options
 from linearize.cli.main import VERBS, build_parser
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.task_config import TuneJob

@@ -100,7 +100,7 @@ def test_a_narrow_terminal_is_never_overrun(terminal):
     title = "A title that is itself longer than forty columns are wide"
     with redirect_stdout(terminal):
         console().print(table(title, ["name", "what"], [["a", WIDE]]))
-        console().print(WIDE, markup=False)
+        console().print(WIDE)
     lines = plain(terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= 40 and len(lines) > 8
     assert "".join(WIDE.split()) in re.sub(r"[\s│]", "", plain(terminal.getvalue()))
@@ -148,12 +148,12 @@ def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
 def test_no_color_is_respected(terminal, monkeypatch):
     colour = re.compile(r"\x1b\[[0-9;]*[34][0-9]")
     with redirect_stdout(terminal):
-        console().print("[red]warm[/red] 42")
+        console().print("warm 42", style="red")
     assert colour.search(terminal.getvalue())
     monkeypatch.setenv("NO_COLOR", "1")
     begin = len(terminal.getvalue())
     with redirect_stdout(terminal):
-        console().print("[red]warm[/red] 42")
+        console().print("warm 42", style="red")
         show(report(1), report(2, held_out=2.0))
     written = terminal.getvalue()[begin:]
     assert "warm 42" in written and "held out 2.0000" in " ".join(plain(written).split())
@@ -342,7 +342,7 @@ def test_ctrl_c_in_stage_one_says_what_was_kept(folders, tmp_path, capsys, monke
     line = ["distill", folders / "linear", *stage_one(folders), "--output", tmp_path / "out", "--save-every", 2]
     code, _, err = run(capsys, *line)
     assert code == 130
-    assert f"the state of step 3 lies in {tmp_path / 'out'}.stage1; go on with the same line and --resume" in err
+    assert f"the state of step 3 is in {tmp_path / 'out'}.stage1; resume with the same line and --resume" in err
     monkeypatch.undo()
     assert run(capsys, *line, "--resume")[0] == 0
 
@@ -357,7 +357,7 @@ def test_ctrl_c_in_stage_two_says_how_to_go_on(folders, tmp_path, capsys, monkey
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "training_step", interrupt)
         code, _, err = run(capsys, *line)
-    assert code == 130 and "no checkpoint was written yet; go on with the same line and --resume" in err
+    assert code == 130 and "no checkpoint was written yet; resume with the same line and --resume" in err
     real, done = Trainer.training_step, []
 
     def second_epoch(self, *args, **kwargs):
@@ -368,7 +368,7 @@ def test_ctrl_c_in_stage_two_says_how_to_go_on(folders, tmp_path, capsys, monkey
         patch.setattr(Trainer, "training_step", second_epoch)
         code, _, err = run(capsys, *line, "--resume")
     last = last_checkpoint(f"{out}.training")
-    assert code == 130 and f"{last.name} lies in {out}.training; go on with the same line and --resume" in err
+    assert code == 130 and f"{last.name} is in {out}.training; resume with the same line and --resume" in err
     assert not out.exists()
     assert run(capsys, *line, "--resume")[0] == 0
     assert out.exists() and not last.exists()
@@ -386,8 +386,8 @@ def test_ctrl_c_while_convert_tunes_leaves_the_converted_model(folders, tmp_path
             capsys, "convert", folders / "bert", *stage_one(folders), "--output", out, "--finetune",
             "text-classification",
         )  # fmt: skip
-    assert code == 130 and f"the converted model lies in {out}, untuned; go on: linearize finetune" in err
-    words = shlex.split(err.split("go on: linearize ")[1].splitlines()[0])
+    assert code == 130 and f"the converted model is in {out}, untuned; continue with: linearize finetune" in err
+    words = shlex.split(err.split("continue with: linearize ")[1].splitlines()[0])
     code, text, err = run(capsys, *words, "--steps", 2, "--max-length", 16)
     assert code == 0, err
     assert f"Saved {out}" in text
@@ -406,9 +406,9 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(linearize.checkpoint.push, "push", interrupt)
     assert "nothing was written" in run(capsys, "demo", "--tokens", 10)[2]
     code, _, err = run(capsys, "demo", "--tokens", 1000, "--output", tmp_path / "made")
-    assert code == 130 and f"the converted model lies in {tmp_path / 'made'}" in err
+    assert code == 130 and f"the converted model is in {tmp_path / 'made'}" in err
     code, _, err = run(capsys, "push", folders / "linear", "alice/linear")
-    assert code == 130 and f"go on: linearize push {folders / 'linear'} alice/linear" in err
+    assert code == 130 and f"continue with: linearize push {folders / 'linear'} alice/linear" in err
 
 
 def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
@@ -427,7 +427,7 @@ def test_names_cannot_steer_the_terminal(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with redirect_stdout(terminal):
         out = console()
-        out.print(EVIL, markup=False)
+        out.print(EVIL)
         out.print(table(EVIL, [EVIL, "[red]b[/red]"], [[EVIL, "[blink]x[/blink]"]]))
     text = plain(re.sub(r"\x1b\[\?25[lh]", "", terminal.getvalue()))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]", text.replace("\r\n", "\n"))

@@ -21,7 +21,6 @@ from linearize.finetune.selection import hold_out
 from linearize.finetune.tasks import task
 from linearize.finetune.trainer import finetune, make_trainer
 from linearize.finetune.work import describe
-from linearize.jobs.command import command_of
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
 
@@ -220,8 +219,6 @@ def test_a_job_says_how_many(bert, glue, more, tmp_path, capsys):
     assert "32 texts without a label (32 of songs)" in " ".join(capsys.readouterr().out.split())
     record = json.loads((tmp_path / "out" / "finetuning.json").read_text())
     assert "32 texts without a label (32 of songs)" in record["data"]
-    job = replace(job, data=replace(SHORT, extra_texts="a.jsonl=2,b.txt=0.5"))
-    assert "--extra-texts a.jsonl=2.0,b.txt=0.5" in command_of("finetune", job)
 
 
 @pytest.mark.parametrize(

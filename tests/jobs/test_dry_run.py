@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_said(here, capsys, monkeypatch):
         run(capsys, *line, "--dry-run")
 
 
-def test_times_of_steps_and_of_the_evaluation_behind_the_last():
+def test_times_of_steps_and_of_the_evaluation_after_the_last():
     assert _step_and_evaluation([1.0, 3.0, 10.0]) == (2.0, 5.0)
     assert _step_and_evaluation([1.0, 3.0]) == (2.0, 0.0)
     assert _step_and_evaluation([4.0]) == (4.0, 0.0)

@@ -131,7 +131,7 @@ def test_what_is_refused(place, tmp_path, done):
         ({"max_length": 8}, "takes 12 tokens already"),
         ({"chunk_length": 13}, "chunk_length: got 13, but .* takes at most 12 tokens"),
         ({"kernel": "hedgehug"}, "hedgehug"),
-        ({"preset": "causal"}, "sees the tokens behind too; use --preset encoder"),
+        ({"preset": "causal"}, "sees both sides; use --preset encoder"),
         ({"preset": "decoder"}, "unknown preset 'decoder'"),
         ({"positions": "stretch"}, "unknown position method 'stretch'"),
         ({"model": str(place / "long" / "linear")}, "is converted already"),

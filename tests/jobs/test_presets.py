@@ -47,7 +47,7 @@ def test_presets_that_are_refused(tmp_path):
     with pytest.raises(UnknownNameError, match=r"unknown preset 'casual'. Did you mean 'causal'?"):
         ConvertJob.of(model="m", preset="casual")
     for other in ({"plan": "plan.yaml"}, {"kernel": "auto"}):
-        with pytest.raises(ConfigError, match=r"preset: got 'causal' beside --.*which chooses as well"):
+        with pytest.raises(ConfigError, match=r"preset: got 'causal' and --.*which also chooses kernels"):
             ConvertJob.of(model="m", preset="causal", **other)
 
 

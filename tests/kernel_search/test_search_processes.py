@@ -10,8 +10,8 @@ from support.training import Fixed, batches, loud
 
 from linearize.distillation.loop import make_accelerator
 from linearize.errors import ConfigError
+from linearize.jobs.config import SearchJob
 from linearize.jobs.search import search_checkpoint
-from linearize.jobs.search_config import SearchJob
 from linearize.kernel_search import SearchConfig
 from linearize.kernel_search.loop import search
 

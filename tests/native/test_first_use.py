@@ -88,7 +88,7 @@ def test_without_a_compiler_it_says_so(fresh, monkeypatch, capsys, tmp_path):
     assert main(BENCH) == 0
     said, there = lines_about(capsys)
     assert fresh == [] and there == "Native op: not there (linearize native --build)."
-    assert "not compiled, going on without it (no C compiler among cc, gcc, clang; install gcc or clang" in said
+    assert "not compiled, continuing without it (no C compiler among cc, gcc, clang; install gcc or clang" in said
     assert not (tmp_path / "cache").exists()
     assert main(["native"]) == 0
     assert "none found" in capsys.readouterr().out
@@ -100,10 +100,10 @@ def test_what_failed_is_not_tried_again(native_cache, monkeypatch, capsys, tmp_p
     monkeypatch.setenv("CC", "false")
     native.forget()
     assert main(BENCH) == 0
-    assert "not compiled, going on without it" in lines_about(capsys)[0]
+    assert "not compiled, continuing without it" in lines_about(capsys)[0]
     assert main(BENCH) == 0
     assert lines_about(capsys) == [
-        "Native op: not compiled, going on without it (it failed before; linearize native --build tries again and says "
+        "Native op: not compiled, continuing without it (it failed before; linearize native --build tries again and says "
         "why).",
         "Native op: not there (linearize native --build).",
     ]

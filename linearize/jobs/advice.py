@@ -1,0 +1,337 @@
+"""What a finished stage found, and which command comes next; everything follows from figures that it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from linearize.checkpoint.inspect import weights_were_trained
+from linearize.heads import HEADS, head_of_class
+from linearize.jobs.command import again, data_options, line
+from linearize.jobs.config import AlignJob, ConvertJob, StageOneJob
+from linearize.modeling.model import is_linearized
+from linearize.modeling.plan import LayerPlan, Plan
+from linearize.registry import kernel_info
+from linearize.surgery.positions import current_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from linearize.fidelity.ablate import KernelMerit
+    from linearize.finetune.prepared import TaskData
+    from linearize.finetune.trainer import TuneResult
+    from linearize.jobs.stages import Context
+    from linearize.jobs.task_config import TuneJob
+
+STAGE_ONE, ALIGNMENT, STAGE_TWO = "stage one", "alignment", "stage two"
+FALLING, FLAT, START, UNKNOWN = "falling", "flat", "start", "unknown"
+TRENDS = {
+    FALLING: "the held-out loss was still falling: as many steps again would pay",
+    FLAT: "the held-out loss has stopped falling",
+    START: "no step measured better than the start, which was kept",
+    UNKNOWN: "too few evaluations to tell whether the held-out loss still falls",
+}
+FEWEST = 4
+"""Evaluations from which a trend can be told."""
+WORTH = 0.05
+"""Share of the whole fall that the last part of a loss curve must add to count as falling."""
+FAR = 2.0
+"""A layer this many times worse than the mean is an exception, for which softmax may stay."""
+CLOSE = 0.01
+"""Nats, or share of a norm, below which a layer needs no help."""
+NEGATIVE = 0.01
+"""Share of negative attention weights that is worth a remark."""
+WINDOW = 64
+"""Tokens of the proposed window."""
+SAMPLE = 256
+"""Queries per row of the loss that is proposed for long rows."""
+
+
+@dataclass(frozen=True)
+class WorstLayer:
+    """The layer that is furthest from softmax.
+
+    Attributes:
+        module: name of the host module.
+        index: its number, as `--keep-softmax` takes it; None if unknown.
+        figure: name of the figure that ranks layers.
+        value: the layer's figure.
+        mean: mean over all layers.
+        helps: options of `convert` that bring it closer, the likeliest first.
+    """
+
+    module: str
+    index: int | None
+    figure: str
+    value: float
+    mean: float
+    helps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest held-out row (`seen`, without padding) and of the longest input (`promised`)."""
+
+    seen: int
+    promised: int
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a stage found.
+
+    Attributes:
+        trends: a key of `TRENDS` for each trained stage.
+        worst: the worst layer; None if layers were not measured, or if there is only one.
+        lengths: None if the model reads no text or has no limit.
+        load: Python code that loads the checkpoint.
+        command: the next command.
+        why: its reason in a few words.
+        merit: what the kernels add to their windows; None without windows.
+    """
+
+    trends: dict[str, str]
+    worst: WorstLayer | None
+    lengths: Lengths | None
+    load: str
+    command: str
+    why: str
+    merit: KernelMerit | None = None
+
+    def lines(self) -> list[str]:
+        """Return sentences for people."""
+        lines = [f"Verdict, {stage}: {TRENDS[trend]}." for stage, trend in self.trends.items()]
+        if self.merit:
+            lines.append(f"Control, after stage one: {self.merit.text}.")
+        if self.worst:
+            name = self.worst.module if self.worst.index is None else f"{self.worst.index} ({self.worst.module})"
+            text = f"Worst layer: {name}, {self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
+            lines.append(f"{text}; what helps: {', or '.join(self.worst.helps)}." if self.worst.helps else f"{text}.")
+        if self.lengths:
+            seen, promised = self.lengths.seen, self.lengths.promised
+            lines.append(
+                f"Lengths: measured at the whole length that the model takes, {promised:,} tokens."
+                if seen >= promised
+                else f"Lengths: measured on rows of up to {seen:,} tokens; longer inputs, up to the {promised:,} that "
+                "the model takes, have not been measured."
+            )
+        return [*lines, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def trend(losses: Sequence[float]) -> str:
+    """Compare the last two parts, a third or at least two evaluations each, of one run's held-out losses.
+
+    Returns:
+        `FALLING` if every loss of the last part is below all of the part before and the last part adds a share of
+        `WORTH` to the whole fall; else `FLAT`, or `UNKNOWN` for fewer than `FEWEST` losses.
+    """
+    if len(losses) < FEWEST:
+        return UNKNOWN
+    part = max(2, len(losses) // 3)
+    before, last = losses[-2 * part : -part], losses[-part:]
+    gain, fall = min(before) - min(last), losses[0] - min(losses)
+    return FALLING if max(last) < min(before) and gain >= WORTH * fall else FLAT
+
+
+def stage_two_trend(history: Iterable[Mapping[str, float]], best_step: int) -> str:
+    """Judge the trainer's log: the loss on the rows that chose the kept state, or else on the validation rows."""
+    entries = [entry for entry in history if entry.get("step")]
+    for name in ("eval_selection", "eval_loss"):
+        # The last evaluation is logged twice.
+        losses = {entry["step"]: entry[name] for entry in entries if name in entry}
+        if losses:
+            result = trend(list(losses.values()))
+            return result if best_step or result == FALLING else START
+    return UNKNOWN
+
+
+def worst_layer(
+    figures: Mapping[str, float], figure: str, plan: Plan, negative: Mapping[str, float | None] | None = None
+) -> WorstLayer | None:
+    """Return the module with the largest figure; None if there are fewer than two.
+
+    Args:
+        figures: by attention, or by block.
+        figure: their name.
+        plan: the plan of the conversion.
+        negative: share of negative attention weights, by module.
+    """
+    if len(figures) < 2:
+        return None
+    module = max(figures, key=lambda name: figures[name])
+    value, mean = figures[module], sum(figures.values()) / len(figures)
+    layer = next((layer for layer in plan.converted if _inside(layer.module, module)), None)
+    helps: tuple[str, ...] = ()
+    if layer is not None and value >= CLOSE:
+        helps = _what_helps(layer, value >= FAR * mean, ((negative or {}).get(module) or 0.0) > NEGATIVE)
+    return WorstLayer(module, None if layer is None else layer.index, figure, value, mean, helps)
+
+
+def _inside(attention: str, module: str) -> bool:
+    """Tell whether an attention, named from the base model on, is or lies in a module of the whole model."""
+    parts = module.split(".")
+    return any(f"{attention}.".startswith(f"{'.'.join(parts[start:])}.") for start in range(len(parts)))
+
+
+def _what_helps(layer: LayerPlan, far: bool, negative: bool) -> tuple[str, ...]:
+    info = kernel_info(layer.kernel)
+    table = (
+        (far and layer.index is not None, f"softmax stays in it (--keep-softmax {layer.index})"),
+        (negative, "a kernel whose weights cannot be negative"),
+        (not info.learnable, "a kernel that learns (--kernel hedgehog)"),
+        (info.feature_dim is not None, f"more features (--kernel-arg; see `linearize kernels {layer.kernel}`)"),
+        (info.windowed and layer.hybrid.window is None, f"near tokens under softmax (--window {WINDOW})"),
+    )
+    return tuple(help for applies, help in table if applies)
+
+
+def growth(errors: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much the error of the hidden states grows in each block; each block passes errors on."""
+    blocks = {name: error for name, error in errors.items() if name != "output"}
+    return {
+        name: error - before for (name, error), before in zip(blocks.items(), [0.0, *blocks.values()], strict=False)
+    }
+
+
+def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
+    """Return the tokens of the longest row without padding; None if the batches hold no text."""
+    longest = 0
+    for batch in batches:
+        if "input_ids" not in batch:
+            return None
+        mask = batch.get("attention_mask")
+        longest = max(longest, batch["input_ids"].shape[1] if mask is None else int(mask.sum(dim=1).max()))
+    return longest or None
+
+
+def lengths_of(seen: int | None, model: PreTrainedModel) -> Lengths | None:
+    """Compare the longest row with the longest input of a model."""
+    promised = current_length(model)
+    return None if seen is None or promised is None else Lengths(min(seen, promised), promised)
+
+
+def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False) -> str:
+    """Return one line of Python that loads a saved model; `embedder`: as a sentence embedder."""
+    before = "import linearize; " if getattr(model.config, "linearize", None) else ""
+    if embedder:
+        return f"{before}from sentence_transformers import SentenceTransformer; SentenceTransformer({str(folder)!r})"
+    name = (head_of_class(type(model).__name__) or HEADS["feature-extraction"]).auto_class
+    return f"{before}from transformers import {name}; {name}.from_pretrained({str(folder)!r})"
+
+
+def after_training(context: Context, plan: Plan) -> Findings:
+    """Say what a conversion, a further stage one or an alignment found, and which command comes next."""
+    job, done, aligned, model = context.job, context.distillation, context.alignment, context.loaded.model
+    trends, worst = {}, None
+    if done is not None and done.history and isinstance(job, StageOneJob):
+        # Groups of layers are trained one after the other: judge the last one.
+        last = [r.held_out for r in done.history if r.step > r.steps - job.distill.steps and r.held_out is not None]
+        trends[STAGE_ONE] = trend(last)
+    if aligned is not None and aligned.history:
+        phase = aligned.history[-1].phase
+        losses = [r.held_out for r in aligned.history if r.phase == phase and r.held_out is not None]
+        trends[ALIGNMENT] = trend(losses) if aligned.best_step else START
+    if done is not None:
+        name, figure = "kl", "KL"
+        if any(layer.kl is None for layer in done.after.layers):
+            name, figure = "output_error", "relative error of the output"
+        figures = {layer.module: float(getattr(layer, name)) for layer in done.after.layers}
+        worst = worst_layer(figures, figure, plan, {layer.module: layer.negative_share for layer in done.after.layers})
+    elif aligned is not None:
+        worst = worst_layer(growth(aligned.after.layers), "growth of the hidden states' error", plan)
+    lengths = lengths_of(context.longest_seen, model)
+    why, command = next_command(context, trends, lengths)
+    load = load_lines(model, context.target, embedder=bool(context.loaded.embedder))
+    return Findings(trends, worst, lengths, load, command, why, context.merit)
+
+
+def next_command(context: Context, trends: Mapping[str, str], lengths: Lengths | None) -> tuple[str, str]:
+    """Return why a command comes next, and the command."""
+    job, target, source = context.job, context.target, context.source
+    data = data_options(job)
+    cut = None if source is None else source.options["max_length"]
+    # The longest row was as long as allowed, so there may be longer ones, and the model takes them.
+    longer = lengths is not None and cut is not None and cut <= lengths.seen < lengths.promised
+    long_rows: dict[str, object] = {
+        "distill_length": lengths and lengths.promised,
+        "query_sample": SAMPLE,
+        "batch_size": 1,
+    }
+    if context.alignment is None and not weights_were_trained(context.provenance):
+        # Stage one imitates the checkpoint's own softmax, which still is the original's.
+        assert isinstance(job, StageOneJob)
+        data_of_stage_one = data | {"distill_length": job.distill_length}
+        if context.distillation is None:
+            return "to teach the kernels", line("distill", target, data_of_stage_one)
+        if trends.get(STAGE_ONE) == FALLING:
+            steps = {"distill_steps": job.distill.steps}
+            return "as it still falls", line("distill", target, data_of_stage_one | steps)
+        if longer and context.positions is not None:
+            return "for longer rows", line("distill", target, data | long_rows)
+        return "to bring the whole model close", line("align", target, data)
+    # Weights that were trained cannot go through stage one again, so the line is repeated with other options.
+    verb, prefix = ("align", "") if isinstance(job, AlignJob) else ("convert", "align_")
+    changes: dict[str, object] = {}
+    if trends.get(ALIGNMENT) == START and isinstance(job, AlignJob | ConvertJob):
+        why, rates = "as nothing better was found, at half the rates", ("learning_rate", "kernel_learning_rate")
+        changes = {f"{prefix}{name}": getattr(job.align, name) / 2 for name in rates}
+    elif trends.get(ALIGNMENT) == FALLING and isinstance(job, AlignJob | ConvertJob):
+        why, changes = "as it still falls", {f"{prefix}steps": 2 * job.align.steps}
+    elif trends.get(STAGE_ONE) == FALLING and isinstance(job, ConvertJob):
+        why, changes = "as stage one still falls", {"distill_steps": 2 * job.distill.steps}
+    elif longer and isinstance(job, ConvertJob) and job.max_length is not None:
+        why, changes = "for longer rows", long_rows
+    if changes and (command := again(verb, changes | {"overwrite": True})):
+        return why, command
+    original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
+    options: dict[str, object] = {"original": original or context.provenance.get("base_model") or "ORIGINAL"}
+    options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
+    if "text_column" in data:
+        options["text_column"] = str(data["text_column"]).partition(",")[0]
+    return "to look at every layer", line("report", target, options)
+
+
+def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData, result: TuneResult) -> Findings:
+    """Say what stage two found, and which command comes next."""
+    target, found = str(job.target()), stage_two_trend(result.history, result.best_step)
+    seen = None
+    if job.task.modality == "text":
+        rows = (data.validation[place] for place in range(len(data.validation)))
+        seen = max((len(row["input_ids"]) for row in rows), default=None)
+    why, command = _after_tuning(is_linearized(model), job, found, result.steps)
+    return Findings({STAGE_TWO: found}, None, lengths_of(seen, model), load_lines(model, target), command, why)
+
+
+def _after_tuning(linear: bool, job: TuneJob, found: str, steps: int) -> tuple[str, str]:
+    target, task = str(job.target()), job.task
+    if found == FALLING and (command := again("finetune", {"steps": 2 * steps, "overwrite": True})):
+        return "as it still falls", command
+    rate = {"learning_rate": job.tune.learning_rate / 2, "overwrite": True}
+    if found == START and (command := again("finetune", rate)):
+        return "as nothing better was found, at half the rate", command
+    if not linear:
+        return "to make it linear", line(
+            "convert", target, {"dataset": job.dataset, "text_column": task.columns or None}
+        )
+    from linearize.finetune.tasks import TASKS
+
+    usual = TASKS[task.name]
+    options = {
+        "task": task.name,
+        "columns": task.columns if task.columns != usual.columns else None,
+        "label_column": task.label if task.label != usual.label else None,
+        "labels": task.labels if task.labels != usual.labels else None,
+        "split": task.validation[0] if task.exact_validation else None,
+        "dataset": job.dataset,
+        "max_length": job.data.max_length,
+        "stride": job.data.stride,
+        "device": job.device if job.device != "auto" else None,
+        "compare": job.teacher,
+    }
+    return "to measure it", line("evaluate", target, options)

@@ -1,0 +1,286 @@
+"""What the jobs that train kernels share: their output, data and states, stage one, the alignment, and saving."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from linearize.alignment.config import AlignConfig
+from linearize.alignment.loop import align
+from linearize.checkpoint.output import check_room, check_target, claim
+from linearize.checkpoint.save import save, size_of
+from linearize.checkpoint.sentence import pools_first
+from linearize.data.config import DataConfig
+from linearize.distillation.batches import batches_for, within
+from linearize.distillation.config import DistillConfig
+from linearize.distillation.loop import distill
+from linearize.distillation.processes import is_main, several, wait_for_all
+from linearize.distillation.state import StateFolder, keep_states
+from linearize.errors import CheckpointError, TrainingError
+from linearize.fidelity.ablate import kernel_merit
+from linearize.jobs.advice import longest_row
+from linearize.jobs.command import add_command
+from linearize.jobs.config import AlignJob, SearchJob, StageOneJob
+from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
+from linearize.loading import Loaded, move, quiet
+from linearize.modeling.plan import Plan
+from linearize.modeling.portable import why_not
+from linearize.options import name_of
+from linearize.trackers import reporter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from linearize.alignment.loop import AlignResult, AlignStep
+    from linearize.distillation.loop import DistillResult, StepReport
+    from linearize.fidelity.ablate import KernelMerit
+    from linearize.kernel_search.result import SearchResult
+    from linearize.surgery.positions import PositionReport
+
+SKIP = "--distill-steps 0 --align-steps 0"
+"""Options that need no data."""
+AnyJob = StageOneJob | AlignJob | SearchJob
+
+
+@dataclass
+class Context:
+    """A running job; its steps fill it in.
+
+    Attributes:
+        job: the options.
+        loaded: the model with its processor.
+        on_event: called with every event.
+        provenance: what the checkpoint says about how it was made.
+        earlier: the log of the checkpoint that the job started from.
+        source: the data; None if nothing learns.
+        positions: how positions were extended, or None.
+        example_inputs: inputs of trial runs, if the job names a file of them.
+        searched: result of the search for a plan, or None.
+        distillation: result of stage one, or None.
+        alignment: result of the alignment, or None.
+        merit: what the kernels add to their windows after stage one, or None.
+        failure: why the alignment stopped, if the result of stage one is saved all the same.
+        start: when the job began.
+    """
+
+    job: AnyJob
+    loaded: Loaded
+    on_event: Callback
+    provenance: dict[str, Any] = field(default_factory=dict)
+    earlier: list[dict[str, object]] = field(default_factory=list)
+    source: Any = None
+    positions: PositionReport | None = None
+    example_inputs: Mapping[str, Tensor] | None = None
+    searched: SearchResult | None = None
+    distillation: DistillResult | None = None
+    alignment: AlignResult | None = None
+    merit: KernelMerit | None = None
+    failure: TrainingError | None = None
+    start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def target(self) -> str:
+        """The output folder, without a slash at its end."""
+        return str(self.job.target()).rstrip("/")
+
+    @functools.cached_property
+    def longest_seen(self) -> int | None:
+        """Tokens of the longest held-out row; None without text to learn from."""
+        if self.source is None or self.loaded.modality != "text":
+            return None
+        return longest_row(self.source.holdout_batches())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the job began."""
+        return time.perf_counter() - self.start
+
+
+@contextlib.contextmanager
+def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
+    """Check the output and the folders of states, and lock the output; only the main process writes."""
+    target, sources = job.target(), job.sources()
+    check_target(target, overwrite=job.overwrite, sources=sources)
+    with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
+        if is_main():
+            check_states(job)
+        yield
+
+
+def states_of(job: AnyJob) -> list[StateFolder]:
+    """Return the folders of states, if the job keeps some."""
+    return [StateFolder(folder, job.stage.keep) for folder in job.state_folders()] if job.keeps_states else []
+
+
+def check_states(job: AnyJob) -> None:
+    """Refuse to start a run where an interrupted one left its states.
+
+    Raises:
+        ConfigError: if there are states and the job neither resumes nor overwrites.
+        CheckpointError: if a folder of states holds something else.
+    """
+    for folder in states_of(job) if not job.stage.resume else []:
+        folder.check_free(overwrite=job.overwrite)
+
+
+def make_room(context: Context) -> None:
+    """Check the room on the disk and remove old states: the last step before training, when all else was checked."""
+    if is_main():
+        check_room(context.target, size_of(context.loaded.model))
+        clear_states(context.job)
+
+
+def clear_states(job: AnyJob) -> None:
+    """Remove the states of an earlier run, unless the job resumes it."""
+    for folder in states_of(job) if not job.stage.resume else []:
+        folder.remove()
+
+
+def drop_states(job: AnyJob) -> None:
+    """Remove the states of a finished run."""
+    for folder in states_of(job):
+        # A folder that holds something else stays.
+        with contextlib.suppress(CheckpointError):
+            folder.remove()
+
+
+def first_device(job: AnyJob) -> str:
+    """Return the device to load a model on; in a run of many processes each loads it into the host's memory."""
+    return "cpu" if several() and job.device == "auto" else job.device
+
+
+def open_data(context: Context, length: int | None, skip: str) -> None:
+    """Open the data; `length` and `skip` are as in `batches_for`. Says if rows are cut to what the model takes."""
+    if length is not None and (most := within(context.loaded, length)) < length:
+        text = (
+            f"Rows are cut to {most:,} tokens, as many as the model takes (got {length:,}); convert with --max-length"
+        )
+        context.on_event(Noted(text))
+    context.source = batches_for(context.loaded, context.job.data, length, skip)
+    context.on_event(DataOpened(context.source.description))
+
+
+def run_stage_one(context: Context, config: DistillConfig) -> None:
+    """Teach the kernels to imitate softmax, if there are data and steps."""
+    if context.source is None or not config.steps:
+        return
+    with _reporter(context, "stage_one") as on_step:
+        context.distillation = distill(context.loaded.model, context.source, config, on_step=on_step)
+    context.on_event(Distilled(context.distillation))
+    if not several():
+        context.merit = kernel_merit(context.loaded.model, context.source.holdout_batches())
+
+
+def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None = None) -> None:
+    """Bring the whole model close to a teacher; None: its own softmax."""
+    if pools_first(context.loaded.embedder):
+        config = replace(config, pooling="first")
+    with _reporter(context, "alignment") as on_step:
+        context.alignment = align(context.loaded.model, context.source, config, teacher=teacher, on_step=on_step)
+    context.on_event(Aligned(context.alignment))
+
+
+@contextlib.contextmanager
+def _reporter(context: Context, tag: str) -> Iterator[Callable[[StepReport | AlignStep], None]]:
+    """Give a function that reports every step to the trackers and to the caller."""
+    assert isinstance(context.job, StageOneJob | AlignJob)
+    names = context.job.report_to if is_main() else "none"
+    with reporter(names, f"{context.target}.tensorboard", tag) as write:
+
+        def on_step(report: StepReport | AlignStep) -> None:
+            write(report)
+            context.on_event(StepDone(report))
+
+        yield on_step
+
+
+def write(context: Context, files: Mapping[str, str | bytes]) -> None:
+    """Save the checkpoint with its provenance and its log, and drop the states of the run.
+
+    Raises:
+        NotSavedError: if it cannot be written; the result is then kept as states.
+    """
+    loaded, job, provenance = context.loaded, context.job, context.provenance
+    provenance |= add_command(provenance)
+    if context.longest_seen is not None:
+        before = provenance.get("longest_row")
+        provenance["longest_row"] = max(context.longest_seen, before if isinstance(before, int) else 0)
+    move(loaded.model, "cpu")
+    if is_main():
+        try:
+            with quiet():
+                save(
+                    loaded.model,
+                    context.target,
+                    processor=loaded.processor,
+                    overwrite=job.overwrite,
+                    provenance=provenance,
+                    extra_files={**files, **loaded.embedder},
+                )
+        except CheckpointError as error:
+            results = {"search": context.searched, "stage1": context.distillation, "align": context.alignment}
+            states = {name: result.state for name, result in results.items() if result is not None}
+            raise keep_states(error, context.target, states) from error
+        needs = why_not(Plan.from_dict(loaded.model.config.linearize))
+        if needs:
+            context.on_event(Noted(f"The checkpoint does not run by itself: {needs}."))
+        drop_states(job)
+    wait_for_all()
+
+
+def distillation_record(result: DistillResult) -> dict[str, Any]:
+    """Return what stage one did as plain data."""
+    return {
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "held_out_loss": result.held_out,
+        "stopped": result.stopped,
+        "seconds": result.seconds,
+        "before": result.before.to_dict(),
+        "after": result.after.to_dict(),
+    }
+
+
+def without_heads(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of stage one without the figures of every head, for the checkpoint's own config."""
+    brief = dict(record)
+    for side in ("before", "after"):
+        layers = [{k: v for k, v in layer.items() if k != "heads"} for layer in record[side]["layers"]]
+        brief[side] = {"mean": record[side]["mean"], "layers": layers}
+    return brief
+
+
+def alignment_record(
+    result: AlignResult,
+    *,
+    teacher: str | None = None,
+    data: DataConfig | None = None,
+    config: AlignConfig | None = None,
+) -> dict[str, object]:
+    """Return what a checkpoint says about its alignment."""
+    record: dict[str, object] = {
+        "steps": result.steps,
+        "best_step": result.best_step,
+        "stopped": result.stopped,
+        "seconds": result.seconds,
+        "before": result.before.to_dict(),
+        "after": result.after.to_dict(),
+    }
+    if teacher is not None:
+        record["teacher"] = name_of(teacher)
+    if data is not None and data.dataset is not None:
+        record["dataset"] = data_names(data)
+    if config is not None:
+        kept = ("train", "blockwise", "learning_rate", "kernel_learning_rate", "seed")
+        record |= {name: getattr(config, name) for name in kept}
+    return record
+
+
+def data_names(data: DataConfig) -> str | None:
+    """Return the names of the data sets; None for the built-in data."""
+    return ", ".join(name_of(name) for name, _ in data.sources) or None

@@ -1,0 +1,208 @@
+"""What a finished stage says: the trend of its loss, the worst layer, and the lines that it proposes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.tiny import original
+
+import linearize
+from linearize.attention.shape import HeadShape
+from linearize.jobs import advice
+from linearize.jobs.advice import trend, worst_layer
+from linearize.jobs.command import add_command, again, data_options, line
+from linearize.jobs.config import ConvertJob
+from linearize.modeling.plan import LayerPlan, Plan
+from linearize.registry import Hybrid
+
+STEPS = range(100, 1001, 100)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda t: 1 + 2 * t**-0.5, "falling"),
+        (lambda t: 3 - t / 1000, "falling"),
+        (lambda t: 1 + math.exp(-t / 100), "flat"),
+        (lambda t: 1.0, "flat"),
+        (lambda t: 1 + t % 300 / 1e4, "flat"),
+        (lambda t: 1 + (t - 400) ** 2 / 1e5, "flat"),
+    ],
+)
+def test_the_last_two_parts_of_a_curve_decide(loss, expected):
+    assert trend([loss(step) for step in STEPS]) == expected
+
+
+def test_noise_is_no_trend():
+    generator = torch.Generator().manual_seed(0)
+    verdicts = [trend((1 + 0.01 * torch.randn(10, generator=generator)).tolist()) for _ in range(40)]
+    assert verdicts.count("flat") >= 36
+
+
+def test_few_evaluations_say_nothing():
+    assert trend([1.0, 0.5, 0.3]) == "unknown" and trend([1.0, 0.5, 0.3, 0.2]) == "falling"
+    assert advice.stage_two_trend([{"loss": 1.0, "step": 3}], 3) == "unknown"
+
+
+def test_stage_two_is_judged_on_the_rows_that_chose_the_state():
+    log = [{"step": s, "eval_selection": 1 + s / 10} for s in range(11)]
+    assert advice.stage_two_trend(log, 0) == "start"
+    falling = [{"step": 0, "eval_selection": 0.5}, *({"step": s, "eval_selection": 2 - s / 10} for s in range(1, 11))]
+    assert advice.stage_two_trend(falling, 0) == "falling"
+    log = [{"step": s, "eval_loss": 1.0, "eval_selection": 2 - s / 10} for s in range(1, 11)] + [{"train_loss": 1}]
+    assert advice.stage_two_trend(log, 10) == "falling"
+    log = [{"step": s, "eval_loss": 1.0} for s in range(1, 11)]
+    assert advice.stage_two_trend(log, 10) == "flat"
+
+
+def layer(index, kernel="flexformer_n", window=None, size=32):
+    return LayerPlan(f"encoder.layer.{index}.attention.self", index, kernel, HeadShape(2, 2, size, size, False),
+                     hybrid=Hybrid(window=window))  # fmt: skip
+
+
+def worst(plan, *figures, negative=0.0):
+    names = [f"bert.encoder.layer.{i}.attention.self" for i in range(len(figures))]
+    return worst_layer(dict(zip(names, figures, strict=True)), "KL", plan, dict.fromkeys(names, negative))
+
+
+def test_the_worst_layer_and_what_helps_it():
+    plan = Plan("BertModel", "bert", tuple(layer(i) for i in range(4)))
+    found = worst(plan, 0.1, 0.1, 0.9, 0.1)
+    assert (found.index, found.figure, found.value, found.mean) == (2, "KL", 0.9, pytest.approx(0.3))
+    assert [help.partition(" (")[2] for help in found.helps] == [
+        "--keep-softmax 2)", "--kernel-arg; see `linearize kernels flexformer_n`)", "--window 64)",
+    ]  # fmt: skip
+    # Not far from the others: softmax need not stay.
+    assert not any("--keep-softmax" in help for help in worst(plan, 0.3, 0.3, 0.4, 0.3).helps)
+    assert worst(plan, 0.001, 0.002).helps == ()
+    assert "a kernel whose weights cannot be negative" in worst(plan, 0.1, 0.2, negative=0.1).helps
+    assert worst(plan, 0.1) is None
+    fixed = Plan("BertModel", "bert", tuple(layer(i, "elu", window=8) for i in range(2)))
+    assert worst(fixed, 0.1, 0.2).helps[0] == "a kernel that learns (--kernel hedgehog)"
+
+
+def test_the_block_in_which_the_error_grows_most():
+    plan = Plan("BertModel", "bert", tuple(layer(i, "hedgehog") for i in range(3)))
+    errors = {"bert.encoder.layer.0": 0.1, "bert.encoder.layer.1": 0.5, "bert.encoder.layer.2": 0.6, "output": 0.9}
+    found = worst_layer(advice.growth(errors), "growth", plan)
+    assert (found.index, found.value, found.mean) == (1, pytest.approx(0.4), pytest.approx(0.2))
+    assert found.helps[0] == "softmax stays in it (--keep-softmax 1)"
+
+
+def test_lengths_are_counted_without_padding():
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 0]])
+    assert advice.longest_row([{"input_ids": mask, "attention_mask": mask}, {"input_ids": mask[:, :2]}]) == 3
+    assert advice.longest_row([{"pixel_values": mask}]) is None and advice.longest_row([]) is None
+    model = original("bert")
+    takes = model.config.max_position_embeddings
+    assert advice.lengths_of(9, model) == advice.Lengths(9, takes)
+    assert (
+        advice.lengths_of(takes + 1, model) == advice.Lengths(takes, takes) and advice.lengths_of(None, model) is None
+    )
+
+
+def test_the_loading_line_is_that_of_the_class(tmp_path):
+    for name, head, said in (
+        ("bert", "AutoModelForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("gpt2", "AutoModelForCausalLM", "AutoModelForCausalLM"),
+        ("bert", "AutoModel", "AutoModel"),
+        ("vit", "AutoModelForImageClassification", "AutoModelForImageClassification"),
+    ):
+        model = original(name, head)
+        assert not advice.load_lines(model, "x").startswith("import linearize")
+        folder = tmp_path / f"{name}-{head}"
+        linearize.save(linearize.convert(model), folder)
+        line = advice.load_lines(model, folder)
+        assert line == f"import linearize; from transformers import {said}; {said}.from_pretrained({str(folder)!r})"
+        loaded = eval(
+            compile(line.rpartition("; ")[2], "line", "eval"), {said: getattr(__import__("transformers"), said)}
+        )
+        assert type(loaded).__name__ == type(model).__name__
+    assert "SentenceTransformer('x')" in advice.load_lines(model, "x", embedder=True)
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    return lambda *words: monkeypatch.setattr(sys, "argv", ["/usr/bin/linearize", *words])
+
+
+def test_a_line_is_recorded_as_it_was_typed_but_for_places(typed, tmp_path):
+    (tmp_path / "mine.jsonl").write_text("{}")
+    path = str(tmp_path / "mine.jsonl")
+    typed(
+        "convert", str(tmp_path), "--dataset", f"{path}=0.7,hub/set=0.3", "--output=here", "--device", "cpu", "--resume"
+    )
+    line = f"linearize convert {tmp_path.name} --dataset mine.jsonl=0.7,hub/set=0.3"
+    assert add_command({}) == {"commands": [line]}
+    assert add_command({"commands": ["before"]}) == {"commands": ["before", line]}
+    assert add_command({"commands": [line]}) == {"commands": [line]}, "stages of one line"
+    typed("distill", "--config", path)
+    assert add_command({}) == {"commands": ["linearize distill --config mine.jsonl"]}
+
+
+def test_python_callers_record_no_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "convert", "bert"])
+    assert add_command({"commands": ["before"]}) == {"commands": ["before"]} and again("convert", {}) is None
+
+
+def test_the_running_line_with_other_options(typed):
+    typed("convert", "bert", "--distill-steps", "8", "--resume", "--output", "my folder")
+    changes = {"distill_steps": 16, "overwrite": True}
+    assert again("convert", changes) == ("linearize convert bert --output 'my folder' --distill-steps 16 --overwrite")
+    assert again("finetune", changes) is None
+
+
+def test_lines_are_made_of_options():
+    options = {"text_column": ("a", "b"), "steps": 3, "packing": True, "teacher": None, "learning_rate": 1e-4}
+    assert line("align", "out", options) == (
+        "linearize align out --text-column a,b --steps 3 --packing --learning-rate 0.0001"
+    )
+    job = ConvertJob.of(model="a", dataset="b.jsonl=2,c=1", device="cpu", distill_steps=10, text_column="x,y")
+    assert line("align", "out", data_options(job)).split()[3:] == [
+        "--dataset", "b.jsonl=2.0,c=1.0", "--text-column", "x,y", "--device", "cpu",
+    ]  # fmt: skip
+
+
+def context(job, seen, cut, **more):
+    shown = {"alignment": None, "distillation": SimpleNamespace(), "positions": None, "provenance": {}, **more}
+    return SimpleNamespace(job=job, target="out", source=SimpleNamespace(options={"max_length": cut}), **shown)
+
+
+def test_longer_rows_are_proposed_if_the_data_may_have_them(typed):
+    """Rows shorter than the limit were never cut, so converting again for longer ones would teach nothing."""
+    typed("convert", "bert", "--max-length", "1024")
+    job = ConvertJob.of(model="bert", max_length=1024, distill_steps=8)
+    for seen, expected in ((37, "to look at every layer"), (256, "for longer rows")):
+        found = advice.next_command(context(job, seen, 256, alignment=True), {}, advice.Lengths(seen, 1024))
+        assert found[0] == expected
+    assert found[1].endswith("--distill-length 1024 --query-sample 256 --batch-size 1 --overwrite")
+
+
+def test_the_next_command_follows_from_what_was_found(typed):
+    job = ConvertJob.of(model="bert", distill_steps=8, align_steps=4)
+    plain, aligned = context(job, 9, 9), context(job, 9, 9, alignment=True)
+    assert advice.next_command(context(job, 9, 9, distillation=None), {}, None)[0] == "to teach the kernels"
+    assert advice.next_command(plain, {"stage one": "falling"}, None) == (
+        "as it still falls", "linearize distill out --distill-steps 8",
+    )  # fmt: skip
+    assert advice.next_command(plain, {"stage one": "flat"}, None) == (
+        "to bring the whole model close", "linearize align out",
+    )  # fmt: skip
+    # Not from the shell: there is no line to repeat.
+    assert advice.next_command(aligned, {"alignment": "falling"}, None)[1] == "linearize report out --original bert"
+    typed("convert", "bert", "--distill-steps", "8")
+    repeated = "linearize convert bert --distill-steps 8"
+    assert advice.next_command(aligned, {"alignment": "falling"}, None) == (
+        "as it still falls", f"{repeated} --align-steps 8 --overwrite",
+    )  # fmt: skip
+    assert advice.next_command(aligned, {"alignment": "start"}, None)[1] == (
+        f"{repeated} --align-learning-rate 0.0001 --align-kernel-learning-rate 0.0005 --overwrite"
+    )
+    assert advice.next_command(aligned, {"stage one": "falling", "alignment": "flat"}, None)[1] == (
+        "linearize convert bert --distill-steps 16 --overwrite"
+    )
+    assert advice.next_command(aligned, {"alignment": "flat"}, None)[0] == "to look at every layer"
