@@ -13,7 +13,6 @@ from support.command_lines import run
 
 from linearize.checkpoint import output
 from linearize.cli._output import console, number, plan_table
-from linearize.cli.completion import verbs
 from linearize.cli.kernels import _list, describe
 from linearize.modeling.plan import LayerPlan
 from linearize.registry import kernel_infos
@@ -147,14 +146,6 @@ def test_numbers_are_written_as_people_do(value, text):
 def test_what_learns_nothing_has_no_learning_rate(capsys):
     assert "learning_rate" not in run(capsys, "kernels", "elu")[1]
     assert "learning_rate" in run(capsys, "kernels", "hedgehog")[1]
-
-
-def test_completion_offers_what_a_verb_takes():
-    flags = {verb.name: {flag.name: flag.values for flag in verb.flags} for verb in verbs()}
-    assert "auto" in flags["convert"]["--kernel"] and "auto" not in flags["init"]["--kernel"]
-    assert {"similarity", "retrieval"} <= set(flags["evaluate"]["--task"])
-    assert not {"similarity", "retrieval"} & set(flags["finetune"]["--task"])
-    assert "--validation-limit" in flags["finetune"]
 
 
 def test_recipes_say_what_they_need(capsys):
