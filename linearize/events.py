@@ -1,6 +1,6 @@
-"""What work that takes long says while it runs: its callback gets one object per event, one class for each kind.
+"""Events of long work: its callback gets one object per event, and each kind of event is a class.
 
-Those that anything can send are here; `linearize.jobs.events` adds those of jobs.
+`linearize.jobs.events` adds those of jobs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Something slow begins; says in a few words what."""
+    """Something slow begins, described in a few words."""
 
     what: str
 
@@ -32,4 +32,4 @@ Callback = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Do nothing: the callback of a caller who wants none."""
+    """Do nothing; the default callback."""

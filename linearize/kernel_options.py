@@ -1,4 +1,4 @@
-"""The options by which a verb names a kernel and what stands beside it, declared once for all verbs."""
+"""Options for a kernel, its window and its scales, defined once for all verbs."""
 
 from __future__ import annotations
 

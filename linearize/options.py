@@ -1,7 +1,7 @@
-"""Options as fields of dataclasses: default, help, range and choices are written once.
+"""Options as fields of dataclasses: each field defines its default, help, range and choices once.
 
-The checks on construction, the command line and files of options all read them from there. A config of a whole job has
-sections: other configs whose fields become options beside its own, under one flat list of names.
+The checks on construction, the command line and files of options all read them. A job's config has sections: other
+configs, whose fields become options of the job under one flat list of names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,25 +41,25 @@ def option(
     """Declare a field of a config.
 
     Args:
-        default: its default; left out, the option is required.
-        help: what it is, without the default.
+        default: its default; without one the option is required.
+        help: description, without the default.
         low: smallest number allowed.
         high: largest number allowed.
-        above: number that it has to be larger than.
-        below: number that it has to be smaller than.
+        above: the number must be larger than this.
+        below: the number must be smaller than this.
         choices: the words allowed.
-        **more: what only the command line asks for: `metavar`; `shown`, what the help says of the default; `group`, the
-            title it stands under; `name`, where the option's name is not the field's; `parse`, which makes the value of
-            what was typed; `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as
-            argparse has them; `second`, a further field that is made of what was typed, behind a comma.
+        **more: for the command line only: `metavar`; `shown`, the default as the help shows it; `group`, the title of
+            its group; `name`, if it is not the field's; `parse`, which makes the value from the typed text;
+            `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
+            `second`, a second field, whose value is typed after a comma.
     """
     limits = {"low": low, "high": high, "above": above, "below": below}
     metadata = {"help": help, **{key: value for key, value in limits.items() if value is not None}, **more}
     if choices is not None:
         metadata["choices"] = tuple(choices)
     if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -68,39 +68,39 @@ class Section:
 
     Attributes:
         config: the inner config.
-        title: what its options stand under; None: among the job's own.
-        prefix: put before every name, and an underscore: "align" makes `align_steps` of `steps`.
-        shared: fields without the prefix: one option sets them in every section that has them.
-        names: options whose name is another one.
-        only: the fields that are options; None: all that have a help text.
-        leave_out: fields that are not.
-        shown: what the help says of their defaults, by field.
+        title: title of their group; None: among the job's own options.
+        prefix: prefix of every name: "align" turns `steps` into `align_steps`.
+        shared: fields without the prefix; one option sets them in every section that has them.
+        names: names of options that differ from the fields'.
+        only: the fields that are options; None: all with a help text.
+        leave_out: fields that are not options.
+        shown: defaults as the help shows them, by field.
     """
 
     config: type
     title: str | None = None
     prefix: str = ""
     shared: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     only: tuple[str, ...] | None = None
     leave_out: tuple[str, ...] = ()
-    shown: Mapping[str, str] = field(default_factory=dict)
+    shown: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def options(self) -> dict[str, dataclasses.Field[Any]]:
         """Return the fields that are options, by the option's name."""
-        found = {}
-        for one in dataclasses.fields(self.config):
-            wanted = "help" in one.metadata if self.only is None else one.name in self.only
-            if wanted and one.name not in self.leave_out:
-                name = self.names.get(one.name, one.metadata.get("name", one.name))
-                plain = not self.prefix or one.name in self.shared
-                found[name if plain else f"{self.prefix}_{name}"] = one
-        return found
+        options = {}
+        for field in dataclasses.fields(self.config):
+            wanted = "help" in field.metadata if self.only is None else field.name in self.only
+            if wanted and field.name not in self.leave_out:
+                name = self.names.get(field.name, field.metadata.get("name", field.name))
+                plain = not self.prefix or field.name in self.shared
+                options[name if plain else f"{self.prefix}_{name}"] = field
+        return options
 
 
 def section(config: type, title: str | None = None, **how: Any) -> Any:
-    """Declare a field that holds another config; see `Section`."""
-    return field(default_factory=config, metadata={_SECTION: Section(config, title, **how)})
+    """Declare a field that holds another config; `how` are fields of `Section`."""
+    return dataclasses.field(default_factory=config, metadata={_SECTION: Section(config, title, **how)})
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class Option:
 
     Attributes:
         name: its name, with underscores.
-        kind: type of its values: one of `PLAIN`, or another one that is made by `parse`.
-        default: its default, or MISSING where there is none or it is made anew each time.
-        required: whether it has to be given.
-        metadata: what `option` was given.
-        group: the title it stands under, or None.
+        kind: type of its values: one of `PLAIN`, or another one, which `parse` makes.
+        default: its default; MISSING without one, or for a new object each time.
+        metadata: the arguments of `option`.
+        group: the title of its group, or None.
         places: (section or "", field) of each field that it sets.
+        required: whether it must be given.
     """
 
     name: str
@@ -136,50 +136,52 @@ class Option:
 
 
 def options_of(config: type) -> Mapping[str, Option]:
-    """Return the options of a job's config by name, the job's own and those of its sections."""
+    """Return the options of a job's config by name, its own and those of its sections."""
     return _options_of(config)
 
 
 @functools.cache
 def _options_of(config: type) -> Mapping[str, Option]:
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     hints = typing.get_type_hints(config)
-    for one in dataclasses.fields(config):
-        part: Section | None = one.metadata.get(_SECTION)
-        if part is None:
-            if "help" in one.metadata:
-                name = one.metadata.get("name", one.name)
-                _add(found, name, one, hints[one.name], one.metadata.get("group"), ("", one.name))
-            continue
-        inner = typing.get_type_hints(part.config)
-        for name, its in part.options().items():
-            _add(found, name, its, inner[its.name], part.title, (one.name, its.name), part.shown.get(its.name))
-    return types.MappingProxyType(found)
+    for field in dataclasses.fields(config):
+        section: Section | None = field.metadata.get(_SECTION)
+        if section is not None:
+            inner_hints = typing.get_type_hints(section.config)
+            for name, inner in section.options().items():
+                shown = section.shown.get(inner.name)
+                place = (field.name, inner.name)
+                _add(options, name, inner, inner_hints[inner.name], section.title, place, shown)
+        elif "help" in field.metadata:
+            name, group = field.metadata.get("name", field.name), field.metadata.get("group")
+            _add(options, name, field, hints[field.name], group, ("", field.name))
+    return types.MappingProxyType(options)
 
 
 def _add(
-    found: dict[str, Option],
+    options: dict[str, Option],
     name: str,
-    one: dataclasses.Field[Any],
+    field: dataclasses.Field[Any],
     hint: object,
     group: str | None,
     place: tuple[str, str],
     shown: str | None = None,
 ) -> None:
-    known = found.get(name)
+    """Add an option, or one more field that an option sets."""
+    known = options.get(name)
     if known is not None:
-        found[name] = dataclasses.replace(known, places=(*known.places, place))
+        options[name] = dataclasses.replace(known, places=(*known.places, place))
         return
-    metadata = one.metadata if shown is None else {**one.metadata, "shown": shown}
-    required = one.default is MISSING and one.default_factory is MISSING
-    found[name] = Option(name, _kinds(hint)[0], one.default, metadata, group, (place,), required)
+    metadata = field.metadata if shown is None else {**field.metadata, "shown": shown}
+    required = field.default is MISSING and field.default_factory is MISSING
+    options[name] = Option(name, _kinds(hint)[0], field.default, metadata, group, (place,), required)
 
 
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
-    """Build a job's config from options by name; what is not given keeps its default.
+    """Build a job's config from options by name; those left out keep their defaults.
 
-    A config may have a static method `derive(values)`, which returns the fields that follow from others, by section (""
-    for its own); what is given comes before them.
+    A config may have a method `derive(values)` of its class, which returns defaults that follow from other options, by
+    section ("" for its own); options given explicitly take precedence.
 
     Raises:
         UnknownNameError: for a name that is no option.
@@ -191,66 +193,56 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
         if name not in known:
             raise unknown_name("option", name, known)
         parse: Callable[[object], object] | None = known[name].metadata.get("parse")
-        made = parse(value) if parse is not None and isinstance(value, (str, list)) else value
-        for place, inner in known[name].places:
-            given.setdefault(place, {})[inner] = made
-    missing = [name for name, one in known.items() if one.required and name not in values]
+        parsed = parse(value) if parse is not None and isinstance(value, (str, list)) else value
+        for section_name, inner in known[name].places:
+            given.setdefault(section_name, {})[inner] = parsed
+    missing = [name for name, option in known.items() if option.required and name not in values]
     if missing:
         raise ConfigError(f"{missing[0]}: got nothing, expected a value; give it")
-    derived: dict[str, dict[str, object]] = getattr(config, "derive", _nothing)(values)
-    own = {**derived.get("", {}), **given.get("", {})}
-    for one in dataclasses.fields(config):  # type: ignore[arg-type]
-        part: Section | None = one.metadata.get(_SECTION)
-        if part is not None:
-            inner_config = part.config(**{**derived.get(one.name, {}), **given.get(one.name, {})})
-            own[one.name] = getattr(inner_config, "resolve", lambda it=inner_config: it)()
-    return config(**own)
-
-
-def _nothing(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Derive nothing."""
-    return {}
+    derive: Callable[..., dict[str, dict[str, object]]] | None = getattr(config, "derive", None)
+    derived = {} if derive is None else derive(values)
+    fields = {**derived.get("", {}), **given.get("", {})}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        section: Section | None = field.metadata.get(_SECTION)
+        if section is not None:
+            inner_config = section.config(**{**derived.get(field.name, {}), **given.get(field.name, {})})
+            fields[field.name] = inner_config.resolve() if hasattr(inner_config, "resolve") else inner_config
+    return config(**fields)
 
 
 def effective(job: object) -> dict[str, object]:
-    """Return the options of a job by name, defaults included, as plain data."""
-    found = {}
-    for name, one in options_of(type(job)).items():
-        place, inner = one.places[0]
-        owner = getattr(job, place) if place else job
+    """Return the options of a job by name, defaults included, as plain data; values are as they would be typed."""
+    values = {}
+    for name, option in options_of(type(job)).items():
+        section_name, inner = option.places[0]
+        owner = getattr(job, section_name) if section_name else job
         if hasattr(owner, inner):
-            value = value_of(owner, inner, one.metadata)
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
-def value_of(owner: Any, inner: str, metadata: Mapping[str, Any]) -> Any:
-    """Return the value of a field as it is typed; of one that two fields are made of, both with a comma."""
-    value = getattr(owner, inner)
-    second = getattr(owner, metadata["second"]) if "second" in metadata else None
-    return value if second is None else f"{value},{second}"
+            value = getattr(owner, inner)
+            second = getattr(owner, option.metadata["second"]) if "second" in option.metadata else None
+            value = value if second is None else f"{value},{second}"
+            values[name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 OF_THE_PLACE = ("output", "overwrite", "resume", "device")
-"""Options that say where something is done, not what."""
+"""Options that say where a job runs, not what it does."""
 
 
 def recorded(job: object) -> dict[str, Any]:
-    """Return the options of a job as its output's record has them: a file of options that does the same again.
+    """Return the options of a job for the record of its output: a file of options that repeats the job.
 
-    What lies on somebody's disk is named without its folder, and what is not set is left out.
+    Local files and folders are named without their folder, and options without a value are left out.
     """
-    found = {name: value for name, value in effective(job).items() if name not in OF_THE_PLACE}
-    named = {name: without_folder(value) for name, value in found.items() if value not in (None, [], {})}
-    return {name: dict(value) if _are_pairs(value) else value for name, value in named.items()}
-
-
-def _are_pairs(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, tuple) for one in value)
+    record = {}
+    for name, value in effective(job).items():
+        if name not in OF_THE_PLACE and value not in (None, [], {}):
+            pairs = isinstance(value, list) and all(isinstance(part, tuple) for part in value)
+            record[name] = dict(without_folder(value)) if pairs else without_folder(value)
+    return record
 
 
 def on_disk(name: str) -> bool:
-    """Tell whether something of this name is there; text that is too long for a name is not."""
+    """Tell whether a file or folder of this name exists; no name may be too long."""
     try:
         return Path(name).exists()
     except (OSError, ValueError):
@@ -258,37 +250,35 @@ def on_disk(name: str) -> bool:
 
 
 def name_of(source: str) -> str:
-    """Return a Hub name as it is, and of a folder its name: where it lies is nobody's business."""
+    """Return a Hub name as it is, and a local file or folder without the private path to it."""
     return Path(source).name if on_disk(source) else source
 
 
 def without_folder(value: Any) -> Any:
-    """Return an option's value with the names of files and folders in place of where they lie (`name_of`)."""
+    """Return an option's value with `name_of` each text in it."""
     if isinstance(value, str):
         return name_of(value)
     return type(value)(map(without_folder, value)) if isinstance(value, list | tuple) else value
 
 
 def check(config: DataclassInstance, where: str) -> None:
-    """Hold the fields of a config against their annotations, ranges and choices.
+    """Check the fields of a config against their annotations, ranges and choices.
 
     Args:
-        config: a dataclass; fields of types that are not plain are passed over.
-        where: what it is, for messages.
+        config: a dataclass; fields whose types are not plain are skipped.
+        where: what the config is, for messages.
 
     Raises:
         ConfigError: naming the field.
     """
-    kind: Any = type(config)
-    hints = _hints(kind)
-    for one in dataclasses.fields(config):
-        kinds = _kinds(hints[one.name])
-        value = getattr(config, one.name)
-        optional = value is None and _optional(hints[one.name])
+    hints = _hints(type(config))
+    for field in dataclasses.fields(config):
+        kinds, value = _kinds(hints[field.name]), getattr(config, field.name)
+        optional = value is None and type(None) in typing.get_args(hints[field.name])
         if optional or not all(kind in PLAIN for kind in kinds):
             continue
-        if not any(_fits(value, kind) for kind in kinds) or not _inside(value, one.metadata):
-            raise ConfigError(f"{where}, {one.name}: got {value!r}, expected {_expected(kinds, one.metadata)}")
+        if not any(_fits(value, kind) for kind in kinds) or not _inside(value, field.metadata):
+            raise ConfigError(f"{where}, {field.name}: got {value!r}, expected {_expected(kinds, field.metadata)}")
 
 
 @functools.cache
@@ -301,10 +291,6 @@ def _kinds(hint: object) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
     return (hint,)
-
-
-def _optional(hint: object) -> bool:
-    return type(None) in typing.get_args(hint)
 
 
 def _fits(value: object, kind: type) -> bool:
@@ -331,8 +317,7 @@ def _expected(kinds: tuple[type, ...], limits: Mapping[str, Any]) -> str:
     if {"low", "high"} <= set(bounds):
         return f"{what} from {bounds['low']} to {bounds['high']}"
     words = {"low": "of at least", "high": "of at most", "above": "above", "below": "below"}
-    said = " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())
-    return f"{what} {said}".strip()
+    return " ".join([what, " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())]).strip()
 
 
 def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]:
@@ -340,20 +325,20 @@ def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]
 
     Args:
         pairs: one text each.
-        place: where they stand, for the errors.
+        place: the option, for messages.
 
     Raises:
         ConfigError: if one has no equals sign, or a name comes twice.
     """
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"{place}: got {pair!r}, expected NAME=VALUE such as activation=exp")
-        if name in found:
+        if name in arguments:
             raise ConfigError(f"{place}: {name} is given twice; give it once")
-        found[name] = value
-    return found
+        arguments[name] = value
+    return arguments
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -365,7 +350,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     """Read numbers of tokens with commas between them, or `none`.
 
     Raises:
-        ConfigError: if it is no list of whole numbers.
+        ConfigError: if it is not a list of whole numbers.
     """
     return _parse_numbers("--lengths", text, "128,512,2048")
 
@@ -374,7 +359,7 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
     """Read numbers of pixels with commas between them, or `none`.
 
     Raises:
-        ConfigError: if it is no list of whole numbers.
+        ConfigError: if it is not a list of whole numbers.
     """
     return _parse_numbers("--image-size", text, "224,384,512")
 

@@ -1,7 +1,7 @@
-"""Read text, JSON and YAML that somebody else wrote: limits of size, depth and aliases, `ValueError` for all that is
-wrong. And write single files.
+"""Read text, JSON and YAML of unknown origin, with limits on size, depth and aliases; write single files.
 
-A few hundred bytes of YAML aliases stand for billions of values, and brackets in brackets end Python's own stack.
+A few hundred bytes of YAML aliases stand for billions of values, and nested brackets overflow Python's stack. Whatever
+is wrong with a text raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_YAML_BYTES = 2**20
 MOST_DEPTH = 64
 MOST_ALIASES = 100
 MOST_VALUES = 200_000
-"""Values that a YAML text may stand for, aliases written out."""
+"""Values that a YAML text may have after its aliases are replaced."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -67,7 +67,7 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
     """Parse JSON, in UTF-8 if it is given as bytes.
 
     Raises:
-        ValueError: if it is none, too long or nested too deeply; one line.
+        ValueError: if it is not JSON, too long or nested too deeply; one line.
     """
     if len(text) > most:
         raise ValueError(f"got {len(text):,} characters, expected at most {most:,}")
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
 
 
 def check_depth(value: object) -> None:
-    """Refuse lists and mappings in each other to more than `MOST_DEPTH` levels.
+    """Refuse lists and mappings that are nested deeper than `MOST_DEPTH` levels.
 
     Raises:
         ValueError: if they are.
@@ -103,7 +103,7 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML with plain values only.
 
     Raises:
-        ValueError: if it is none, too long, nested too deeply, or stands for too many values; one line.
+        ValueError: if it is not YAML, too long, nested too deeply, or has too many values; one line.
     """
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(f"got {len(text):,} characters, expected at most {MOST_YAML_BYTES:,}")
@@ -154,7 +154,7 @@ def _check_events(text: str) -> None:
 
 
 def finite(data: object) -> object:
-    """Replace what JSON has no number for by null."""
+    """Replace numbers that JSON lacks by null."""
     if isinstance(data, dict):
         return {str(key): finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -163,17 +163,17 @@ def finite(data: object) -> object:
 
 
 def spare_name(path: Path) -> Path:
-    """Return a name beside a path under which nothing is kept: what a killed process leaves there is cleared."""
+    """Return a temporary name in the folder of a path; what a killed process leaves there is cleared."""
     return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
 
 
 def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before any work is done.
+    """Check, before any work, that a file can be written.
 
     Args:
         path: the file.
-        option: what names it, for messages.
-        endings: those that it may have, with their dots.
+        option: the option that names it, for messages.
+        endings: the allowed ones, with their dots.
         overwrite: whether an existing file may be replaced.
 
     Raises:
@@ -198,7 +198,7 @@ def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: b
 
 
 def write_file(path: str | os.PathLike[str], option: str, content: bytes) -> None:
-    """Write a file, whole or not at all.
+    """Write a file completely, or not at all.
 
     Raises:
         ConfigError: if it cannot be written.

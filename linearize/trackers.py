@@ -1,4 +1,4 @@
-"""Where a run is reported to beside its plain log: Accelerate's trackers for stage one and the alignment.
+"""Report stage one and the alignment to Accelerate's trackers (TensorBoard, Weights & Biases ...).
 
 Stage two reports through the callbacks of transformers' Trainer (`linearize.finetune.report_to`).
 """
@@ -19,16 +19,16 @@ NONE = "none"
 
 
 def check_names(value: str, known: Collection[str], installed: Collection[str]) -> tuple[str, ...]:
-    """Read `none`, or names with commas between.
+    """Read `none`, or names separated by commas.
 
     Args:
-        value: what the user wrote.
+        value: the option's text.
         known: all names.
-        installed: those whose package is there.
+        installed: names whose package is installed.
 
     Raises:
-        UnknownNameError: for another name.
-        ConfigError: if the package of one is not installed.
+        UnknownNameError: for an unknown name.
+        ConfigError: if a tracker's package is not installed.
     """
     names = dict.fromkeys(part.strip() for part in value.split(",") if part.strip() not in ("", NONE))
     for name in names:
@@ -42,7 +42,7 @@ def check_names(value: str, known: Collection[str], installed: Collection[str]) 
 
 
 class Report(Protocol):
-    """What is reported of a step."""
+    """A step, as trackers need it."""
 
     @property
     def step(self) -> int:
@@ -50,7 +50,7 @@ class Report(Protocol):
 
     @property
     def loss(self) -> float:
-        """What is minimised."""
+        """The minimised loss."""
 
     @property
     def losses(self) -> Mapping[str, float]:
@@ -58,7 +58,7 @@ class Report(Protocol):
 
     @property
     def held_out(self) -> float | None:
-        """The loss on held-out data, where it was measured."""
+        """The loss on held-out data, if it was measured."""
 
     @property
     def learning_rate(self) -> float:
@@ -67,22 +67,22 @@ class Report(Protocol):
 
 @contextlib.contextmanager
 def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator[Callable[[Report], None]]:
-    """Give a function that is called with every step's report while the block runs.
+    """Give a function that reports a step, while the block runs.
 
     Args:
-        value: `none`, or names of Accelerate's trackers (tensorboard, wandb ...) with commas between.
-        folder: for the files of those that write files.
-        tag: what the curves' names begin with.
+        value: `none`, or names of Accelerate's trackers (tensorboard, wandb ...), separated by commas.
+        folder: for the trackers that write files.
+        tag: prefix of the curves' names.
 
     Raises:
-        UnknownNameError: for another name.
-        ConfigError: if the package of one is not installed.
+        UnknownNameError: for an unknown name.
+        ConfigError: if a tracker's package is not installed.
     """
     trackers = [] if value.strip() in ("", NONE) else _trackers(value, folder)
     started = False
 
     def write(report: Report) -> None:
-        # At the first step and not before: trackers ask for the process's state, which the loop's Accelerator sets up.
+        # Not before the first step: trackers need the process's state, which the loop's Accelerator sets up.
         nonlocal started
         for tracker in () if started else trackers:
             tracker.start()
@@ -101,10 +101,10 @@ def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator
 
 
 def _trackers(value: str, folder: str | Path) -> list[GeneralTracker]:
-    """Make the trackers, none of them started."""
+    """Make the trackers without starting them."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = [str(name) for name in get_available_trackers()]
     classes = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
-    # The files lie in the folder itself, not in one of the run's name below it.
-    return [made("", str(folder)) if made.requires_logging_directory else made("linearize") for made in classes]
+    # Without a run's name the files go into the folder itself.
+    return [kind("", str(folder)) if kind.requires_logging_directory else kind("linearize") for kind in classes]
