@@ -103,8 +103,8 @@ def test_what_failed_is_not_tried_again(native_cache, monkeypatch, capsys, tmp_p
     assert "not compiled, continuing without it" in lines_about(capsys)[0]
     assert main(BENCH) == 0
     assert lines_about(capsys) == [
-        "Native op: not compiled, continuing without it (it failed before; linearize native --build tries again and says "
-        "why).",
+        "Native op: not compiled, continuing without it (it failed before; linearize native --build tries again and "
+        "says why).",
         "Native op: not there (linearize native --build).",
     ]
     native.forget()
