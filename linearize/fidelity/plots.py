@@ -1,4 +1,4 @@
-"""Pictures of how close linear attention is to softmax, as matplotlib figures: nothing is shown, saved or kept.
+"""Pictures of how close linear attention is to softmax, as matplotlib figures that are neither shown nor saved.
 
     from linearize.fidelity import measure
     from linearize.fidelity.plots import fidelity_heatmaps
@@ -26,6 +26,7 @@ from linearize.fidelity.plots_style import (
     THIRD,
     axes_grid,
     layer_names,
+    layer_panels,
     new_figure,
     tidy,
     whole_numbers,
@@ -49,7 +50,7 @@ POINTS = 1500
 def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
     """Show KL, total variation, negative share and output error per layer and head; bright is far from softmax.
 
-    All are on one scale, from 0 to 1 and more; the numbers in the cells go on beyond.
+    All are on one scale, which ends at 1; the numbers in the cells may be larger.
     """
     shown = [name for name in FIDELITY_FIGURES if any(name in layer.heads for layer in fidelity.layers)]
     if not shown:
@@ -69,7 +70,7 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
 def heatmap(
     figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
 ) -> None:
-    """Draw a table of distances [layers, heads] on the scale of all of them, with its numbers where there is room."""
+    """Draw a table of distances [layers, heads] on their common scale, with numbers if there is room."""
     image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.set_ticks([0, 0.5, 1], labels=["0", "0.5", "≥1"])
@@ -101,8 +102,10 @@ def _brief(value: float) -> str:
 
 
 def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
-    """Show the entropy of the weights per layer, softmax beside linear; bars span the heads."""
-    figure = new_figure(7.5, 3.0)
+    """Show the entropy of the weights per layer, softmax next to linear; bars span the heads."""
+    names = layer_names([spread.module for spread in spreads])
+    vertical = sum(map(len, names)) > 64
+    figure = new_figure(7.5, 3.0 + 0.06 * max(map(len, names)) * vertical)
     axes = figure.subplots()
     places = np.arange(len(spreads))
     for side, colour, marker, shift, dashes in (
@@ -116,10 +119,9 @@ def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
             places + shift, mean, yerr=np.abs(bars), color=colour, marker=marker, markersize=5, linestyle=dashes,
             linewidth=1.2, elinewidth=1, capsize=2, label=side,
         )  # fmt: skip
-    axes.set_xticks(places, layer_names([spread.module for spread in spreads]), fontsize=7)
-    axes.tick_params(axis="x", rotation=0 if len(spreads) <= 8 else 45)
+    axes.set_xticks(places, names, rotation=90 if vertical else 0)
     tidy(axes, "Entropy of the weights (mean over heads; bars: lowest to highest head)", "", "nats")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * axes.dataLim.y1)
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -133,11 +135,11 @@ def local_attention(spreads: Sequence[LayerSpread]) -> Figure:
     for axes, side, colour in ((one, "softmax", SOFTMAX), (two, "linear", LINEAR)):
         for number, spread in enumerate(spreads):
             axes.plot(ratios, [0, *spread.local[side]], color=colour, alpha=0.25 + 0.3 * number / last, linewidth=0.8)
-        tidy(axes, f"{side}: one line per layer, thick: their mean", "neighbourhood, share of the input")
-        for which, ink, style, width in (("softmax", SOFTMAX, "-", 2.2), ("linear", LINEAR, "--", 2.2)):
+        tidy(axes, f"{side}: one line per layer, thick: mean", "neighbourhood, share of the input")
+        means = (("softmax", SOFTMAX, "-"), ("linear", LINEAR, "--"))
+        for which, ink, style in means[: 1 if side == "softmax" else 2]:
             mean = np.mean([spread.local[which] for spread in spreads], axis=0)
-            if which == side or side == "linear":
-                axes.plot(ratios, [0, *mean], color=ink, linestyle=style, linewidth=width, label=f"{which}, mean")
+            axes.plot(ratios, [0, *mean], color=ink, linestyle=style, linewidth=2.2, label=f"{which}, mean")
         axes.plot([0, 1], [0, 1], color=THIRD, linestyle=":", linewidth=1, label="evenly spread")
         axes.legend(fontsize=7, frameon=False, loc="lower right")
     one.set_ylabel("accumulated attention", fontsize=8)
@@ -146,10 +148,8 @@ def local_attention(spreads: Sequence[LayerSpread]) -> Figure:
 
 def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
     """Show weight against q . k, all heads of a layer in one panel: softmax rises, a good kernel does too."""
-    figure = new_figure(9.0, 0.3 + 2.1 * -(-len(maps) // 4))
-    for axes, layer, name in zip(
-        axes_grid(figure, len(maps), 4), maps, layer_names([m.module for m in maps]), strict=True
-    ):
+    figure, panels, _ = layer_panels(maps, 4)
+    for axes, layer, name in panels:
         visible = layer.visible.expand_as(layer.scores)
         scores = layer.scores[visible].numpy()
         pick = np.random.default_rng(seed).permutation(len(scores))[:POINTS]
@@ -166,6 +166,7 @@ def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
             axes.set_ylim(1e-6, 2.0)
         rank = float(rank_correlation(layer).mean())
         tidy(axes, f"{name}: rank corr. {rank:.2f}", "q . k (scaled)", "weight")
+        axes.locator_params(axis="x", nbins=3)
     figure.axes[0].legend(fontsize=6, frameon=False, markerscale=2)
     return figure
 
@@ -199,8 +200,12 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
-    """Show stage two's loss and metrics from the lines of `log.jsonl`.
+def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = None) -> Figure:
+    """Show stage two's loss and score from the lines of `log.jsonl`.
+
+    Args:
+        log: the lines.
+        chance: the score of guessing; None: unknown.
 
     Raises:
         DataError: if there is no line with a loss or a metric.
@@ -221,7 +226,10 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     score = [(entry["step"], entry["eval_score"]) for entry in measured if "eval_score" in entry]
     if score:
         two.plot(*zip(*score, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4)
-    tidy(two, "the task's figure on validation rows", "step", "score")
+    if chance is not None:
+        two.axhline(chance, color=THIRD, linestyle=":", linewidth=1.2, label="chance")
+        two.legend(fontsize=8, frameon=False)
+    tidy(two, "the task's score on validation rows", "step", "score")
     for axes in (one, two):
         whole_numbers(axes)
     return figure

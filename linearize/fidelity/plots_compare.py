@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.typing import ColorType as Colour
 
 COLUMNS = 3
-NAME, TITLE = 100, 36
-"""Characters per line of a conversion's name and of a panel's title."""
+NAME = 100
+"""Characters per line of a conversion's name."""
 SIZE = 9
-"""Points of all writing: on a page 880 pixels wide it is still as large as the page's small print."""
+"""Points of all text, so that it can be read on a page 880 pixels wide."""
 MARKERS = "os^Dv<>P"
 DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 PER_LAYER = ("kl", "total_variation", "output_error")
@@ -29,11 +29,11 @@ PER_LAYER = ("kl", "total_variation", "output_error")
 
 
 def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> Figure:
-    """Show several conversions beside each other.
+    """Show several conversions next to each other.
 
     Args:
-        names: of the conversions; they stand above the panels, which have their numbers.
-        rows: their figures by key, None where there is none; under "layers" a list with the figures of every layer.
+        names: of the conversions; they are listed above the panels, which show their numbers.
+        rows: their figures by key, None if a conversion lacks one; under "layers" the figures of every layer.
         labels: key -> title, of the figures to show as bars. Those of `PER_LAYER` are shown layer by layer too.
 
     Raises:
@@ -60,20 +60,20 @@ def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]],
     for empty in [*cells[len(labels) : bar_rows * COLUMNS], *lines[len(single) :]]:
         empty.set_axis_off()
     handles = [_line(number, colours) for number in range(len(names))]
-    # Above all panels, where a name of any length has room: inside them it would leave none for the bars.
+    # Above all panels, where a name of any length has room.
     figure.legend(handles, called, loc="outside upper left", ncols=1, fontsize=SIZE, frameon=False, handlelength=3)
     return figure
 
 
 def _title(axes: Axes, title: str, xlabel: str = "") -> None:
-    tidy(axes, textwrap.fill(title, TITLE), xlabel)
+    tidy(axes, title, xlabel)
     axes.title.set_fontsize(SIZE)
     axes.xaxis.label.set_fontsize(SIZE)
     axes.tick_params(labelsize=SIZE)
 
 
 def _line(number: int, colours: Sequence[Colour]) -> Line2D:
-    """Return how a conversion's line looks."""
+    """Return an empty line in a conversion's style."""
     from matplotlib.lines import Line2D
 
     return Line2D(
@@ -84,19 +84,19 @@ def _line(number: int, colours: Sequence[Colour]) -> Line2D:
 
 def _of_layers(row: Mapping[str, Any], key: str) -> list[tuple[int, float]]:
     """Return (place, value) of the layers that have a figure."""
-    found = [(place, layer.get(key)) for place, layer in enumerate(row.get("layers") or [])]
-    return [(place, float(value)) for place, value in found if value is not None]
+    values = [(place, layer.get(key)) for place, layer in enumerate(row.get("layers") or [])]
+    return [(place, float(value)) for place, value in values if value is not None]
 
 
 def _colours(count: int) -> list[Colour]:
-    """Return colours from dark to light: they stay apart for the colour-blind and in grey."""
+    """Return colours from dark to light, which the colour-blind can tell apart and which differ in grey."""
     from matplotlib import colormaps
 
     return [colormaps[FIGURES](place) for place in np.linspace(0.05, 0.85, count)]
 
 
 def _bars(axes: Axes, values: Sequence[float | None], colours: Sequence[Colour]) -> None:
-    """Draw one bar per conversion with its number, a dash where there is none."""
+    """Draw one bar per conversion with its number; a dash for a missing one."""
     places = range(len(values))
     axes.barh(places, [value or 0.0 for value in values], color=colours, height=0.7)
     for place, value in zip(places, values, strict=True):
@@ -121,7 +121,7 @@ def _lines(axes: Axes, lines: Sequence[Sequence[tuple[int, float]]], colours: Se
             axes.add_line(line)
     axes.autoscale_view()
     heights = [value for points in lines for _, value in points]
-    # One conversion that is far off would press all others onto the axis.
+    # On a linear axis one distant conversion would press all others onto the axis.
     if min(heights) > 0 and max(heights) > 20 * min(heights):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -1,4 +1,4 @@
-"""Attention maps, softmax beside linear, as matplotlib figures: all heads small, single heads large, over a picture."""
+"""Attention maps, softmax next to linear, as matplotlib figures: all heads, single heads, and over a picture."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from linearize.fidelity.plots_style import (
     NEGATIVE,
     WEIGHTS,
     axes_grid,
+    headline,
     layer_names,
     new_figure,
     safe_label,
@@ -36,10 +37,9 @@ HEADS_PER_ROW = 16
 
 
 def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
-    """Show all layers and heads: for every layer a row of softmax maps and below it the row of the kernel's.
+    """Show all layers and heads: for every layer a row of softmax's maps, and below it a row of the kernel's.
 
-    A map's queries run down, its keys to the right. All share the scale of weights, which is logarithmic. Negative
-    weights are red.
+    Queries run down, keys to the right. All maps share the logarithmic scale of weights. Negative weights are red.
     """
     blocks = [
         (layer, name, range(start, min(start + HEADS_PER_ROW, len(layer.softmax))))
@@ -48,7 +48,7 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     ]
     columns = max(len(heads) for _, _, heads in blocks)
     cell = min(1.0, 10.0 / columns)
-    figure = new_figure(1.8 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
+    figure = new_figure(2.1 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
     places = axes_grid(figure, len(blocks), 1)
     images = [
         _mosaic(axes, layer, name, heads, columns) for axes, (layer, name, heads) in zip(places, blocks, strict=True)
@@ -88,7 +88,7 @@ def _colours() -> Colormap:
 
 
 def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = "") -> Figure:
-    """Show one head large, softmax beside linear, with the tokens on the axes; a cross marks negative weights.
+    """Show one head large, softmax next to linear, with the tokens on the axes; a cross marks negative weights.
 
     Args:
         layer: the layer's maps.
@@ -113,18 +113,18 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)
     assert image is not None
     weight_bar(figure, image, panels)
-    figure.suptitle(title or f"{layer.module}, head {head}", fontsize=10)
+    headline(figure, title or f"{layer.module}, head {head}")
     return figure
 
 
 def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int]:
-    """Find out how T tokens cover a picture of square patches.
+    """Return how T tokens cover a picture of square patches.
 
     Returns:
         Tokens before the patches (class token and the like), rows and columns of patches.
 
     Raises:
-        DataError: if there is no such grid.
+        DataError: if no grid of square patches has so many tokens.
     """
     for before in range(9):
         patches = tokens - before
@@ -146,69 +146,56 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
 
     Args:
         maps: one entry per layer, of one picture.
-        picture: [C, height, width] as the model gets it; it is brought to 0 to 1 for showing.
+        picture: [C, height, width] as the model gets it; it is shown scaled to 0 to 1.
 
     Raises:
-        DataError: if the tokens do not lie on a grid.
+        DataError: if the tokens do not form a grid.
     """
-    count = len(maps)
-    figure = new_figure(9.0, 0.2 + 1.75 * -(-(2 * count + 1) // 6))
-    cells = axes_grid(figure, 2 * count + 1, 6 if count > 2 else 2 * count + 1)
-    shown = to_picture(picture)
-    cells[0].imshow(shown)
-    tidy(cells[0], "the picture")
-    image: AxesImage | None = None
-    for number, (layer, name) in enumerate(zip(maps, layer_names([m.module for m in maps]), strict=True)):
-        pair = (layer.softmax.mean(dim=0), layer.linear.mean(dim=0))
-        places = cells[1 + 2 * number : 3 + 2 * number]
-        image = _overlay(places, shown, pair)
-        for axes, side in zip(places, ("softmax", "linear"), strict=True):
-            tidy(axes, f"{name}, {side}")
-    for axes in cells:
-        axes.set_xticks([])
-        axes.set_yticks([])
-    weight_bar(figure, image, cells)
+    count = 2 * len(maps) + 1
+    figure = new_figure(9.0, 0.2 + 1.75 * -(-count // 6))
+    names = layer_names([layer.module for layer in maps])
+    titles = [f"{name}, {side}" for name in names for side in ("softmax", "linear")]
+    weights = [side.mean(dim=0) for layer in maps for side in (layer.softmax, layer.linear)]
+    _overlay(figure, axes_grid(figure, count, min(count, 6)), picture, weights, titles)
     return figure
 
 
 def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") -> Figure:
-    """Lay one head's attention over the picture, softmax beside linear."""
+    """Lay one head's attention over the picture, softmax next to linear."""
     figure = new_figure(8.3, 3.1)
-    shown = to_picture(picture)
-    panels = figure.subplots(1, 3)
-    panels[0].imshow(shown)
-    tidy(panels[0], "the picture")
-    image = _overlay(panels[1:], shown, (layer.softmax[head], layer.linear[head]))
-    tidy(panels[1], "softmax")
-    tidy(panels[2], layer.kernel)
-    for axes in panels:
-        axes.set_xticks([])
-        axes.set_yticks([])
-    weight_bar(figure, image, panels)
-    figure.suptitle(title or f"{layer.module}, head {head}", fontsize=10)
+    weights = (layer.softmax[head], layer.linear[head])
+    _overlay(figure, axes_grid(figure, 3, 3), picture, weights, ("softmax", layer.kernel))
+    headline(figure, title or f"{layer.module}, head {head}")
     return figure
 
 
-def _overlay(places: Sequence[Axes], picture: np.ndarray, weights: Sequence[Tensor]) -> AxesImage:
-    """Lay maps [T, T] over a picture, all on the scale of weights; returns the last one laid."""
+def _overlay(
+    figure: Figure, places: Sequence[Axes], pixels: Tensor, weights: Sequence[Tensor], titles: Sequence[str]
+) -> None:
+    """Show a picture [C, height, width] alone, then under each of the maps [T, T], all on the scale of weights."""
     from matplotlib import colormaps
 
+    picture = to_picture(pixels)
     height, width = picture.shape[:2]
     before, rows, columns = patch_grid(weights[0].shape[-1], height, width)
-    heats = [shade((w[0] if before else w.mean(dim=0))[before:].reshape(rows, columns)) for w in weights]
+    places[0].imshow(picture)
     image: AxesImage | None = None
-    for axes, heat in zip(places, heats, strict=True):
-        # The picture is pale and grey, so that brightness is the attention's alone to tell.
+    for axes, weight in zip(places[1:], weights, strict=True):
+        heat = shade((weight[0] if before else weight.mean(dim=0))[before:].reshape(rows, columns))
+        # The picture is pale and grey, so that colour and brightness show attention alone.
         axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         colours = colormaps[FIGURES].with_extremes(under=NEGATIVE)
         image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
-    assert image is not None
-    return image
+    for axes, title in zip(places, ("the picture", *titles), strict=True):
+        tidy(axes, title)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    weight_bar(figure, image, places)
 
 
 def to_picture(pixels: Tensor) -> np.ndarray:
-    """Bring normalised pixels [C, height, width] to [height, width, 3] from 0 to 1."""
+    """Return normalised pixels [C, height, width] as [height, width, 3] from 0 to 1."""
     low, high = pixels.amin(), pixels.amax()
     shown = ((pixels - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).float().cpu().numpy()
     return np.repeat(shown, 3, axis=-1) if shown.shape[-1] == 1 else shown[..., :3]

@@ -1,8 +1,9 @@
-"""How all pictures look: colours that the colour-blind tell apart and that stay apart in grey; no global state."""
+"""Style of all pictures: colours that the colour-blind can tell apart and that differ in grey; no global state."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,30 +15,36 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
     from torch import Tensor
 
+    from linearize.fidelity.maps import LayerMaps
+
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
-"""Dark blue and orange differ in brightness as well as in hue; lines differ in their dashes too."""
+"""Dark blue and orange differ in brightness and in hue; lines differ in their dashes too."""
 WEIGHTS = "Blues"
-"""Light to dark: none to much."""
+"""From light, no weight, to dark."""
 FIGURES = "cividis"
 NEGATIVE = "#d7301f"
 LEAST_WEIGHT = 1e-3
-"""Lower end of the scale of weights, which is logarithmic and ends at 1: the same for all maps of attention."""
-WEIGHT_SCALE = "weight: 0.001 or less to 1, logarithmic"
-DISTANCE_SCALE = "0: equal to softmax, 1: 1 or more"
-"""Names of the scales, written beside the maps."""
+"""Lower end of the logarithmic scale of weights, which ends at 1: the same for all maps of attention."""
+WEIGHT_SCALE = "weight, logarithmic"
+DISTANCE_SCALE = "0: equal to softmax"
+"""Names of the scales, written next to their bars."""
 MAX_PIXELS = 2200
-"""Longest side of a saved picture, so that a model of many layers gives a page that still opens."""
+"""Longest side of a saved picture, so that the page of a model with many layers still opens."""
+LETTERS = 11
+"""Letters of a title that fit into an inch."""
+LONGEST_NAME = 24
+"""Letters of a layer's name on an axis."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure of a size in inches, without pyplot: no display is needed and nothing is kept."""
+    """Make a figure of a size in inches, without pyplot: it needs no display and leaves no global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float] | None = None) -> list[Axes]:
-    """Lay out `count` axes in rows of `columns` (of these relative heights); what is left over stays empty."""
+    """Lay out `count` axes in rows of `columns` (of these relative heights); the other cells stay empty."""
     rows = -(-count // columns)
     cells = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel().tolist()
     for empty in cells[count:]:
@@ -45,9 +52,27 @@ def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float]
     return cells[:count]
 
 
+def layer_panels(
+    maps: Sequence[LayerMaps], columns: int, more: int = 0
+) -> tuple[Figure, list[tuple[Axes, LayerMaps, str]], list[Axes]]:
+    """Lay out a panel per layer in rows of `columns`, and `more` panels after them.
+
+    Returns:
+        The figure; axes, maps and short name of every layer; the other axes.
+    """
+    count = len(maps) + more
+    figure = new_figure(9.0, 0.4 + 2.1 * -(-count // columns))
+    cells = axes_grid(figure, count, columns)
+    names = layer_names([layer.module for layer in maps])
+    return figure, list(zip(cells, maps, names, strict=False)), cells[len(maps) :]
+
+
 def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> None:
-    """Label axes and take the box off."""
-    axes.set_title(title, fontsize=9, loc="left")
+    """Label axes and remove the box; a title that is wider than the panel is wrapped."""
+    spec, figure = axes.get_subplotspec(), axes.get_figure(root=True)
+    assert figure is not None
+    width = figure.get_figwidth() / (1 if spec is None else spec.get_gridspec().ncols)
+    axes.set_title(textwrap.fill(title, max(8, int(LETTERS * width))), fontsize=9, loc="left")
     axes.set_xlabel(xlabel, fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)
     axes.tick_params(labelsize=7)
@@ -56,18 +81,18 @@ def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> Non
 
 
 def shade(weights: Tensor) -> np.ndarray:
-    """Place weights on the scale of all maps of attention: 0 to 1, and -1 where a weight is negative by as much."""
+    """Return the places of weights on the scale of all maps, 0 to 1; -1 for weights below -`LEAST_WEIGHT`."""
     import numpy as np
 
     values = weights.numpy()
     decades = -np.log10(LEAST_WEIGHT)
-    # Rounding must not take what is nothing for negative.
+    # Rounding must not make a weight of 0 negative.
     places = np.clip(1 + np.log10(np.clip(values, LEAST_WEIGHT, 1.0)) / decades, 0.0, 1.0)
     return np.where(values < -LEAST_WEIGHT, -1.0, places)
 
 
 def weight_bar(figure: Figure, image: AxesImage | None, axes: Sequence[Axes]) -> None:
-    """Put the scale of weights beside maps that `shade` has made."""
+    """Draw the scale of weights next to maps that `shade` made."""
     assert image is not None, "there is a map to draw the scale of"
     bar = figure.colorbar(image, ax=list(axes), pad=0.01, fraction=0.025, aspect=30)
     bar.set_ticks([0, 1 / 3, 2 / 3, 1], labels=["≤0.001", "0.01", "0.1", "1"])
@@ -76,14 +101,14 @@ def weight_bar(figure: Figure, image: AxesImage | None, axes: Sequence[Axes]) ->
 
 
 def whole_numbers(axes: Axes, ticks: int = 9) -> None:
-    """Put ticks at whole numbers only: there is no half step and no half layer."""
+    """Put ticks at whole numbers only, as for steps and layers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
 
 
 def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
-    """Draw a figure on the Agg canvas.
+    """Draw a figure.
 
     Returns:
         The PNG, and its width and height in pixels.
@@ -96,23 +121,28 @@ def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
     figure.set_dpi(dpi)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # A token may be in a script that matplotlib's font does not have: it shows a box then.
+        # A token may be in a script that matplotlib's font lacks; it is shown as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format="png", dpi=dpi)
     width, height = canvas.get_width_height()
     return buffer.getvalue(), int(width), int(height)
 
 
-def short(module: str) -> str:
-    """Shorten a module's dotted name to what tells layers apart: its numbers, else its end."""
-    numbers = [part for part in module.split(".") if part.isdigit()]
-    return f"layer {'.'.join(numbers)}" if numbers else module.rpartition(".")[2] or module
+def headline(figure: Figure, text: str) -> None:
+    """Put a title over a whole figure, wrapped at its width."""
+    figure.suptitle(textwrap.fill(text, max(8, int(LETTERS * figure.get_figwidth() * 0.9))), fontsize=10)
 
 
 def layer_names(modules: list[str]) -> list[str]:
-    """Shorten all; the full names where two would be the same (encoder and decoder)."""
-    names = [short(module) for module in modules]
-    return names if len(set(names)) == len(names) else modules
+    """Return short names of modules that tell them apart: "layer 3", or the parts of their names that differ."""
+    numbers = [[part for part in module.split(".") if part.isdigit()] for module in modules]
+    names = [f"layer {'.'.join(number)}" for number in numbers]
+    if not all(numbers) or len(set(names)) < len(names):
+        parts = [module.split(".") for module in modules]
+        shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set(parts[0][:-1])
+        names = [".".join(part for part in name if part.isdigit() or part not in shared) for name in parts]
+    cut = [name if len(name) <= LONGEST_NAME else f"{name[:8]}…{name[9 - LONGEST_NAME :]}" for name in names]
+    return cut if len(set(cut)) == len(cut) else [f"attention {number}" for number in range(len(modules))]
 
 
 def safe_label(text: str) -> str:

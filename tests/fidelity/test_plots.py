@@ -172,7 +172,7 @@ def test_conversions_are_compared_by_figure_and_by_layer():
 
 
 def test_names_of_conversions_of_any_length_leave_room():
-    """Names stood beside the bars of a third of the picture, and pressed all panels to slivers."""
+    """Names next to the bars took a third of the picture, and pressed all panels to slivers."""
     names = ["a-conversion-with-a-long-name-" * 6, "$x$ \x1b[31m"]
     rows = [{"kl": 0.4, "error": 0.2, "speed": 2.0, "layers": [{"kl": 0.4}]}] * 2
     figure = plots_compare.compare_conversions(names, rows, {"kl": "KL", "error": "error", "speed": "x" * 60})
@@ -188,7 +188,7 @@ def test_names_of_conversions_of_any_length_leave_room():
 
 
 def test_all_maps_of_a_kind_have_one_scale():
-    """Pale in one map and dark in another were the same weight, as each had a scale of its own."""
+    """Pale in one map and dark in another were the same weight, as each had its own scale."""
     weights = torch.tensor([[1.0, 0.1, 0.01], [1e-3, 1e-9, 0.0], [-1e-4, -0.5, 3.0]])
     expected = [[1.0, 2 / 3, 1 / 3], [0.0, 0.0, 0.0], [0.0, -1.0, 1.0]]
     np.testing.assert_allclose(shade(weights), expected, atol=1e-6)
