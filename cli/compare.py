@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from linearize.cli._options import add_options, take_options
 from linearize.cli.report import add_output
@@ -14,8 +15,8 @@ EPILOG = """examples:
   linearize compare ./a ./b --json --lengths none
 
 The output folder gets comparison.png and comparison.json. Of --lengths the longest that a model takes is timed.
-Below the table stands which is the best by each figure, and which differences are within noise: over the inputs by a
-paired randomisation test (5 %), over the turns of the timing by the quartiles."""
+The lines below the table name the best by each figure, and the differences that are within noise: over the inputs by
+paired 95 % intervals (comparison.json has them), over the turns of the timing by the quartiles."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from linearize.checkpoint.output import claim
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
-    from linearize.report.compare import PICTURE, compare_checkpoints, timed_at, write_comparison
+    from linearize.report.compare import PICTURE, compare_checkpoints, write_comparison
 
     options = take_options(args, CompareOptions)
     out = console(to_stderr=args.json)
@@ -45,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
     columns = ["name", "kernels", "added", "KL", "TV", "negative", "error", "cosine", "seconds", "x softmax"]
     if compared.noisy:
         columns[-2:] = [f"{name} (noisy)" for name in columns[-2:]]
-    at = f"; timed at {timed}" if (timed := timed_at(compared)) else ""
+    at = f"; timed at {compared.timed_at}" if compared.timed_at else ""
     out.print(table(f"On {compared.inputs}{at}", columns, rows, right=tuple(range(2, 10))))
     for line in (*compared.verdicts, *compared.notes):
         out.print(line, markup=False)
     out.print(f"Picture: {args.output.rstrip('/')}/{PICTURE}", markup=False)
     if args.json:
-        print_json(compared.to_dict() | {"output": args.output})
+        print_json(asdict(compared) | {"output": args.output})
     return 0

@@ -1,4 +1,4 @@
-"""Show what a model's attentions are, or what a converted checkpoint is and how it was made."""
+"""Show the attentions of a model, or what a converted checkpoint is and how it was made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what it is."""
+    """Print the facts."""
     from linearize.checkpoint.inspect import inspect_checkpoint
     from linearize.cli._output import console, plan_table, print_json
 
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = dataclasses.asdict(info)
         data["plan"] = None if plan is None else plan.to_dict()
+        data["provenance"] = info.provenance.to_dict()
         print_json(data)
         return 0
     out = console()

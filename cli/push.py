@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def upload(folder: str, repo: str, *, private: bool, include: Sequence[str] = (), to_stderr: bool) -> str:
-    """Print what is sent, upload it, print where to, and return the address."""
+    """Print the files, upload them, and print and return the address."""
     from linearize.checkpoint.push import push
     from linearize.cli._output import console, on_interrupt
 

@@ -1,4 +1,4 @@
-"""Look at a converted checkpoint: one page with pictures of its attention beside softmax's, and the numbers."""
+"""Make a page about a converted checkpoint: its attention and softmax's in pictures, speed, changed predictions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ EPILOG = """examples:
   linearize report ./vit-hedgehog --dataset ./photos --inputs 4
   linearize report ./roberta-base-hedgehog --lengths 512,4096,16384
 
-The page is one file without scripts that needs no network. The pictures lie beside it as PNG files, the numbers in
-report.json. It opens with a sentence: how close, how fast, at what length.
+The page is one file without scripts that needs no network. Its pictures are saved next to it as PNG files, its numbers
+in report.json. It opens with a sentence: how close, how fast, up to what length.
 
-Without --dataset the inputs are of the data that the checkpoint names as what it was taught on, looked for in this
-folder, beside the checkpoint and on the Hub; else they are the built-in ones of `linearize convert`. Of a classifier or
-regression the page lists the texts whose prediction changed most (--original names the tuned original)."""
+Without --dataset the inputs are of the data that the checkpoint was taught on by its record, if that is in this folder,
+next to the checkpoint or on the Hub; else the built-in data of `linearize convert`. For a classifier or regression the
+page lists the texts whose prediction changed most (--original names the tuned original)."""
 
 
 def add_output(parser: argparse.ArgumentParser, default: str) -> None:
-    """Declare the options of the output, of `report` and `compare`."""
+    """Declare the options of the output, for `report` and `compare`."""
     add = parser.add_argument
     add("--output", default=default, metavar="DIR", help=f"folder to make ({default})")
     add("--overwrite", action="store_true", help="replace the output, if linearize wrote it and it holds nothing else")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the report and print the fidelity table."""
+    """Make the report and print the table of fidelity."""
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
     from linearize.report.answer import answer

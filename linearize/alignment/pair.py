@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.errors import ConfigError
-from linearize.fidelity.whole import check_original
+from linearize.fidelity.measure import check_original
 from linearize.loading import move
 from linearize.modeling.plan import Plan
 from linearize.surgery.apply import apply

@@ -1,4 +1,4 @@
-"""The model card of a converted model: README.md, with the facts that the Hub reads in front."""
+"""The model card of a converted model: README.md, with the facts that the Hub reads at its top."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.card_facts import chance_level, commands, eval_results, fact, limits, results
-from linearize.checkpoint.chosen import PlanPoint, points, reasons, sentence
-from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.ownership import check_links
+from linearize.checkpoint.provenance import PlanPoint, Provenance
 from linearize.errors import CheckpointError, printable
 from linearize.heads import HEADS, Head, head_of_class
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
-from linearize.modeling.portable import why_not
+from linearize.modeling.portable import outside_packages, why_not
 from linearize.parsing import parse_yaml, read_text
-from linearize.registry import kernel_info
+from linearize.registry import KernelInfo, kernel_info
+from linearize.surgery.plan import expectations
 from linearize.surgery.positions import current_length
 
-_KEPT = ("license", "license_name", "license_link", "language", "base_model")
 TEMPLATE = Path(__file__).with_name("card.md")
+MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
+"""Limits on what a checkpoint's record adds to its card, so that a forged record cannot make a card of any size."""
+_KEPT = ("license", "license_name", "license_link", "language", "base_model")
 _MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
 def base_facts(name: str) -> dict[str, str | list[str]]:
-    """Read what the original's own card says in front: licence, language.
+    """Return licence, language and base model from the top of the original's own card.
 
     Args:
         name: folder or Hub name that the model was loaded from.
 
     Returns:
-        What was found; empty where there is no card or it cannot be reached.
+        The facts; empty if there is no card or it cannot be reached.
     """
     if not name:
         return {}
@@ -54,9 +55,189 @@ def base_facts(name: str) -> dict[str, str | list[str]]:
 
 
 def _is_fact(value: object) -> bool:
-    """Whether a value is a name or a list of names; whatever else a card says is not taken over."""
+    """Whether a value is a name or a list of names; anything else in a card is left out."""
     values = value if isinstance(value, list) else [value]
-    return bool(value) and len(values) <= 100 and all(isinstance(one, str) and len(one) <= 300 for one in values)
+    return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
+
+
+def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] | None = None, name: str = "") -> str:
+    """Write the card of a converted model.
+
+    Args:
+        model: the model; its config's provenance says how it was made.
+        facts: the top of the original's card (`base_facts`).
+        name: what the model is loaded by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
+
+    Returns:
+        Markdown.
+    """
+    config: Any = model.config
+    plan = Plan.from_dict(config.linearize)
+    provenance = Provenance.from_dict(config.linearize.get("provenance"))
+    head = head_of_class(type(model).__name__)
+    base = provenance.base_model or (facts or {}).get("base_model") or config.linearize["base_architecture"]
+    kernels = sorted({layer.kernel for layer in plan.converted})
+    length = current_length(model)
+    tuned = provenance.finetuning
+    theirs = {} if tuned is None else tuned.original.metrics
+    card = ModelCard.from_template(
+        _card_data(model, kernels, head, facts or {}, name, provenance),
+        template_path=str(TEMPLATE),
+        base=_text(base),
+        base_code=_code(base),
+        auto_class=(head or HEADS["feature-extraction"]).auto_class,
+        kernels=[kernel_info(kernel) for kernel in kernels],
+        linked=_source,
+        name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
+        packages=sorted(set(outside_packages(plan).values())),
+        needs=why_not(plan),
+        limits=[_text(text) for text in limits(plan, provenance, length)],
+        results=[(_text(metric), f"{ours:.4g}", _number(theirs.get(metric))) for metric, ours in _metrics(provenance)],
+        chance=_chance_level(provenance),
+        original_score=any(metric in theirs for metric, _ in _metrics(provenance)),
+        commands=commands(provenance),
+        longest="not limited" if length is None else f"{length:,} tokens",
+        parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
+        chosen=_text(provenance.search_sentence),
+        points=[_point(point) for point in provenance.plan_points],
+        layers=[_layer(layer, provenance.reasons) for layer in plan.layers],
+        training=[(_text(label), _text(value)) for label, value in provenance.training_rows()],
+        fidelity=_fidelity(provenance),
+    )
+    return f"{str(card).rstrip()}\n"
+
+
+def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
+    """Return the limits that a user of the model should know, one sentence each.
+
+    Args:
+        plan: the plan of the conversion.
+        provenance: how the checkpoint was made.
+        length: tokens that the model takes; None: unlimited or unknown.
+    """
+    sentences = ["Short inputs are not faster than with softmax; the gain grows with the length."]
+    taught = provenance.longest_row_length
+    if taught is not None and length is not None and taught < length:
+        sentences.append(
+            f"It takes {length:,} tokens; it was taught and measured on rows of up to {taught:,}. Beyond these it has "
+            "not been measured."
+        )
+    merit = provenance.kernel_merit
+    if "error" in merit and "window_only" in merit:
+        sentences.append(
+            f"After stage one the error of its last hidden state was {merit['error']:.3f}; with its softmax windows "
+            f"alone, without the kernel, it was {merit['window_only']:.3f}."
+        )
+    kept = [layer for layer in plan.layers if not layer.converted]
+    if kept:
+        sentences.append(f"{len(kept)} of {len(plan.layers)} attentions are softmax still, with its cost.")
+    sentences += [f"{text[0].upper()}{text[1:]}." for text in expectations(plan)]
+    if reason := why_not(plan):
+        sentences.append(f"Loading it needs more code: {reason}.")
+    return sentences
+
+
+def commands(provenance: Provenance) -> list[str]:
+    """Return the command lines that made the checkpoint, in order."""
+    return [" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in provenance.commands[:MOST_COMMANDS]]
+
+
+def _card_data(
+    model: PreTrainedModel,
+    kernels: list[str],
+    head: Head | None,
+    facts: Mapping[str, str | list[str]],
+    called: str,
+    provenance: Provenance,
+) -> ModelCardData:
+    """Return what the Hub reads at the top of a card; the original's Hub name goes before its card's own facts."""
+    values: dict[str, Any] = {
+        key: [_fact(text) for text in value] if isinstance(value, list) else _fact(value)
+        for key, value in facts.items()
+    }
+    name = str(getattr(model.config, "name_or_path", "") or "")
+    if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        values["base_model"] = name
+    if results := _eval_results(provenance, head.pipeline_tag if head else "feature-extraction"):
+        values |= {"eval_results": results, "model_name": _fact(called or "THIS_MODEL")}
+    return ModelCardData(
+        library_name="transformers",
+        tags=["linearize", "linear-attention", *kernels],
+        pipeline_tag=head.pipeline_tag if head else None,
+        **values,
+    )
+
+
+def _metrics(provenance: Provenance) -> list[tuple[str, float]]:
+    """Return name and value of stage two's metrics."""
+    return [] if provenance.finetuning is None else list(provenance.finetuning.metrics.items())
+
+
+def _eval_results(provenance: Provenance, task_type: str) -> list[EvalResult]:
+    """Return stage two's metrics as the Hub's model index has them."""
+    tuned = provenance.finetuning
+    data = _fact((tuned.data if tuned is not None else None) or "").partition(":")[0].strip() or "unknown"
+    return [
+        EvalResult(
+            task_type=task_type,
+            dataset_type=re.sub(r"[^\w./-]", "-", data),
+            dataset_name=data,
+            metric_type=re.sub(r"\W", "_", printable(name)),
+            metric_value=value,
+        )
+        for name, value in _metrics(provenance)
+    ]
+
+
+def _chance_level(provenance: Provenance) -> str:
+    """Say what guessing reaches on the task of stage two, and whether the model is above it; empty if not recorded."""
+    tuned = provenance.finetuning
+    if tuned is None or tuned.chance is None:
+        return ""
+    below = "" if tuned.above_chance else " This model is not above it."
+    return f"Chance, the best answer that looks at no input, reaches a score of {tuned.chance:.4g}.{below}"
+
+
+def _source(info: KernelInfo) -> str:
+    """Return the source of a kernel, with a link if it has an address."""
+    return f"[{info.source}]({info.url})" if info.url else info.source
+
+
+def _point(point: PlanPoint) -> list[str]:
+    """Return the cells of a plan that a search tried; a star if none is both closer and cheaper."""
+    star = " \\*" if point.efficient else ""
+    return [f"{_text(point.name)}{star}", _text(point.kernels), f"{point.error:.4g}", f"{point.share:.3g}"]
+
+
+def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
+    """Return the cells of a layer: its attention, kernel, arguments, and why it has that kernel or stays softmax."""
+    arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
+    arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
+    why = layer.reason if layer.index is None else reasons.get(layer.index, layer.reason)
+    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)]
+
+
+def _fidelity(provenance: Provenance) -> dict[str, object] | None:
+    """Return head and rows of a table: how close each layer's attention is to softmax, before and after stage one."""
+    stage = provenance.distillation
+    if stage is None or not stage.after.layers or len(stage.before.layers) != len(stage.after.layers):
+        return None
+    names = [name for name in _MEASURES if any(getattr(layer, name) is not None for layer in stage.after.layers)]
+    head = [text for name in names for text in (f"{name.replace('_', ' ')} before", "after")]
+    rows = [
+        [_code(after.module), *(_number(getattr(layer, name)) for name in names for layer in (before, after))]
+        for before, after in zip(stage.before.layers, stage.after.layers, strict=True)
+    ]
+    return {"head": head, "rows": rows}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _fact(text: object) -> str:
+    """Return a name for the top of a card, on one line and without HTML, as some viewers read the top as Markdown."""
+    return " ".join(re.sub("[<>]", "_", printable(str(text))).split())
 
 
 def _text(value: object) -> str:
@@ -66,122 +247,8 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Put a text between backticks, more of them than it has in a row; a table's cell ends at no bar in it."""
+    """Put a text between more backticks than it has in a row; escape bars, which would end a table's cell."""
     line = " ".join(printable(str(value)).split()).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     space = " " if line[:1] == "`" or line[-1:] == "`" or not line else ""
     return f"{fence}{space}{line}{space}{fence}"
-
-
-def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] | None = None, name: str = "") -> str:
-    """Write the card of a converted model.
-
-    Args:
-        model: the model; its config's provenance says how it was made.
-        facts: what the original's card says in front (`base_facts`).
-        name: what it is loaded by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
-
-    Returns:
-        Markdown.
-    """
-    config: Any = model.config
-    plan = Plan.from_dict(config.linearize)
-    provenance = config.linearize.get("provenance") or {}
-    head = head_of_class(type(model).__name__)
-    base = provenance.get("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
-    measured = results(provenance)
-    card = ModelCard.from_template(
-        _card_data(model, plan, head, facts or {}, name, provenance),
-        template_path=str(TEMPLATE),
-        base=_text(base),
-        base_code=_code(base),
-        auto_class=(head or HEADS["feature-extraction"]).auto_class,
-        kernels=[kernel_info(name) for name in _kernels(plan)],
-        name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
-        needs=why_not(plan),
-        limits=[_text(text) for text in limits(plan, provenance, current_length(model))],
-        results=[(_text(metric), f"{ours:.4g}", _number(theirs)) for metric, ours, theirs in measured],
-        chance=chance_level(provenance),
-        original_score=any(theirs is not None for _, _, theirs in measured),
-        commands=commands(provenance),
-        longest=_longest(model),
-        parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
-        chosen=_text(sentence(provenance)),
-        points=[_point(one) for one in points(provenance)],
-        layers=[_layer(layer, reasons(provenance)) for layer in plan.layers],
-        training=[(_text(label), _text(value)) for label, value in training_rows(dict(provenance))],
-        fidelity=_fidelity(provenance),
-    )
-    return f"{str(card).rstrip()}\n"
-
-
-def _kernels(plan: Plan) -> list[str]:
-    return sorted({layer.kernel for layer in plan.converted})
-
-
-def _card_data(
-    model: PreTrainedModel,
-    plan: Plan,
-    head: Head | None,
-    facts: Mapping[str, str | list[str]],
-    called: str,
-    provenance: Mapping[str, object],
-) -> ModelCardData:
-    """Return what the Hub reads in front of a card; a Hub name of the original goes before its card's own facts."""
-    values: dict[str, Any] = {key: _plain(value) for key, value in facts.items()}
-    name = str(getattr(model.config, "name_or_path", "") or "")
-    if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        values["base_model"] = name
-    measured = eval_results(provenance, head.pipeline_tag if head else "feature-extraction")
-    if measured:
-        values |= {"eval_results": measured, "model_name": fact(called or "THIS_MODEL")}
-    return ModelCardData(
-        library_name="transformers",
-        tags=["linearize", "linear-attention", *_kernels(plan)],
-        pipeline_tag=head.pipeline_tag if head else None,
-        **values,
-    )
-
-
-def _plain(value: str | list[str]) -> str | list[str]:
-    return [fact(one) for one in value] if isinstance(value, list) else fact(value)
-
-
-def _longest(model: PreTrainedModel) -> str:
-    length = current_length(model)
-    return "not limited" if length is None else f"{length:,} tokens"
-
-
-def _point(one: PlanPoint) -> list[str]:
-    """Return the cells of a plan that a search has tried; a star where nothing is closer and cheaper."""
-    star = " \\*" if one.efficient else ""
-    return [f"{_text(one.name)}{star}", _text(one.kernels), f"{one.error:.4g}", f"{one.share:.3g}"]
-
-
-def _layer(layer: LayerPlan, why: Mapping[int, str]) -> list[str]:
-    """Return the cells of a layer: its attention, kernel and arguments, and why it has that, or was left alone."""
-    arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
-    arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
-    said = layer.reason if layer.index is None else why.get(layer.index, layer.reason)
-    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(said)]
-
-
-def _fidelity(provenance: Mapping[str, object]) -> dict[str, object] | None:
-    """Return head and rows of a table: how close each layer's attention is to softmax, before and after stage one."""
-    distilled = provenance.get("distillation")
-    if not isinstance(distilled, dict):
-        return None
-    before, after = (((distilled.get(side) or {}).get("layers") or []) for side in ("before", "after"))
-    if not after or len(before) != len(after):
-        return None
-    names = [name for name in _MEASURES if any(layer.get(name) is not None for layer in after)]
-    head = [text for name in names for text in (f"{name.replace('_', ' ')} before", "after")]
-    rows = [
-        [_code(two.get("module")), *(_number(layer.get(name)) for name in names for layer in (one, two))]
-        for one, two in zip(before, after, strict=True)
-    ]
-    return {"head": head, "rows": rows}
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else ""

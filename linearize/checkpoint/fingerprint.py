@@ -1,6 +1,6 @@
-"""What a run depends on, as plain data: stored with every state, and held against what a resumed run is given.
+"""Fingerprint of what a run depends on: stored with every state, and compared when the run is resumed.
 
-One rule for every stage: a run goes on only with the same model weights, kernels, data and options.
+One rule for every stage: a run is resumed only with the same model weights, kernels, data and options.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from linearize.attention.interface import linear_attentions
 from linearize.errors import ConfigError
 
 ROWS = 65_536
-"""Of more rows than these as many are read, evenly spread; their number counts in any case."""
+"""Most rows that are read, evenly spread; the number of rows counts in any case."""
 BATCHES = 8
-"""So many training batches are read of a source that knows no digest of its own."""
+"""Training batches that are read of a source without a method `digest`."""
 KERNEL = ".linear_attention."
-"""What the names of the kernels' weights hold."""
+"""Part of the names of the kernels' weights."""
 
 
 def fingerprint(
     *, model: nn.Module | None = None, data: object = None, options: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    """Describe what a run depends on, as JSON has it: options by their own names, then data, kernels and weights.
+    """Return what a run depends on as JSON-like data: options by their names, then data, kernels and weights.
 
     Args:
         model: before its first step, softmax or converted. Every weight is read (some GB per second).
         data: something with a method `digest() -> str`; batches as stage one takes them (`holdout_batches` and
             `train_batches`: the held-out ones and the first `BATCHES` others are read); or nested tensors, arrays,
             rows, mappings and plain values.
-        options: what else must stay the same: plain values, mappings and dataclasses of them.
+        options: other values that must stay the same: plain ones, mappings and dataclasses of them.
 
     Returns:
         The fingerprint; `check_same` compares two.
     """
-    found = {name: plain(value) for name, value in (options or {}).items()}
+    values = {name: plain(value) for name, value in (options or {}).items()}
     if data is not None:
-        found["data contents"] = data_digest(data)
+        values["data contents"] = data_digest(data)
     if model is not None:
-        found["kernels"] = kernels_of(model)
+        values["kernels"] = kernels_of(model)
         for name, kernel in (("model weights", False), ("kernel weights", True)):
-            found[name] = weights_digest(model, kernel)
-    return found
+            values[name] = weights_digest(model, kernel)
+    return values
 
 
 def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse to go on with anything else than the run was started with.
+    """Refuse to resume a run with another fingerprint than it was started with.
 
     Args:
-        saved: the fingerprint that lies beside the state.
-        now: that of the run which is to go on.
+        saved: the fingerprint that was stored with the state.
+        now: the resumed run's.
 
     Raises:
-        ConfigError: naming the first thing that differs, and how many more there are.
+        ConfigError: naming the first value that differs, and some of the others.
     """
     names = [*now, *(name for name in saved if name not in now)]
     missing = object()
@@ -73,8 +73,8 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
         raise ConfigError(f"resume: the run was started with {name}={before}, now it is {after}{more}; {advice}")
     if name in now:
         raise ConfigError(
-            f"resume: the state does not say with which {name} its run was started{more}, as it is of another version "
-            "of linearize; start again without --resume"
+            f"resume: the state does not say with which {name} its run was started{more}, as another version of "
+            "linearize wrote it; start again without --resume"
         )
     raise ConfigError(
         f"resume: the run was started with {name}={saved[name]!r}, which is not there now{more}; {advice}"
@@ -82,7 +82,7 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
 
 
 def _shown(before: object, after: object) -> tuple[str, str]:
-    """Write two values down; of two long ones the first place where they differ."""
+    """Return two values as texts; of two long ones the first place where they differ."""
     one, two = repr(before), repr(after)
     if max(len(one), len(two)) <= 120:
         return one, two
@@ -98,34 +98,34 @@ def _short(text: str) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a value as JSON gives it back: pairs become lists, dataclasses mappings, all else its text."""
+    """Return a value as JSON restores it: tuples become lists, dataclasses mappings, other objects their text."""
 
-    def other(one: object) -> object:
-        if dataclasses.is_dataclass(one) and not isinstance(one, type):
-            return dataclasses.asdict(one)
-        return str(one)
+    def other(item: object) -> object:
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return dataclasses.asdict(item)
+        return str(item)
 
     return json.loads(json.dumps(value, default=other))
 
 
 def kernels_of(model: nn.Module) -> dict[str, object]:
     """Return the kernel of every converted attention with all its arguments, window and sinks, by host module."""
-    found = {}
+    kernels: dict[str, object] = {}
     for name, layer in linear_attentions(model).items():
         hybrid = layer.hybrid
-        # A layer without the newer additions looks as it did before, so that runs begun then can be resumed.
+        # A layer without newer additions has the form of earlier versions, so that their runs can be resumed.
         sinks = [hybrid.sinks] if hybrid.sinks else []
         newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks")}
-        found[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *sinks, *([newer] if newer else [])])
-    return found
+        kernels[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *sinks, *([newer] if newer else [])])
+    return kernels
 
 
 def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
     """Return the hash of a model's weights and their names, sizes and types.
 
     Args:
-        model: on any device, not spread over several.
-        kernel: true: those of the kernels only; false: all others; None: all.
+        model: on one device.
+        kernel: true: those of the kernels; false: all others; None: all.
     """
     hashed = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
@@ -136,7 +136,7 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
 
 
 def data_digest(data: object) -> str:
-    """Return the hash of data, see `fingerprint`."""
+    """Return the hash of data, of the kinds that `fingerprint` takes."""
     own = getattr(data, "digest", None)
     if callable(own):
         return str(own())
@@ -152,7 +152,7 @@ def data_digest(data: object) -> str:
 
 
 def rows_digest(rows: Sequence[object]) -> str:
-    """Return the hash of rows that can be read by number: of all, or of `ROWS` of them and of their number."""
+    """Return the hash of a sequence of rows: of all, or of `ROWS` of them and their number."""
     own = getattr(rows, "digest", None)
     if callable(own):
         return str(own())
@@ -169,7 +169,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def _feed(hashed: xxhash.xxh3_128, value: object) -> None:
-    """Hash a nested value; its kind and length come first, so that no two values write the same bytes."""
+    """Hash a nested value; its kind and length come first, so that no two values feed the same bytes."""
     if isinstance(value, torch.Tensor):
         value = value.detach().to("cpu").contiguous()
         _feed(hashed, f"{value.dtype} {list(value.shape)}")
@@ -185,7 +185,7 @@ def _feed(hashed: xxhash.xxh3_128, value: object) -> None:
     elif isinstance(value, (str, bytes)):
         content = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
         hashed.update(b"%s%d:" % (b"b" if isinstance(value, bytes) else b"s", len(content)) + content)
-    elif isinstance(value, (list, tuple)) and value and all(type(one) is int and abs(one) < 2**63 for one in value):
+    elif isinstance(value, (list, tuple)) and value and all(type(item) is int and abs(item) < 2**63 for item in value):
         _feed(hashed, np.array(value, dtype=np.int64))
     elif isinstance(value, (list, tuple)):
         hashed.update(b"l%d" % len(value))
@@ -199,5 +199,5 @@ def _feed(hashed: xxhash.xxh3_128, value: object) -> None:
         _feed(hashed, f"{getattr(value, 'mode', '')} {getattr(value, 'size', '')}")
         _feed(hashed, value.tobytes())
     else:
-        # What an unknown object shows of itself may be its address, which no second run has.
+        # The text of an unknown object may hold its address, which differs in every run.
         raise TypeError(f"got {type(value).__name__} in the data of a fingerprint, expected tensors, text and numbers")

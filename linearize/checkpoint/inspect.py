@@ -1,4 +1,4 @@
-"""What a checkpoint is, without reading its weights: from its config and the header of the weights file."""
+"""Facts about a checkpoint from its config and the header of its weights file, without reading weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from linearize.checkpoint.chosen import chosen_rows, search_row
 from linearize.checkpoint.ownership import check_links
+from linearize.checkpoint.provenance import Provenance
 from linearize.errors import CheckpointError, LinearizeError, first_line
 from linearize.gguf import count_parameters, find_gguf, located, read_config_values
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig
+from linearize.modeling.config import MODEL_TYPE, PACKAGES, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import read_header
@@ -33,17 +33,18 @@ class CheckpointInfo:
     """Facts about a checkpoint, converted or not.
 
     Attributes:
-        name: what was asked for.
+        name: of the checkpoint, as given.
         converted: whether it has linear attention.
-        base_model: what it was made from, as far as it says so.
+        base_model: name of the original, if the checkpoint records it.
         model_type: of the original.
         architecture: class that was saved.
-        plan: what was converted into what; None if nothing was.
+        plan: the kernel of every attention; None if the checkpoint is not converted.
         parameters_added: learnable numbers of the kernels.
         parameters_total: numbers in the weights file; None if they are not in safetensors files.
-        max_length: tokens that it takes; None if unlimited or unknown.
+        max_length: tokens that the model takes; None if unlimited or unknown.
         format_version: of a converted checkpoint.
-        provenance: how it was made, as it says itself.
+        provenance: how it was made, by its own record.
+        packages: packages that register kernels from outside linearize, by kernel; loading needs them.
     """
 
     name: str
@@ -56,7 +57,8 @@ class CheckpointInfo:
     parameters_total: int | None = None
     max_length: int | None = None
     format_version: int | None = None
-    provenance: dict[str, object] = field(default_factory=dict)
+    provenance: Provenance = field(default_factory=Provenance)
+    packages: dict[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and value of each fact, ready to print."""
@@ -67,7 +69,7 @@ class CheckpointInfo:
         rows = [("checkpoint", self.name), ("converted", converted)]
         if self.base_model:
             rows.append(("made from", self.base_model))
-        rows += [("model type", self.model_type), ("architecture", self.architecture or "not said")]
+        rows += [("model type", self.model_type), ("architecture", self.architecture or "not recorded")]
         if self.parameters_total is not None:
             rows.append(("parameters", f"{self.parameters_total:,}"))
         if self.converted:
@@ -77,72 +79,19 @@ class CheckpointInfo:
         )
         if self.format_version is not None:
             rows.append(("format version", str(self.format_version)))
-        return rows + chosen_rows(self.provenance) + training_rows(self.provenance)
-
-
-def training_rows(provenance: dict[str, object]) -> list[tuple[str, str]]:
-    """Return label and value of what a checkpoint says about its training."""
-    rows = search_row(provenance)
-    distilled = provenance.get("distillation")
-    if isinstance(distilled, dict):
-        data = provenance.get("dataset") or "the built-in data"
-        rows.append(("stage one", f"{distilled.get('steps')} steps on {data} ({distilled.get('stopped')})"))
-        for side in ("before", "after"):
-            mean = (distilled.get(side) or {}).get("mean") or {}
-            figures = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in mean.items() if value is not None]
-            if figures:
-                rows.append((f"fidelity {side}", ", ".join(figures)))
-    rows += _alignment_rows(provenance.get("alignment"))
-    tuned = provenance.get("finetuning")
-    if isinstance(tuned, dict):
-        rows.append(("stage two", f"{tuned.get('task')} on {tuned.get('data')}, {tuned.get('steps')} steps"))
-        for name, value in (tuned.get("metrics") or {}).items():
-            if isinstance(value, (int, float)):
-                rows.append((f"metric {name}", f"{value:.4g}"))
-        if isinstance(tuned.get("chance"), (int, float)):
-            rows.append(("chance", f"{tuned['chance']:.4g}{'' if tuned.get('above_chance') else ', not above it'}"))
-    return rows
-
-
-def _alignment_rows(aligned: object) -> list[tuple[str, str]]:
-    if not isinstance(aligned, dict):
-        return []
-    teacher = aligned.get("teacher") or "its own softmax"
-    rows = [("alignment", f"{aligned.get('steps')} steps with {teacher}, trained: {aligned.get('train')}")]
-    for side in ("before", "after"):
-        found = aligned.get(side)
-        if not isinstance(found, dict):
-            continue
-        layers = [value for value in (found.get("layers") or {}).values() if isinstance(value, (int, float))]
-        named = {
-            "last hidden state, relative error": layers[-1] if layers else None,
-            "pooled cosine": found.get("cosine"),
-        }
-        named["logits"] = found.get("logits")
-        figures = [f"{name} {value:.4g}" for name, value in named.items() if isinstance(value, (int, float))]
-        rows.append((f"whole model {side}", ", ".join(figures)))
-    return rows
-
-
-def weights_were_trained(provenance: object) -> bool:
-    """Tell whether the weights that came from the original were trained since, by an alignment or by stage two.
-
-    The checkpoint's own softmax is then no longer the original's.
-    """
-    known = provenance if isinstance(provenance, dict) else {}
-    aligned = known.get("alignment")
-    return "finetuning" in known or (isinstance(aligned, dict) and aligned.get("train", "kernels") != "kernels")
+        rows += [("needs package", f"{package} (kernel {kernel})") for kernel, package in self.packages.items()]
+        return rows + self.provenance.choice_rows() + self.provenance.training_rows()
 
 
 def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
-    """Read what a checkpoint is, and check that its files belong together; no weight is read into memory.
+    """Return facts about a checkpoint, and check that its files belong together; no weight is read into memory.
 
     Args:
         name: folder, GGUF file, or name on the Hub.
 
     Raises:
         CheckpointError: if there is no checkpoint of that name, or it is damaged.
-        ConfigError: if it uses a kernel that is not known.
+        ConfigError: if it uses an unknown kernel; the message names the package that registers it, if recorded.
     """
     values = _config_values(name)
     total = count_parameters(name)
@@ -154,11 +103,11 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         config = LinearizeConfig.from_dict(values)
         model = _empty(saved_class(config), config)
         section = config.linearize
-        provenance = dict(section.get("provenance") or {})
+        provenance = Provenance.from_dict(section.get("provenance"))
         return CheckpointInfo(
             name=str(name),
             converted=True,
-            base_model=provenance.get("base_model"),
+            base_model=provenance.base_model,
             model_type=section["base_model_type"],
             architecture=architecture,
             plan=Plan.from_dict(section),
@@ -167,6 +116,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
             max_length=_length(model),
             format_version=section["format_version"],
             provenance=provenance,
+            packages=section.get(PACKAGES, {}),
         )
     config = _plain_config(name)
     model = _empty(AutoModel.from_config, config)
@@ -211,7 +161,7 @@ def _plain_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
-    """Build a model without memory; None where that cannot be done."""
+    """Build a model without memory; None if that fails."""
     if make is None:
         return None
     try:
@@ -229,5 +179,5 @@ def _length(model: nn.Module | None) -> int | None:
     try:
         return None if model is None else current_length(model)
     except Exception:
-        # A fact that cannot be found out is left out.
+        # A fact that cannot be determined is left out.
         return None

@@ -1,4 +1,4 @@
-"""`log.jsonl`: what happened step by step in every stage, one JSON object per line, beside the weights.
+"""`log.jsonl` in a checkpoint: every stage step by step, one JSON object per line.
 
 Every line has `stage` ("distillation", "alignment" or "finetuning") and `step`. Lines of the first two also have
 `steps`, `losses` (by module), `held_out`, `learning_rate` and `seconds`; stage two's are the entries of transformers'
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 LOG = "log.jsonl"
 STAGE_ONE, ALIGNMENT, STAGE_TWO = "distillation", "alignment", "finetuning"
-
-
 Entry: TypeAlias = "DataclassInstance | Mapping[str, object]"
 """A report of a step, or a line that is plain data already."""
 
@@ -33,14 +31,13 @@ def log_file(
     entries: Iterable[Entry],
     earlier: Iterable[Mapping[str, object]] = (),
 ) -> dict[str, str]:
-    """Return the log as a file of a checkpoint (for `save(..., extra_files=...)`); without lines there is no file.
+    """Return the log as a file of a checkpoint (for `save(..., extra_files=...)`); no file if there are no lines.
 
     Args:
-        stage: which stage the entries are of.
-        entries: its lines without the stage, as mappings or dataclasses: the `history` of stage one's result, or of
-            stage two's.
+        stage: the stage of the entries.
+        entries: its lines without the stage, as mappings or dataclasses: the `history` of the stage's result.
         earlier: lines of the checkpoint that this one was made from. Those of the same stage are dropped, as the
-            checkpoint's config too tells of the last run of each stage only.
+            checkpoint's config too records the last run of each stage only.
     """
     lines = log_lines(stage, entries, earlier)
     return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
@@ -51,7 +48,7 @@ def log_lines(
     entries: Iterable[Entry],
     earlier: Iterable[Mapping[str, object]] = (),
 ) -> list[Mapping[str, object]]:
-    """Return the lines that `log_file` writes, to be the earlier ones of a further stage."""
+    """Return the lines that `log_file` writes, for a further stage to pass as `earlier`."""
     lines = [entry for entry in earlier if entry["stage"] != stage]
     return lines + [
         {"stage": stage, **(dict(entry) if isinstance(entry, Mapping) else asdict(entry))} for entry in entries
@@ -59,10 +56,10 @@ def log_lines(
 
 
 def read_log(folder: str | Path) -> list[dict[str, object]]:
-    """Read the log of a checkpoint in a folder; no line where there is none.
+    """Read the log of a checkpoint in a folder; an empty list if it has no log.
 
     Raises:
-        CheckpointError: if a line cannot be read (logs are written whole), or a link leads out of the folder.
+        CheckpointError: if a line cannot be read, or a link leads out of the folder.
     """
     check_links(folder)
     file = Path(folder) / LOG

@@ -1,7 +1,7 @@
-"""The folder that a command makes: checked and locked before the first slow step, written beside, renamed when whole.
+"""The folder that a command makes: checked and locked before the first slow step, written aside, renamed when complete.
 
-Nothing of the user's is replaced (see `linearize.checkpoint.ownership`), one process at a time writes to an output, and
-what a killed one left behind is cleared, or put back, by the next.
+The user's own files are never replaced (`linearize.checkpoint.ownership`), one process at a time writes to an output,
+and the next process removes, or puts back, what a killed one left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import NoReturn
 
 from filelock import FileLock, SoftFileLock, Timeout
 
@@ -25,14 +24,14 @@ from linearize.parsing import read_text, spare_name
 
 Name = str | os.PathLike[str]
 WAIT = 0.3
-"""Seconds after which a lock counts as held: a process that is just letting it go is waited for."""
+"""Seconds to wait for a lock, in case its process is just releasing it."""
 LOCK = ".lock-"
-"""What the name of an output's lock begins with."""
+"""Start of the name of an output's lock."""
 LOCKED_BY = "locked by linearize, process "
 LOCK_TEXT = re.compile(rf"|{LOCKED_BY}\d+\n|\d+\n{re.escape(platform.node())}\n[^\n]*\n?")
-"""What a lock holds; the last form is filelock's own, where the file system knows no locks."""
+"""Content of a lock; the last form is filelock's, for file systems without locks."""
 AROUND = len(".new--") + 8
-"""Letters that the names around an output have beside its own."""
+"""Letters that the temporary names of an output have in addition to its name."""
 SHARD = 50 * 10**9
 """Bytes of the largest file of weights that transformers writes."""
 
@@ -45,7 +44,7 @@ def check_target(target: Name, *, overwrite: bool = False, sources: Iterable[Nam
     Args:
         target: folder to make.
         overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
-        sources: what the work reads (folders, files or names): none of it may be lost.
+        sources: folders, files or names that the work reads and that must not be replaced.
 
     Returns:
         The folder's absolute path; links above it are followed.
@@ -68,7 +67,9 @@ def check_target(target: Name, *, overwrite: bool = False, sources: Iterable[Nam
                     f"output {shown!r} exists and is not empty; choose another folder or pass --overwrite"
                 )
             check_ours(path, shown)
-        _check_parent(path, shown)
+        parent = _nearest_existing(path.parent)
+        if parent.is_symlink() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise CheckpointError(f"output {shown!r}: {str(parent)!r} cannot be written to; choose another folder")
     except OSError as error:
         raise CheckpointError(
             f"output {shown!r} cannot be used ({error.strerror or error}); choose another folder"
@@ -88,7 +89,10 @@ def _absolute(shown: str) -> Path:
         str(parent).encode("utf-8")
     except UnicodeEncodeError:
         raise CheckpointError(f"output {shown!r} is not UTF-8; choose another name") from None
-    most = _longest_name(parent) - AROUND
+    try:
+        most = os.pathconf(_nearest_existing(parent), "PC_NAME_MAX") - AROUND
+    except (AttributeError, OSError, ValueError):
+        most = 255 - AROUND
     if size > most:
         raise CheckpointError(
             f"output {given.name[:40] + '...'!r} has a name of {size} bytes, expected at most {most}; "
@@ -102,56 +106,37 @@ def _absolute(shown: str) -> Path:
     return path
 
 
-def _longest_name(parent: Path) -> int:
-    try:
-        return os.pathconf(_existing(parent), "PC_NAME_MAX")
-    except (AttributeError, OSError, ValueError):
-        return 255
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest folder above that is there."""
+def _nearest_existing(path: Path) -> Path:
     while not os.path.lexists(path):
         path = path.parent
     return path
 
 
 def _check_place(path: Path, shown: str, sources: Iterable[Name | None]) -> None:
-    """Refuse what must never be replaced: what is read, where the user stands, where the user lives, the root."""
+    """Refuse folders that must never be replaced: sources, the current folder, the home folder, the root."""
     for source in sources:
         if source is None or not os.path.exists(name := os.path.expanduser(os.fspath(source))):
             continue
-        if _same(path, Path(name)):
+        if path == Path(name).resolve() or (path.exists() and path.samefile(name)):
             raise CheckpointError(f"output {shown!r} is {os.fspath(source)!r}, which is read; choose another folder")
         if path in Path(name).resolve().parents:
             raise CheckpointError(f"output {shown!r} holds {os.fspath(source)!r}, which is read; choose another folder")
     if path.parent == path:
         raise CheckpointError(f"output {shown!r} is the root of the file system; choose another folder")
-    try:
-        home: Path | None = Path.home().resolve()
-    except RuntimeError:
-        home = None
-    for place, called in ((Path.cwd(), "the current folder"), (home, "the home folder")):
-        if place is not None and (path == place or path in place.parents):
+    places = [(Path.cwd(), "the current folder")]
+    with contextlib.suppress(RuntimeError):
+        places.append((Path.home().resolve(), "the home folder"))
+    for place, called in places:
+        if path == place or path in place.parents:
             raise CheckpointError(f"output {shown!r} is or holds {called}; choose another folder")
-
-
-def _same(path: Path, other: Path) -> bool:
-    return path == other.resolve() or (path.exists() and path.samefile(other))
-
-
-def _check_parent(path: Path, shown: str) -> None:
-    parent = _existing(path.parent)
-    if parent.is_symlink() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"output {shown!r}: {str(parent)!r} cannot be written to; choose another folder")
 
 
 @contextlib.contextmanager
 def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | None] = ()) -> Iterator[Path]:
-    """Check an output and keep it for this process while the block runs; a block within the block may claim it again.
+    """Check an output and lock it for this process while the block runs; blocks inside may claim it again.
 
-    What a killed process left beside it is cleared; the folder that it was about to replace is put back where the
-    replacement is not there.
+    Leftovers of a killed process are removed; a folder that it was about to replace is put back if the replacement is
+    missing.
 
     Args:
         target: as in `check_target`.
@@ -170,11 +155,11 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
         yield path
         return
     shown = os.fspath(target)
-    made = _make_parents(path, shown)
+    parents = _make_parents(path, shown)
     try:
         with _locked(path, shown):
             _clear_leftovers(path)
-            # Looked at again: it may have come, or come back, while the lock was not held.
+            # Check again: the folder may have changed before the lock was held.
             check_target(target, overwrite=overwrite, sources=sources)
             token = _claimed.set(_claimed.get() | {path})
             try:
@@ -182,18 +167,16 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
             finally:
                 _claimed.reset(token)
     finally:
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        _remove_empty(parents)
 
 
 def clear_leftovers(target: Name) -> None:
-    """Clear what a killed process left beside an output that is whole, and beside those inside it, the locks too.
+    """Remove what killed processes left around a complete output and around outputs inside it, locks included.
 
-    What a living process is writing is left alone, and so is what cannot be removed.
+    What a running process is writing stays, and so does what cannot be removed.
 
     Args:
-        target: a folder that is there.
+        target: an existing folder.
     """
     folder = _absolute(os.fspath(target))
     locks = [folder.with_name(f"{LOCK}{folder.name}"), *folder.rglob(f"{LOCK}*")]
@@ -203,21 +186,25 @@ def clear_leftovers(target: Name) -> None:
 
 
 def _make_parents(path: Path, shown: str) -> list[Path]:
-    """Make the folders above, and return those that were not there, the lowest first."""
+    """Make the folders above, and return those that did not exist, the lowest first."""
     made: list[Path] = []
     try:
-        for parent in reversed([path.parent, *path.parent.parents]):
+        for parent in reversed(path.parents):
             if not parent.exists():
                 parent.mkdir(exist_ok=True)
                 made.insert(0, parent)
     except OSError as error:
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        _remove_empty(made)
         raise CheckpointError(
             f"output {shown!r} cannot be made ({error.strerror or error}); choose another folder"
         ) from error
     return made
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -243,13 +230,13 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:
         raise CheckpointError(f"output {shown!r} cannot be locked ({error}); choose another folder") from error
     try:
-        # Where the file system knows no locks, filelock writes the number itself, with more beside it.
+        # On file systems without locks, filelock writes the number itself.
         if not isinstance(lock, SoftFileLock):
             with contextlib.suppress(OSError):
                 file.write_text(f"{LOCKED_BY}{os.getpid()}\n", encoding="utf-8")
         yield
     finally:
-        # Removed while it is held: who waits for it sees that the file has no name any more, and makes a new one.
+        # Remove it while it is held: a process that waits sees that the file has lost its name, and makes a new one.
         with contextlib.suppress(OSError):
             file.unlink()
         lock.release()
@@ -265,25 +252,24 @@ def _is_lock(file: Path) -> bool:
 
 def _owner(file: Path) -> str:
     try:
-        number = read_text(file).removeprefix(LOCKED_BY).split()[0]
+        return f"process {read_text(file).removeprefix(LOCKED_BY).split()[0]}"
     except (OSError, IndexError, ValueError):
         return "another process"
-    return f"process {number}"
 
 
-def _beside(path: Path, kind: str) -> list[Path]:
-    """Return what lies beside an output under the names that `atomic_folder` gives."""
+def _temporary(path: Path, kind: str) -> list[Path]:
+    """Return the folders of a kind that `_swap` and `spare_name` name after an output."""
     pattern = re.compile(rf"\.{kind}-{re.escape(path.name)}-[0-9a-f]{{8}}")
-    return sorted(one for one in path.parent.iterdir() if pattern.fullmatch(one.name))
+    return sorted(entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name))
 
 
 def _clear_leftovers(path: Path) -> None:
-    """Clear what no living process owns; called with the lock held."""
-    for old in _beside(path, "old"):
-        # The kill came between the renames of an overwrite: before the new folder had the name, or after.
+    """Remove the temporary folders of an output, or put them back; the caller holds the lock."""
+    for old in _temporary(path, "old"):
+        # The kill came between the two renames of an overwrite, or after them.
         old.rename(spare_name(path) if path.exists() else path)
-    for one in _beside(path, "new"):
-        _remove(one)
+    for new in _temporary(path, "new"):
+        _remove(new)
 
 
 def _remove(path: Path) -> None:
@@ -296,7 +282,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True) -> Iterator[Path]:
-    """Give a fresh folder beside `target` that takes its name when the block ends well, and vanishes otherwise.
+    """Yield a fresh folder that takes the name of `target` when the block succeeds, and is removed otherwise.
 
     A kill between the two renames of an overwrite leaves the old folder under a name that begins with `.old-`; the next
     `claim` of the same output puts it back.
@@ -318,19 +304,23 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
             if marked:
                 mark(fresh)
             _sync(fresh)
-            # Looked at once more: something may have been put there since the block began.
+            # Check again: the folder may have changed since the block began.
             check_target(target, overwrite=overwrite)
             _swap(fresh, path)
         except Exception as error:
-            if is_write_error(error):
-                _say_unwritten(target, error)
-            raise
+            if not is_write_error(error):
+                raise
+            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+            raise CheckpointError(
+                f"could not write {os.fspath(target)!r} ({reason}); nothing was left under that name: "
+                "make room or choose another folder"
+            ) from error
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _share(folder: Path) -> None:
-    """Let others read what the umask lets them read: safetensors makes files for the user alone."""
+    """Let others read what the umask lets them read: safetensors makes files that only the user can read."""
     mask = os.umask(0o077)
     os.umask(mask)
     for file in folder.rglob("*.safetensors"):
@@ -338,20 +328,12 @@ def _share(folder: Path) -> None:
 
 
 def is_write_error(error: BaseException) -> bool:
-    """Tell whether something could not be written; torch and the libraries in Rust have their own errors for it."""
-    return isinstance(error, OSError) or any(one in str(error) for one in ("(os error ", "inline_container"))
-
-
-def _say_unwritten(target: Name, error: BaseException) -> NoReturn:
-    reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-    raise CheckpointError(
-        f"could not write {os.fspath(target)!r} ({reason}); nothing was left under that name: "
-        "make room or choose another folder"
-    ) from error
+    """Tell whether a file could not be written; torch and libraries in Rust have their own errors for that."""
+    return isinstance(error, OSError) or any(text in str(error) for text in ("(os error ", "inline_container"))
 
 
 def _swap(fresh: Path, path: Path) -> None:
-    """Put a folder in another's place; whatever happens, one of the two has the name in the end."""
+    """Replace a folder; whatever happens, one of the two has the name in the end."""
     if not path.exists() or not any(path.iterdir()):
         fresh.rename(path)
         return
@@ -363,7 +345,7 @@ def _swap(fresh: Path, path: Path) -> None:
         if not path.exists():
             old.rename(path)
         raise
-    # The new one is there. What cannot be removed now, the next `claim` clears; a part of it is never put back.
+    # Rename before removing: a folder that a kill has half removed must never be put back.
     unwanted = spare_name(path)
     with contextlib.suppress(OSError):
         old.rename(unwanted)
@@ -371,7 +353,7 @@ def _swap(fresh: Path, path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the files on disk before the folder gets its name."""
+    """Write the files to disk before the folder gets its name."""
     for file in folder.rglob("*"):
         if file.is_file():
             with open(file, "rb") as handle:
@@ -379,7 +361,7 @@ def _sync(folder: Path) -> None:
 
 
 def check_room(target: Name, size: int) -> None:
-    """Write a file of the expected size beside an output that is claimed, and remove it.
+    """Check for free space: write files of the expected size next to a claimed output, and remove them.
 
     Args:
         target: folder to make.
@@ -405,7 +387,7 @@ def check_room(target: Name, size: int) -> None:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Have the blocks of a file set aside; where the system cannot do that, compare with what is free."""
+    """Reserve the blocks of a file; on systems that cannot, compare with the free space."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size)
         return
@@ -413,6 +395,3 @@ def _reserve(handle: int, size: int) -> None:
     free = os.fstatvfs(handle)
     if free.f_bavail * free.f_frsize < size:
         raise OSError(28, "No space left on device")
-
-
-__all__ = ["atomic_folder", "check_room", "check_target", "claim", "clear_leftovers", "is_write_error"]

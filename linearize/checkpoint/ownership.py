@@ -1,7 +1,7 @@
-"""Whose is a folder? Only what linearize wrote, and what holds nothing else, may ever be replaced or removed.
+"""Ownership of folders: only one that linearize wrote, and that holds nothing else, may be replaced or removed.
 
-A finished folder has a marker: a random mark, and the names and sizes of its files. What is not on that list, or has
-another size, is the user's.
+A finished folder has a marker: a random mark, and the names and sizes of its files. A file that is not on that list, or
+has another size, is the user's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from linearize.parsing import MOST_TEXT, read_json, spare_name
 MARKER = ".linearize.json"
 """The marker of a finished folder: `written_by`, `mark` and `files`, sizes in bytes by name."""
 TOLERATED = re.compile(r"(.*/)?(\.DS_Store|Thumbs\.db|desktop\.ini)|\.cache/huggingface/.*|.*__pycache__/[^/]*\.pyc")
-"""What file managers, the Hub's client and Python leave in a folder; nobody misses it."""
+"""Files that file managers, the Hub's client and Python leave in a folder, and that may be removed with it."""
 TRANSFORMERS = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|preprocessor_config"
     r"|image_processor_config|processor_config|feature_extractor_config|chat_template|finetuning|stage)\.json"
@@ -29,10 +29,8 @@ TRANSFORMERS = re.compile(
     r"|vocab\.txt|merges\.txt|[\w.-]*\.model|chat_template\.jinja|(linearize|modeling_linearize)\w*\.py"
 )
 """Files of a checkpoint, without those in folders below it."""
-
-
 DISCARDED = re.compile(r"^\.new-(.+)-[0-9a-f]{8}$")
-"""The name of a folder that is being removed, see `discard`."""
+"""Name of a folder that `discard` is removing."""
 
 
 def mark(folder: Path) -> None:
@@ -53,14 +51,14 @@ def check_ours(folder: Path, shown: str, what: str = "output") -> None:
     Args:
         folder: an existing folder.
         shown: its name as the user gave it.
-        what: what it is to the user.
+        what: what to call it.
 
     Raises:
         CheckpointError: naming a file that is not ours.
     """
     listed = _listed(folder)
     if listed is None:
-        if not (names := _strange(folder, {})):
+        if not (names := _foreign(folder, {})):
             return
         if (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
             raise CheckpointError(
@@ -71,7 +69,7 @@ def check_ours(folder: Path, shown: str, what: str = "output") -> None:
             f"{what} {shown!r} is no folder that linearize wrote (it holds {names[0]!r}), so --overwrite does not "
             "replace it; choose another folder"
         )
-    if names := _strange(folder, listed):
+    if names := _foreign(folder, listed):
         raise CheckpointError(
             f"{what} {shown!r} holds {names[0]!r}{_more(names)}, which linearize did not write, or which has changed "
             "since, so --overwrite does not replace it; move that elsewhere, or choose another folder"
@@ -90,8 +88,8 @@ def _listed(folder: Path) -> dict[str, int] | None:
     return files if marked and isinstance(files, dict) else None
 
 
-def _strange(folder: Path, listed: Mapping[str, int]) -> list[str]:
-    """Return the files that are not on a list, or have another size."""
+def _foreign(folder: Path, listed: Mapping[str, int]) -> list[str]:
+    """Return the files that are not on a list, or have another size than listed."""
     sizes = files_below(folder)
     if listed:
         sizes.pop(MARKER, None)
@@ -100,18 +98,18 @@ def _strange(folder: Path, listed: Mapping[str, int]) -> list[str]:
 
 
 def files_below(folder: Path) -> dict[str, int | None]:
-    """Return the sizes of all files below a folder; of links, which are not followed, None."""
-    found: dict[str, int | None] = {}
+    """Return the sizes of all files below a folder; None for links, which are not followed."""
+    sizes: dict[str, int | None] = {}
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
-            found |= {f"{path.name}/{name}": size for name, size in files_below(path).items()}
+            sizes |= {f"{path.name}/{name}": size for name, size in files_below(path).items()}
         else:
-            found[path.name] = None if path.is_symlink() else path.stat().st_size
-    return found
+            sizes[path.name] = None if path.is_symlink() else path.stat().st_size
+    return sizes
 
 
 def replace_listed(folder: Path, name: str, text: str) -> None:
-    """Replace a text of a finished folder, whole or not at all, and its size in the marker.
+    """Replace a text file of a finished folder, all or nothing, and its size in the marker.
 
     Raises:
         OSError: if it cannot be written.
@@ -130,7 +128,7 @@ def replace_listed(folder: Path, name: str, text: str) -> None:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the weights of a finished folder, those that its marker lists."""
+    """Remove the weights of a finished folder that its marker lists."""
     sizes = files_below(folder)
     for name, size in (_listed(folder) or {}).items():
         if name.endswith(".safetensors") and sizes.get(name) == size:
@@ -138,15 +136,15 @@ def remove_weights(folder: Path) -> None:
 
 
 def check_links(name: str | os.PathLike[str]) -> None:
-    """Refuse a checkpoint with a link that leads out of it: whoever made it could have any file of the user's copied.
+    """Refuse a checkpoint with a link that leads out of it: its author could have any file of the user's copied.
 
     Links in the Hub's cache lead from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
 
     Args:
-        name: a folder; the name of anything else, such as a Hub name, is passed over.
+        name: a folder; any other name, such as a Hub name, passes.
 
     Raises:
-        CheckpointError: naming a link that leads elsewhere.
+        CheckpointError: naming the link.
     """
     root = os.path.realpath(os.path.expanduser(name))
     allowed = [root]
@@ -157,13 +155,13 @@ def check_links(name: str | os.PathLike[str]) -> None:
         for file in (*folders, *files):
             path = os.path.join(folder, file)
             target = os.path.realpath(path)
-            inside = any(os.path.join(target, "").startswith(os.path.join(one, "")) for one in allowed)
+            inside = any(os.path.join(target, "").startswith(os.path.join(place, "")) for place in allowed)
             if os.path.islink(path) and not inside:
                 raise CheckpointError(
                     f"{os.fspath(name)!r} holds {os.path.relpath(path, root)!r}, a link to {target!r} outside the "
-                    "checkpoint, expected files; put a copy in its place if you trust whoever made the checkpoint"
+                    "checkpoint, expected files; put a copy in its place if you trust the author of the checkpoint"
                 )
-        folders[:] = [one for one in folders if not one.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -175,7 +173,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of ours: a kill leaves the whole of it under its name, or nothing."""
+    """Remove a folder of ours; a kill leaves all of it under its name, or nothing."""
     unwanted = folder
     if not DISCARDED.match(folder.name):
         unwanted = spare_name(folder)
@@ -192,15 +190,15 @@ def remove_parts(
     unmarked: Callable[[Path], bool] = lambda folder: False,
     check_only: bool = False,
 ) -> None:
-    """Remove a working folder of ours: the entries whose names match, and the folder itself.
+    """Remove a working folder of ours: the entries whose names match, then the folder itself.
 
     Args:
         folder: may be missing.
-        parts: pattern of the names right below it.
+        parts: pattern of the names directly below it.
         what: what the folder should be, for the message.
-        record: file by which we know the folder: what its run was started with; None: each folder in it is known.
-        unmarked: tells whether a folder in it that has no marker is ours.
-        check_only: look only.
+        record: file that makes the folder ours: what its run was started with; None: each folder in it has a marker.
+        unmarked: tells whether a folder in it without a marker is ours.
+        check_only: check, and remove nothing.
 
     Raises:
         CheckpointError: if it holds anything else, or is a link or a file; nothing is removed then.
@@ -211,17 +209,17 @@ def remove_parts(
         raise CheckpointError(f"{str(folder)!r} lies where {what} would; move it, or choose another output")
     entries = sorted(folder.iterdir())
     known = record is None or is_run(folder / record)
-    # A kill leaves a part of the record before there is anything else.
+    # A kill may leave a part of the record and nothing else.
     ours = [path for path in entries if path.name == f".{record}" or (known and is_part(path, parts, unmarked))]
-    strange = [path.name for path in entries if path not in ours and not TOLERATED.fullmatch(path.name)]
-    if strange:
+    foreign = [path.name for path in entries if path not in ours and not TOLERATED.fullmatch(path.name)]
+    if foreign:
         raise CheckpointError(
-            f"{str(folder)!r} holds {strange[0]!r}{_more(strange)}, which is no part of {what}, so it is not removed; "
+            f"{str(folder)!r} holds {foreign[0]!r}{_more(foreign)}, which is no part of {what}, so it is not removed; "
             "move that elsewhere, or choose another output"
         )
     if check_only:
         return
-    # The record goes last: without it the folder would be nobody's.
+    # The record goes last: without it the rest would not be known as ours.
     for path in sorted(entries, key=lambda path: path.name == record):
         if path.is_dir() and not path.is_symlink():
             discard(path)
@@ -231,14 +229,14 @@ def remove_parts(
 
 
 def is_part(path: Path, parts: re.Pattern[str], unmarked: Callable[[Path], bool] = lambda folder: False) -> bool:
-    """Tell whether an entry of a working folder is ours, by its name and by what it holds; see `remove_parts`."""
-    # What `discard` was removing counts by the name that it had.
+    """Tell whether an entry of a working folder is ours, by its name and contents; arguments as in `remove_parts`."""
+    # A folder that `discard` was removing counts under the name that it had.
     if path.is_symlink() or not parts.fullmatch(DISCARDED.sub(r"\1", path.name)):
         return False
     if not path.is_dir() or path.name.startswith("."):
         return True
     listed = _listed(path)
-    return not _strange(path, listed or {}) or (listed is None and unmarked(path))
+    return not _foreign(path, listed or {}) or (listed is None and unmarked(path))
 
 
 def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
@@ -247,7 +245,7 @@ def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
 
 
 def is_run(record: Path) -> bool:
-    """Tell whether a file says what a run of ours depends on: see `linearize.checkpoint.fingerprint`."""
+    """Tell whether a file is the fingerprint of a run of ours (`linearize.checkpoint.fingerprint`)."""
     values = _read(record)
     fingerprint = values.get("fingerprint", values)
     return isinstance(fingerprint, dict) and "data contents" in fingerprint

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-# HTTPError is of the HTTP library that huggingface_hub uses, which has changed more than once.
+# HTTPError belongs to the HTTP library of huggingface_hub, which has changed more than once.
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
-from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, files_below, replace_listed
+from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, check_links, files_below, replace_listed
 from linearize.checkpoint.sentence import sentence_files
 from linearize.errors import CheckpointError, ConfigError, first_line, printable
 from linearize.parsing import read_text
@@ -26,12 +26,12 @@ OTHERS = re.compile(
     r"adapter/adapter_(config\.json|model\.safetensors)|additional_chat_templates/[\w.-]+\.jinja|[\w.-]+\.spm"
     r"|video_preprocessor_config\.json|normalizer\.json"
 )
-"""Files of a checkpoint that is tuned with an adapter, or that has a tokenizer or processor of a rarer kind."""
+"""Files of checkpoints tuned with an adapter, and of rarer tokenizers and processors."""
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def check_repo(repo_id: str) -> str:
-    """Check the form of a Hub name, before any work is done for it.
+    """Return a Hub name after checking its form.
 
     Raises:
         ConfigError: if it is not USER/NAME.
@@ -42,7 +42,7 @@ def check_repo(repo_id: str) -> str:
 
 
 def files_to_push(folder: str | os.PathLike[str], include: Iterable[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the files of a folder that `push` sends, and those that it does not.
+    """Return the files of a folder that `push` sends, and those that it leaves out.
 
     Args:
         folder: what `save` wrote.
@@ -55,18 +55,18 @@ def files_to_push(folder: str | os.PathLike[str], include: Iterable[str] = ()) -
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{str(folder)!r} has no config.json, so it is no checkpoint; convert a model first")
-    # Reads the modules of a sentence embedder, and refuses links that lead elsewhere.
+    check_links(path)
     modules = sentence_files(str(path))
-    there = sorted(files_below(path))
-    sent = {name for name in there if name in modules or TRANSFORMERS.fullmatch(name) or OTHERS.fullmatch(name)}
+    names = sorted(files_below(path))
+    sent = {name for name in names if name in modules or TRANSFORMERS.fullmatch(name) or OTHERS.fullmatch(name)}
     for pattern in include:
-        matches = fnmatch.filter(there, pattern)
+        matches = fnmatch.filter(names, pattern)
         if not matches:
             raise ConfigError(
                 f"include: got {pattern!r}, which matches no file in {str(folder)!r}; expected a pattern such as onnx/*"
             )
         sent |= set(matches)
-    left = [name for name in there if name not in sent and name != MARKER and not TOLERATED.fullmatch(name)]
+    left = [name for name in names if name not in sent and name != MARKER and not TOLERATED.fullmatch(name)]
     return sorted(sent), left
 
 
@@ -78,9 +78,9 @@ def push(
     include: Iterable[str] = (),
     tries: int = 3,
 ) -> str:
-    """Upload the files of a checkpoint (`files_to_push`) as one commit; the repository is made if it is not there.
+    """Upload the files of a checkpoint (`files_to_push`) as one commit; make the repository if it is missing.
 
-    A connection that breaks is tried again; what is on the Hub already is not sent twice. The token is
+    A broken connection is tried again; files that are on the Hub already are not sent twice. The token is
     huggingface_hub's own (`hf auth login` or HF_TOKEN).
 
     Args:
@@ -135,15 +135,15 @@ INDEX = re.compile(r"(^model-index:\n- name: ).*$", re.MULTILINE)
 
 
 def with_name(card: str, name: str) -> str:
-    """Return a card whose loading lines and model index have another name, such as that of the repository."""
-    said = json.dumps(printable(name), ensure_ascii=False)
+    """Return a card with another name in its loading lines and model index, such as that of the repository."""
+    quoted = json.dumps(printable(name), ensure_ascii=False)
     front, between, rest = card.partition("\n---\n")
-    front = INDEX.sub(lambda found: found[1] + said, front)
-    return front + between + SNIPPET.sub(lambda found: f"{found[1]}{said}{found[2]}", rest, count=1)
+    front = INDEX.sub(lambda match: match[1] + quoted, front)
+    return front + between + SNIPPET.sub(lambda match: f"{match[1]}{quoted}{match[2]}", rest, count=1)
 
 
 def _name_card(path: Path, repo_id: str) -> None:
-    """Have the card of a folder load the model by the name of its repository."""
+    """Put the name of the repository into the loading lines of a folder's card."""
     card = path / "README.md"
     if not card.is_file():
         return

@@ -1,4 +1,4 @@
-"""Save a converted model: everything is written beside the target and renamed when complete."""
+"""Save a converted model: everything is written to a temporary folder and renamed when complete."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from linearize.modeling.model import check_checkpoint, is_linearized
 if TYPE_CHECKING:
     from linearize.types import Processor
 
-BESIDE = 4_000_000
-"""Bytes of a checkpoint beside its weights: tokenizer, code, card."""
+OTHER_FILES = 4_000_000
+"""Bytes of a checkpoint's other files: tokenizer, code, card."""
 
 
 def size_of(model: PreTrainedModel) -> int:
-    """Return how many bytes a checkpoint of a model has, within some per cent; of tied weights one is written."""
+    """Return the bytes of a model's checkpoint, within some per cent; tied weights are written once."""
     sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()}
-    return sum(sizes.values()) + BESIDE
+    return sum(sizes.values()) + OTHER_FILES
 
 
 def save(
@@ -44,15 +44,15 @@ def save(
         target: folder to make.
         processor: tokenizer, image processor or feature extractor, or several in a list; saved along.
         overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
-        provenance: how the model was made, as plain data; kept in config.json.
-        extra_files: further files of the folder, texts or bytes by name, which may lead into folders.
+        provenance: how the model was made, as plain data; kept in config.json (`linearize.checkpoint.provenance`).
+        extra_files: further files of the folder, texts or bytes by name; a name may hold folders.
         **kwargs: for `save_pretrained` (`max_shard_size` ...).
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: if the folder cannot be used or written; nothing is left under its name then.
+        CheckpointError: if the model is not converted, or the folder cannot be used or written; nothing is left then.
     """
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
@@ -62,18 +62,18 @@ def save(
     card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")), name=Path(target).name)
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
-        # What a load would refuse is refused here, where the model is still in memory.
+        # Refuse what a load would refuse, while the model is still in memory.
         check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_files(folder, extra_files or {})
-        for one in processors:
-            if one is not None:
-                one.save_pretrained(folder)
+        for item in processors:
+            if item is not None:
+                item.save_pretrained(folder)
     return Path(target)
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write texts or bytes by name into a folder; names may lead into folders below."""
+    """Write texts or bytes by name into a folder; a name may hold folders."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

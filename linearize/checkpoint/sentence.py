@@ -1,4 +1,4 @@
-"""The modules of a sentence-transformers folder (pooling, normalisation, dense layers), which stay with a checkpoint.
+"""Modules of a sentence-transformers folder (pooling, normalisation, dense layers), which a checkpoint keeps.
 
 `SentenceTransformer(FOLDER)` reads them from `modules.json`; without it, it would pool by the mean and not normalise.
 """
@@ -10,33 +10,31 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from linearize.checkpoint.ownership import check_links
 from linearize.errors import CheckpointError
 from linearize.parsing import parse_json
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 OWN = ("config_sentence_transformers.json", TRANSFORMER)
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
-"""A folder's name in the path of a module."""
+"""A folder's name in the path of a module: `.` would put its config.json in the place of the model's own."""
 PARTS = ("config.json", "model.safetensors")
 """Files that a module may have; weights as pickles are refused."""
 
 
 def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
-    """Read what makes a checkpoint a sentence embedder; empty where it is none.
+    """Return the files that make a checkpoint a sentence embedder; empty if it is no embedder.
 
     Args:
-        name: folder or Hub name.
+        name: folder, whose links were checked (`linearize.checkpoint.ownership.check_links`), or Hub name.
         revision: branch, tag or commit on the Hub.
 
     Returns:
         Contents by name within the folder, such as `1_Pooling/config.json`.
 
     Raises:
-        CheckpointError: if the list of modules cannot be read, leads out of the folder, or a module has weights as
-            a pickle only.
+        CheckpointError: if the list of modules cannot be read or leads out of the folder, or a module's weights are a
+            pickle.
     """
-    check_links(name)
     content = _read(name, MODULES, revision)
     if content is None:
         return {}
@@ -44,7 +42,7 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
     if not isinstance(modules, list) or not all(isinstance(module, dict) and "path" in module for module in modules):
         raise CheckpointError(f"{name!r}: {MODULES} is no list of modules with paths; download the checkpoint again")
     paths = [str(module["path"]) for module in modules]
-    found = {MODULES: content}
+    files = {MODULES: content}
     for file in OWN:
         text = _read(name, file, revision)
         if text is not None:
@@ -53,9 +51,8 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
                 raise CheckpointError(
                     f"{name!r}: {file} holds a {type(values).__name__}, expected an object; download it again"
                 )
-            found[file] = text
+            files[file] = text
     for path in filter(None, paths):
-        # `.` would put its config.json in the place of the model's own.
         if len(path) > 200 or not all(NAME.fullmatch(part) for part in path.split("/")):
             shown = path if len(path) <= 40 else f"{path[:40]}..."
             raise CheckpointError(
@@ -65,15 +62,15 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
         parts = {f"{path}/{file}": _read(name, f"{path}/{file}", revision) for file in PARTS}
         if parts[f"{path}/{PARTS[1]}"] is None and _read(name, f"{path}/pytorch_model.bin", revision) is not None:
             raise CheckpointError(
-                f"{name!r}: module {path!r} has its weights as a pickle; save it anew with sentence-transformers, "
+                f"{name!r}: module {path!r} has its weights as a pickle; save it again with sentence-transformers, "
                 "which writes safetensors"
             )
-        found |= {file: text for file, text in parts.items() if text is not None}
-    return found
+        files |= {file: text for file, text in parts.items() if text is not None}
+    return files
 
 
 def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, bytes]:
-    """Return the files with another longest input, in tokens; None: as they are."""
+    """Return the files with another longest input, in tokens; None: unchanged."""
     if tokens is None or not files:
         return dict(files)
     values = parse_json(files.get(TRANSFORMER, b"{}"))
@@ -81,7 +78,7 @@ def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, byt
 
 
 def pools_first(files: Mapping[str, bytes]) -> bool:
-    """Tell whether the embedding is the first token's state rather than the mean of all."""
+    """Tell whether the embedding is the first token's state, not the mean over all tokens."""
     for name, content in files.items():
         if name.endswith("/config.json"):
             try:
@@ -112,7 +109,7 @@ def _read(name: str, file: str, revision: str | None) -> bytes | None:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(
+        cached = cached_file(
             name,
             file,
             revision=revision,
@@ -122,4 +119,4 @@ def _read(name: str, file: str, revision: str | None) -> bytes | None:
         )
     except (OSError, ValueError):
         return None
-    return None if found is None else Path(found).read_bytes()
+    return None if cached is None else Path(cached).read_bytes()

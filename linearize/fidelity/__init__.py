@@ -1,6 +1,5 @@
-"""How close linear attention is to the softmax that it replaced: measures, and the walk over rows that they share."""
+"""Measures and pictures of how close linear attention is to the softmax that it replaced."""
 
-from linearize.fidelity.measure import Fidelity, LayerFidelity, OutputDifference, measure_layers
-from linearize.fidelity.whole import measure
+from linearize.fidelity.measure import Fidelity, LayerFidelity, OutputDifference, measure, measure_layers
 
 __all__ = ["Fidelity", "LayerFidelity", "OutputDifference", "measure", "measure_layers"]

@@ -1,4 +1,4 @@
-"""What each part of a converted attention is worth: the model without it."""
+"""Remove parts of a converted attention, to measure what each is worth."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from linearize.modeling.modes import evaluating
 from linearize.teacher.observe import last_states
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
-"""What can be taken away: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
-the exact keys, or all of it (converted layers give zeros)."""
+"""Parts that can be removed: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
+the exact keys, or the whole attention (converted layers return zeros)."""
 RESAMPLES = 10_000
 
 
 class _NoFeatures(FeatureMap):
-    """A map's features times zero, with its log-scales: by them exact keys are chosen."""
+    """A map's features times zero, with its log-scales, by which exact keys are chosen."""
 
     def __init__(self, map: FeatureMap) -> None:
         super().__init__(map.config, map.heads, map.head_dim)
@@ -45,13 +45,13 @@ class _NoFeatures(FeatureMap):
         return _silent(self.map.forward_keys(x, positions))
 
 
-def _silent(found: Features) -> Features:
-    return Features(torch.zeros_like(found.phi), found.log_scale)
+def _silent(features: Features) -> Features:
+    return Features(torch.zeros_like(features.phi), features.log_scale)
 
 
 @contextlib.contextmanager
 def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
-    """Run a converted model without one part of its attention while the block runs.
+    """Remove one part of a converted model's attention while the block runs.
 
     Args:
         model: a converted model.
@@ -59,32 +59,32 @@ def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
 
     Raises:
         UnknownNameError: for another part.
-        ConfigError: if no layer of the model has it.
+        ConfigError: if no layer of the model has the part.
     """
     if part not in PARTS:
-        raise unknown_name("part to take away", part, PARTS)
+        raise unknown_name("part to remove", part, PARTS)
     layers = list(linear_attentions(model).values())
-    undo = [one for layer in layers if (one := _TAKE[part](layer)) is not None]
+    restores = [restore for layer in layers if (restore := _REMOVE[part](layer)) is not None]
     try:
-        if not undo:
-            have = {"kernel": "a window beside its kernel", "window": "a window", "exact-keys": "exact keys"}
+        if not restores:
+            have = {"kernel": "a window next to its kernel", "window": "a window", "exact-keys": "exact keys"}
             raise ConfigError(
                 f"ablate: got {part!r}, but no layer of this model has {have.get(part, 'a kernel')}; leave it out"
             )
         yield model
     finally:
-        for one in undo:
-            one()
+        for restore in restores:
+            restore()
 
 
-def _kernel_beside_window(layer: LinearAttention) -> bool:
+def _has_kernel_and_window(layer: LinearAttention) -> bool:
     return layer.hybrid.window is not None and not layer.mixer.info.needs_window
 
 
 def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
-    """Take the kernel beside a window away and return what puts it back; None if there is no window, or no kernel."""
+    """Remove the kernel next to a window; return a function that restores it, None without window or kernel."""
     mixer: Any = layer.mixer
-    if not _kernel_beside_window(layer):
+    if not _has_kernel_and_window(layer):
         return None
     keys, queries = mixer.keys, mixer.queries
     mixer.keys, mixer.queries = _NoFeatures(keys), None if queries is None else _NoFeatures(queries)
@@ -98,7 +98,7 @@ def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
 
 
 def _without_window(layer: LinearAttention) -> Callable[[], None] | None:
-    return _changed(layer, window=None, sinks=0, exact_keys=0) if _kernel_beside_window(layer) else None
+    return _changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
 
 
 def _without_exact_keys(layer: LinearAttention) -> Callable[[], None] | None:
@@ -116,7 +116,7 @@ def _without_attention(layer: LinearAttention) -> Callable[[], None] | None:
     return layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)).remove
 
 
-_TAKE = {
+_REMOVE = {
     "kernel": without_kernel,
     "window": _without_window,
     "exact-keys": _without_exact_keys,
@@ -126,10 +126,10 @@ _TAKE = {
 
 @dataclass(frozen=True)
 class KernelMerit:
-    """What the kernels bring over their windows alone, by the last hidden state of the whole model.
+    """What the kernels add to their windows, by the last hidden state of the whole model.
 
     Attributes:
-        error: norm of its difference from softmax's over the norm of softmax's.
+        error: norm of the state's difference from softmax's, over the norm of softmax's.
         window_only: the same without the kernels.
         difference: `window_only` minus `error`.
         interval: its 95 % bootstrap interval over rows.
@@ -157,17 +157,17 @@ class KernelMerit:
 
 @torch.no_grad()
 def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> KernelMerit | None:
-    """Measure what the kernels bring over their windows, against the model's own softmax.
+    """Measure what the kernels add to their windows, compared with the model's own softmax.
 
     Args:
-        model: a converted model whose other weights are the original's; it is left as it was.
+        model: a converted model whose other weights are the original's; it is unchanged afterwards.
         batches: model inputs; they are moved to the model's device.
 
     Returns:
-        None if no layer has a kernel joined to a window, or the model gives no hidden states.
+        None if no layer has both a kernel and a window, or the model returns no hidden states.
     """
     layers = linear_attentions(model).values()
-    if not any(map(_kernel_beside_window, layers)):
+    if not any(map(_has_kernel_and_window, layers)):
         return None
     device = next(model.parameters()).device
     sums: list[Tensor] = []

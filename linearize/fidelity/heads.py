@@ -1,9 +1,9 @@
-"""Which query heads a conversion needs most as softmax: those that have the largest share in its error.
+"""Choose the query heads that stay softmax: those with the largest shares in a conversion's error.
 
-Copying and retrieval need to look one token up, which a sum over all tokens cannot; few heads do it (2 % of the heads
-carry more than 95 % of retrieval: 2602.11374). All heads are moved from softmax to their window together, and every
-head gets its share of the error along the way, as integrated gradients share out a difference (Sundararajan et al.
-2017, https://arxiv.org/abs/1703.01365, eq. 1): the shares add up to the error.
+Copying and retrieval look up one token, which a sum over all tokens cannot do; few heads do it (2 % of the heads carry
+more than 95 % of retrieval: 2602.11374). All heads are moved from softmax to their window together, and the error along
+the way is divided among them by integrated gradients (Sundararajan et al. 2017, https://arxiv.org/abs/1703.01365,
+eq. 1): the shares add up to the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POINTS = 4
 
 
 def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rows whose second half is their first half again: what a model must copy. Padded rows stay as they are."""
+    """Return rows whose second half repeats the first, which a model must copy; padded rows are unchanged."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 4 or (mask is not None and not bool(mask.all())):
         return dict(batch)
@@ -39,23 +39,23 @@ def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Share out the error that a conversion without trained kernels makes among its heads.
+    """Return the shares of the heads in the error that a conversion without trained kernels makes.
 
     Args:
-        model: a converted model; it is left as it was. A layer with a window is judged by its window alone.
+        model: a converted model; it is unchanged afterwards. A layer with a window is judged by its window alone.
         batches: model inputs; they are moved to the model's device.
 
     Returns:
         [H] per converted layer, by its host module. They add up to the squared relative error of the last hidden state.
 
     Raises:
-        ConfigError: if the model gives no hidden states.
+        ConfigError: if the model returns no hidden states.
     """
     layers = linear_attentions(model)
     device = next(model.parameters()).device
     shares = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     names = {id(layer): name for name, layer in layers.items()}
-    undo = [one for layer in layers.values() if (one := without_kernel(layer)) is not None]
+    restores = [restore for layer in layers.values() if (restore := without_kernel(layer)) is not None]
     power = 0.0
     try:
         with evaluating(model), torch.enable_grad():
@@ -83,32 +83,32 @@ def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]])
                     for share, grad in zip(shares.values(), grads, strict=True):
                         share += grad.double().cpu() / POINTS
     finally:
-        for one in undo:
-            one()
+        for restore in restores:
+            restore()
     return {name: share / max(power, 1e-30) for name, share in shares.items()}
 
 
 def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable[Mapping[str, Tensor]]) -> Plan:
-    """Let the heads with the largest shares in the error stay softmax, in place, and return the plan with them.
+    """Keep the heads with the largest shares in the error as softmax, in place, and return the changed plan.
 
     Args:
         model: a converted model.
         plan: its plan.
         count: how many heads.
-        batches: model inputs, of causal models with repeated halves too.
+        batches: model inputs; of causal models rows with repeated halves are used too.
 
     Raises:
-        ConfigError: if the model has fewer heads in layers that can have some, or gives no hidden states.
+        ConfigError: if layers that can keep heads have fewer of them, or the model returns no hidden states.
     """
     batches = list(batches)
     if any(layer.shape.causal for layer in plan.converted):
         batches += [repeated(batch) for batch in batches]
-    able = {layer.module for layer in plan.converted if hasattr(_layer(model, layer.module).mixer, "softmax_heads")}
+    can_keep = {layer.module for layer in plan.converted if hasattr(_layer(model, layer.module).mixer, "softmax_heads")}
     shares = head_shares(model, batches)
     ranked = sorted(
         ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
     )
-    ranked = [one for one in ranked if _module(model, one[1]) in able]
+    ranked = [entry for entry in ranked if _module(model, entry[1]) in can_keep]
     if count > len(ranked):
         raise ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {len(ranked)} heads")
     chosen: dict[str, list[int]] = {}
@@ -131,7 +131,7 @@ def _layer(model: PreTrainedModel, module: str) -> Any:
 
 
 def _module(model: PreTrainedModel, name: str) -> str:
-    """Return the name that a plan has for a host module: from the base model."""
+    """Return a host module's name in a plan, which starts at the base model."""
     prefix = f"{model.base_model_prefix}."
     return name.removeprefix(prefix) if model.base_model is not model else name
 
@@ -140,6 +140,6 @@ def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     states = last_states(model, batch)
     if states is None:
         raise ConfigError(
-            "keep-softmax-heads: the model gives no hidden states to judge heads by; name heads, such as 4:0,11:7"
+            "keep-softmax-heads: the model returns no hidden states to judge heads by; name heads, such as 4:0,11:7"
         )
     return states.float()

@@ -1,4 +1,4 @@
-"""The two matrices of weights of every layer and head, softmax's and the kernel's, for one short input: to look at."""
+"""Matrices of weights of every layer and head, softmax's and the kernel's, for one short input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearize.teacher.observe import show
 from linearize.teacher.rows import Rows, group, softmax_rows
 
 MAX_TOKENS = 1024
-"""Longest input whose matrices are written out: T x T numbers per layer and head."""
+"""Most tokens of the input, as there are T x T numbers per layer and head."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class LayerMaps:
         module: the host module.
         layer: the converted layer itself.
         softmax: its frozen softmax's weights [H, T, T].
-        linear: the kernel's signed weights [H, T, T]; where the kernel does not normalise, divided by the sum of
-            their magnitudes in the row, so that the two can be laid side by side.
+        linear: the kernel's signed weights [H, T, T]; if the kernel does not normalise, divided by the sum of their
+            magnitudes in the row, so that they can be compared with softmax's.
         scores: q . k times the host's scaling [H, T, T].
         q: queries [H, T, D].
         k: keys [K, T, D].
@@ -68,10 +68,10 @@ class LayerMaps:
 
 @torch.no_grad()
 def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[LayerMaps]:
-    """Write out the weights of every converted layer on one input without padding.
+    """Return the weights of every converted layer on one input without padding.
 
     Args:
-        model: a converted model; it is left as it was.
+        model: a converted model; it is unchanged afterwards.
         batch: its inputs, one row.
 
     Returns:
@@ -81,14 +81,14 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
         DataError: if there is more than one row, or more than `MAX_TOKENS` tokens.
     """
     names = {id(layer): name for name, layer in linear_attentions(model).items()}
-    found: list[LayerMaps] = []
+    maps: list[LayerMaps] = []
 
     def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
         with torch.autocast(device_type=q.device.type, enabled=False):
-            found.append(_maps(names[id(layer)], layer, q, k, mask, scaling))
+            maps.append(_maps(names[id(layer)], layer, q, k, mask, scaling))
 
     show(model, [batch], observe)
-    return found
+    return maps
 
 
 def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> LayerMaps:
@@ -104,7 +104,7 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
     if layer.mixer.info.normalized:
         linear = weight_rows(layer, q, k, mask, scaling)(rows)
     else:
-        # Signed and without a denominator: their own sum may be negative, the sum of magnitudes is not.
+        # Without a denominator their sum may be negative; the sum of magnitudes is not.
         linear = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
     scores = (queries.float() * scaling) @ k[:, :, None].float().transpose(-1, -2)
@@ -120,7 +120,7 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
 def rank_correlation(maps: LayerMaps) -> Tensor:
     """Return how monotone the kernel's weights are in q . k: Spearman's correlation per row, mean over rows, [H].
 
-    Softmax has 1. Rows that see fewer than three keys have no order to speak of and are left out.
+    Softmax has 1. Rows that see fewer than three keys are left out.
     """
     heads, tokens, _ = maps.scores.shape
     total, count = torch.zeros(heads), 0

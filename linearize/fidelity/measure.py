@@ -1,9 +1,9 @@
-"""How close a converted model's attention is to the softmax that it replaced, layer by layer and head by head."""
+"""Measures of how close a converted model is to its softmax original: layers, heads, and whole outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.errors import DataError
+from linearize.errors import ConfigError, DataError
 from linearize.fidelity.ablate import without_kernel
+from linearize.modeling.modes import evaluating
 from linearize.ops import Window, kernel_weights
-from linearize.teacher.observe import has_rows, show, softmax_output
+from linearize.teacher.observe import has_rows, run_body, show, softmax_output
 from linearize.teacher.rows import Rows, all_rows, group, softmax_rows
 
 LOG_FLOOR = 1e-6
-"""Weights below this count as this in the logarithm of the KL. Total variation and negative share have no floor."""
+"""Least weight in the logarithm of the KL. Total variation and negative share have no floor."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class LayerFidelity:
     Attributes:
         module: the host module.
         kernel: the kernel's name.
-        kl: cross-entropy minus the target's entropy, nats per query; None where weights are not normalised.
+        kl: cross-entropy minus the target's entropy, nats per query; None if weights are not normalised.
         total_variation: half the L1 distance of the SIGNED normalised weights to softmax's: 0 to 1 for distributions,
-            more where weights are negative.
+            more if weights are negative.
         negative_share: share of the weights that are negative.
         output_error: norm of the output's difference over the norm of softmax's output.
         heads: the four figures per head.
         far_mass: softmax's weight outside the layer's window and sinks; None without a window.
-        window_error: the output error of the window alone; None without a window, or without a kernel beside it.
+        window_error: the output error of the window alone; None unless the layer has both a window and a kernel.
     """
 
     module: str
@@ -52,7 +53,7 @@ class LayerFidelity:
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """Whole models on the same inputs, at their last hidden states.
+    """Difference of two whole models on the same inputs, at their last hidden states.
 
     Attributes:
         cosine: mean cosine of the two vectors of a token.
@@ -67,12 +68,12 @@ class OutputDifference:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """All converted layers of a model, on some batches.
+    """Fidelity of all converted layers of a model.
 
     Attributes:
         layers: one entry per layer.
         queries: how many were compared per head.
-        outputs: whole outputs against the original's; None where they were not compared.
+        outputs: whole outputs against the original's; None if they were not compared.
     """
 
     layers: tuple[LayerFidelity, ...]
@@ -96,13 +97,98 @@ class Fidelity:
         }
 
 
+def measure(
+    original: PreTrainedModel | None, converted: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
+) -> Fidelity:
+    """Measure how close a converted model is to its original.
+
+    Layer by layer the kernels are compared with the converted model's own softmax, on the hidden states of that softmax
+    model (in a model that was not tuned since, it is the original's); then the whole models with each other.
+
+    Args:
+        original: the model that was converted, loaded again, as `convert` changes a model in place. None: layers only.
+        converted: the converted model. Both are unchanged afterwards.
+        batches: model inputs; they are moved to the models' devices.
+
+    Returns:
+        The figures per layer and head, and in `outputs` how far the last hidden states differ. Its `to_dict` returns
+        plain data, `linearize.fidelity.plots.fidelity_heatmaps` a picture.
+
+    Raises:
+        ConfigError: if the original is converted itself, or another kind of model.
+        DataError: if `batches` is empty.
+    """
+    if original is not None:
+        check_original(original, converted)
+    batches = list(batches)
+    fidelity = measure_layers(converted, batches)
+    if original is None:
+        return fidelity
+    return replace(fidelity, outputs=output_difference(original, converted, batches))
+
+
+def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: str = "") -> None:
+    """Refuse an original that cannot be the one that was converted.
+
+    Raises:
+        ConfigError: if it is converted itself, or another kind of model.
+    """
+    called = f"original {name!r}" if name else "original"
+    if getattr(original.config, "linearize", None):
+        raise ConfigError(f"{called}: got a converted model, expected the one it was made from; load that one again")
+    got, expected = original.config.model_type, converted.config.linearize["base_model_type"]
+    if got != expected:
+        raise ConfigError(
+            f"{called}: got a model of type {got!r}, expected {expected!r}; give the model that the checkpoint was "
+            "made from"
+        )
+
+
+@torch.no_grad()
+def output_difference(
+    original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]
+) -> OutputDifference | None:
+    """Compare last hidden states at all real tokens; None if the models return none, or of different sizes.
+
+    Texts are cut to what the original takes.
+    """
+    from linearize.surgery.positions import current_length
+
+    cosine = error = power = 0.0
+    count = 0
+    for batch in batches:
+        limit = current_length(original) if "input_ids" in batch else None
+        cut = {name: value if limit is None else value[:, :limit] for name, value in batch.items()}
+        first, second = (_states(model, cut) for model in (original, converted))
+        if first is None or second is None or first.shape != second.shape:
+            return None
+        mask = cut.get("attention_mask")
+        keep = torch.ones(first.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
+        one, two = first[keep], second[keep]
+        cosine += float(torch.nn.functional.cosine_similarity(one, two, dim=-1).sum())
+        error += float((one - two).square().sum())
+        power += float(one.square().sum())
+        count += len(one)
+    if not count:
+        return None
+    return OutputDifference(cosine / count, (error / max(power, 1e-30)) ** 0.5, count)
+
+
+def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+    device = next(model.parameters()).device
+    with evaluating(model):
+        output = run_body(model, {name: value.to(device) for name, value in batch.items()})
+    states = getattr(output, "last_hidden_state", None)
+    return states.double().cpu() if torch.is_tensor(states) and states.ndim == 3 else None
+
+
 class _Sums:
     """Sums of one layer over batches, per head."""
 
     def __init__(self, heads: int) -> None:
         names = ("kl", "total_variation", "negative", "weights", "error", "power", "queries", "far", "window_error")
         self.values = {name: torch.zeros(heads, dtype=torch.float64) for name in names}
-        self.normalized, self.windowed, self.kernel_beside_window = True, False, False
+        self.normalized, self.windowed, self.has_kernel_and_window = True, False, False
 
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
@@ -133,7 +219,7 @@ class _Sums:
             heads,
             float((v["far"] / queries).mean()) if self.windowed else None,
             float((v["window_error"].sum() / v["power"].sum().clamp(min=1e-30)).sqrt())
-            if self.kernel_beside_window
+            if self.has_kernel_and_window
             else None,
         )
 
@@ -143,14 +229,14 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
     """Compare kernel and softmax in every converted layer, on the hidden states of the frozen softmax model.
 
     Args:
-        model: a converted model; it is left as it was.
+        model: a converted model; it is unchanged afterwards.
         batches: model inputs; they are moved to the model's device.
 
     Returns:
         The figures per layer and head. Time is quadratic in the length, memory linear.
 
     Raises:
-        DataError: if there is no batch.
+        DataError: if `batches` is empty.
     """
     layers = linear_attentions(model)
     sums = {id(layer): _Sums(layer.shape.heads) for layer in layers.values()}
@@ -160,20 +246,20 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
     ) -> Tensor | None:
         with torch.autocast(device_type=q.device.type, enabled=False):
             target = _add(sums[id(layer)], layer, q, k, v, mask, scaling).to(v.dtype)
-        # The host's own way would make a T x T mask of a causal one with padding.
+        # For causal attention with padding the host itself would make a T x T mask.
         return target if layer.shape.causal else None
 
     if not show(model, batches, observe):
         raise DataError("fidelity: got no batch to measure on; give a data set with at least one example")
-    found = tuple(sums[id(layer)].result(name, layer.kernel) for name, layer in layers.items())
+    fidelities = tuple(sums[id(layer)].result(name, layer.kernel) for name, layer in layers.items())
     queries = max((int(s.values["queries"].max()) for s in sums.values()), default=0)
-    return Fidelity(found, queries)
+    return Fidelity(fidelities, queries)
 
 
 def _add(
     sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Add a layer's figures on a batch, and return softmax's head outputs, which go on through the model."""
+    """Add a layer's figures on a batch, and return softmax's head outputs for the rest of the model."""
     valid = torch.ones_like(q[:, :1, :, 0], dtype=torch.float32) if mask is None else mask[:, None].float()
     valid = valid.expand(-1, q.shape[1], -1)
     sums.add("queries", valid)
@@ -184,11 +270,11 @@ def _add(
     mixer: Any = layer.mixer
     window = mixer.form(scaling) if has_rows(layer) else None
     sums.windowed = window is not None
-    undo = without_kernel(layer)
-    if undo is not None:
-        sums.kernel_beside_window = True
+    restore = without_kernel(layer)
+    if restore is not None:
+        sums.has_kernel_and_window = True
         alone = layer(q, k, v, mask, scaling).float()
-        undo()
+        restore()
         sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
     sums.normalized = layer.mixer.info.normalized
     if not sums.normalized:
@@ -211,7 +297,7 @@ def _add(
 
 
 def _far(window: Window, mask: Tensor | None, rows: Rows, weights: Tensor) -> Tensor:
-    """Tell which keys of a block [B, K, G, C, S] lie outside the window and are no sinks: [B or 1, 1, 1, C, S]."""
+    """Tell which keys of a block [B, K, G, C, S] are neither in the window nor sinks: [B or 1, 1, 1, C, S]."""
     total = rows.seen if mask is None else mask.shape[1]
     real = torch.ones(1, max(total, rows.part.stop), device=weights.device) if mask is None else mask
     place = real.long().cumsum(dim=-1)
@@ -222,7 +308,7 @@ def _far(window: Window, mask: Tensor | None, rows: Rows, weights: Tensor) -> Te
 def weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float
 ) -> Callable[[Rows], Tensor]:
-    """Return a function that gives the signed normalised weights [B, K, G, C, seen] of a block of rows."""
+    """Return a function from a block of rows to its signed normalised weights [B, K, G, C, seen]."""
     if not has_rows(layer) or layer.hybrid.window is not None or layer.hybrid.softmax_heads:
         whole = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         return lambda rows: whole[:, :, :, rows.part, : rows.seen]

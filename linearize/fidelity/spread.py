@@ -1,4 +1,4 @@
-"""How widely attention is spread: entropy of the weights, and how much of them lies near the query.
+"""How widely attention is spread: entropy of the weights, and the share of them near the query.
 
 Locally accumulated attention: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs/2210.10340,
 section 3.2. `l(i, r, N)` is the weight of the neighbourhood of r N keys centred on token i; a low curve is the
@@ -59,11 +59,11 @@ def measure_spread(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
     """Measure entropy and locally accumulated attention of softmax and kernel in every converted layer.
 
     Args:
-        model: a converted model; it is left as it was.
+        model: a converted model; it is unchanged afterwards.
         batches: model inputs; they are moved to the model's device.
 
     Raises:
-        DataError: if there is no batch.
+        DataError: if `batches` is empty.
     """
     layers = linear_attentions(model)
     sums = {id(layer): _Sums(layer.shape.heads) for layer in layers.values()}
@@ -107,14 +107,14 @@ def _add(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor
 
 
 def _neighbourhoods(queries: Tensor, keys: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Tell which keys [B, S] lie near which queries [B, C], for inputs of lengths [B]: one [B, C, S] per ratio.
+    """Tell which keys [B, S] are near which queries [B, C], for inputs of lengths [B]: one [B, C, S] per ratio.
 
     At the ends a neighbourhood is moved inwards, so that it always has r N tokens.
     """
-    found = []
+    near = []
     for ratio in RATIOS:
         size = (ratio * lengths).round().clamp(min=1)[:, None]
         start = (queries - (size / 2).floor()).clamp(min=0).minimum((lengths[:, None] - size).clamp(min=0))
         gap = keys[:, None, :] - start[:, :, None]
-        found.append((gap >= 0) & (gap < size[:, :, None]))
-    return found
+        near.append((gap >= 0) & (gap < size[:, :, None]))
+    return near

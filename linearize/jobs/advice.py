@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.inspect import weights_were_trained
+from linearize.checkpoint.provenance import weights_were_trained
 from linearize.heads import HEADS, head_of_class
 from linearize.jobs.command import again, data_options, line
 from linearize.jobs.config import AlignJob, ConvertJob, StageOneJob

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from linearize.alignment.pair import check_teacher
-from linearize.checkpoint.inspect import weights_were_trained
 from linearize.checkpoint.log import read_log
+from linearize.checkpoint.provenance import weights_were_trained
 from linearize.errors import ConfigError
 from linearize.jobs.config import AlignJob
 from linearize.jobs.convert import ConvertResult, save_result

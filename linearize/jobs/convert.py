@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.inspect import weights_were_trained
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
+from linearize.checkpoint.provenance import weights_were_trained
 from linearize.checkpoint.sentence import with_length
 from linearize.distillation.batches import usual_length, within
 from linearize.distillation.processes import under_fsdp

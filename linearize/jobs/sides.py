@@ -1,4 +1,4 @@
-"""Sides of a comparison: one checkpoint at one length each, all measured on the same rows of a task, timed in turns."""
+"""Checkpoints compared on the same rows of a task: each at its own length, their differences paired, timed in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearize.errors import ConfigError
 from linearize.fidelity.ablate import ablated
 from linearize.finetune.chunks import TOKENS
 from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import BALANCED, Difference, Measured, paired_difference
+from linearize.finetune.interval import BALANCED, Measured
 from linearize.finetune.lengths import beyond_training, length_limit, whole_length
 from linearize.finetune.load import check_trained, fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.metrics.by_position import PositionLoss
@@ -29,6 +29,7 @@ from linearize.finetune.tasks import above_chance
 from linearize.finetune.trainer import measure_with_interval
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.loading import move
+from linearize.report.paired import SideDifference, score_difference
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,19 +38,19 @@ if TYPE_CHECKING:
 MOST_ROWS = 32
 """The most rows of a batch by default."""
 TIMED_ROWS, TURNS = 8, 7
-"""Rows that every side reads in each of so many turns."""
+"""Rows that every side reads per turn, and turns."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The rows that all sides are measured on, and how.
+    """The rows that all sides are measured on, and how they are read.
 
     Attributes:
         task: the task.
-        dataset: see `linearize.finetune.prepare.prepare`.
+        dataset: as in `linearize.finetune.prepare.prepare`.
         batch_size: rows per batch; None: as many as have `TOKENS` tokens, `MOST_ROWS` at most.
         device: where models run.
-        memory: whether the peak memory of the longest row is measured, in its own process.
+        memory: whether the peak memory of the longest row is measured, in a separate process.
     """
 
     task: Task
@@ -64,10 +65,10 @@ class Side:
     """One checkpoint, and how it reads the rows.
 
     Attributes:
-        name: what tables call it.
+        name: for tables.
         model: folder or Hub name.
-        options: lengths and limits; `chunks` where its outputs are averaged over chunks of `max_length`.
-        without: the part of its attention that is taken away (`linearize.fidelity.ablate.PARTS`), or None.
+        options: lengths and limits; with `chunks`, outputs are averaged over chunks of `max_length`.
+        without: the part of its attention that is removed (`linearize.fidelity.ablate.PARTS`), or None.
     """
 
     name: str
@@ -78,19 +79,19 @@ class Side:
 
 @dataclass(frozen=True)
 class SideResult:
-    """What one side reaches, as plain data.
+    """The score of one side, as plain data.
 
     Attributes:
-        name: what tables call it.
+        name: for tables.
         model: folder or Hub name.
-        max_length: tokens that it reads of a row, or of a chunk; None: rows are no texts.
+        max_length: tokens that it reads of a row, or of a chunk; None if rows are not texts.
         chunks: whether it reads rows as chunks.
-        cut_share: share of the rows that were cut; None where rows cannot be cut.
+        cut_share: share of the rows that were cut; None if rows cannot be cut.
         score: the task's main metric.
         interval: its 95 % bootstrap interval.
         metrics: all metrics.
-        note: that it read beyond what it was trained on; None where it did not.
-        by_position: of causal language models, the loss by how many tokens stand before the predicted one.
+        note: that it read more tokens than in training; None if it did not.
+        by_position: of causal language models, the loss by the number of tokens before the predicted one.
         learned: whether it is above chance: by its score, or by macro-F1 if classes are uneven.
         balanced: macro-F1 and its interval, if the task has it and classes are uneven.
     """
@@ -111,7 +112,7 @@ class SideResult:
 
 @dataclass(frozen=True)
 class SideTime:
-    """What reading costs one side, as plain data.
+    """Time and memory of one side, as plain data.
 
     Attributes:
         name: of the side.
@@ -128,14 +129,14 @@ class SideTime:
 
 @dataclass(frozen=True)
 class Times:
-    """What reading costs all sides: the same rows, in turns, so that what else the machine does falls on all alike.
+    """Times of all sides: the same rows, in turns, so that other work of the machine slows all of them alike.
 
     Attributes:
-        sides: one each.
-        rows: how many rows were read per turn.
-        turns: how often.
+        sides: one entry each.
+        rows: rows per turn.
+        turns: number of turns.
         noise: how quiet the machine was, one line.
-        noisy: whether the machine was too noisy for the times to be believed.
+        noisy: whether the machine was too noisy for a verdict.
     """
 
     sides: tuple[SideTime, ...]
@@ -149,36 +150,13 @@ class Times:
         """One or two sentences."""
         if self.noisy:
             return f"No verdict on speed, the machine was {self.noise}."
-        times = ", ".join(f"{one.seconds:.2g} s ({one.name})" for one in self.sides)
+        times = ", ".join(f"{side.seconds:.2g} s ({side.name})" for side in self.sides)
         return f"Time per row, medians of {self.turns} turns over {self.rows} rows: {times}."
 
 
 @dataclass(frozen=True)
-class SideDifference:
-    """How far one side is above another on the same rows, as plain data.
-
-    Attributes:
-        side: name of the one.
-        minus: name of the other.
-        by: the score, or "f1_macro".
-        value: the one's score minus the other's.
-        interval: its 95 % paired bootstrap interval.
-        within_noise: whether 0 lies in the interval.
-        sentence: the same for people.
-    """
-
-    side: str
-    minus: str
-    by: str
-    value: float
-    interval: tuple[float, float]
-    within_noise: bool
-    sentence: str
-
-
-@dataclass(frozen=True)
 class Read:
-    """A measured side: its rows, its model, and what it reaches."""
+    """A measured side: its rows, its model and its score."""
 
     side: Side
     data: TaskData
@@ -188,7 +166,7 @@ class Read:
 
 
 class Sides:
-    """Measures checkpoints on the same rows, and times them in turns; every checkpoint is loaded once.
+    """Measures checkpoints on the same rows and times them in turns; every checkpoint is loaded once.
 
     Args:
         setup: the rows, and how they are measured.
@@ -203,13 +181,13 @@ class Sides:
         """Measure one side; the rows are made with its own tokenizer or image processor.
 
         Raises:
-            LinearizeError: one of its children, for everything the user can put right.
+            LinearizeError: one of its children, for everything the user can correct.
         """
         setup = self.setup
         self.on_event(Started(f"measuring: {side.name}"))
         processor = load_processor(side.model, setup.task.modality)
         data = prepare(setup.task, processor, side.options, data=setup.dataset)
-        model = next((one.model for one in self.read if one.side.model == side.model), None)
+        model = next((read.model for read in self.read if read.side.model == side.model), None)
         if model is None:
             check_trained(side.model, setup.task)
             model = move(load_for_task(side.model, data), setup.device).eval()
@@ -231,59 +209,62 @@ class Sides:
             measured.metrics,
             note,
             measured.by_position,
-            any(above_chance(setup.task, one.score, chance=one.chance, interval=one.interval) for one in scores),
+            any(
+                above_chance(setup.task, score.score, chance=score.chance, interval=score.interval) for score in scores
+            ),
             None if balanced is None or balanced.interval is None else (balanced.score, balanced.interval),
         )
         self.read.append(Read(side, data, model, measured, result))
         return self.read[-1]
 
     def differences(self, ours: Read) -> tuple[SideDifference, ...]:
-        """Compare one side with all others; those whose rows are not the same (windows of other lengths) are left out.
+        """Compare one side with all others, also by macro-F1 if classes are uneven.
 
-        If classes are uneven, macro-F1 is compared too.
+        Sides whose rows are not the same (windows of other lengths) are left out.
         """
-        found = []
-        for other in (one for one in self.read if one is not ours):
-            scores = paired_difference(ours.measured, other.measured)
-            balanced = paired_difference(ours.measured.balanced, other.measured.balanced)
-            found.append(_difference(self.setup.task, ", ".join(self.setup.task.score), ours, other, scores))
-            found.append(_difference(self.setup.task, BALANCED, ours, other, balanced))
-        return tuple(one for one in found if one is not None)
+        task, differences = self.setup.task, []
+        for other in (read for read in self.read if read is not ours):
+            names, pair = (ours.side.name, other.side.name), (ours.measured, other.measured)
+            balanced = (ours.measured.balanced, other.measured.balanced)
+            differences.append(score_difference(task, ", ".join(task.score), *names, *pair))
+            differences.append(score_difference(task, BALANCED, *names, *balanced))
+        return tuple(difference for difference in differences if difference is not None)
 
     def times(self) -> Times:
-        """Time all sides on some of the rows, short and long ones, in turns; and their memory, if that is asked for."""
+        """Time all sides in turns on some rows, short and long ones; measure their memory if the setup says so."""
         self.on_event(Started("timing all sides in turns"))
         text = self.setup.task.modality == "text"
-        timed = [one for one in self.read if one.side.without is None]
-        places = _spread_rows([one.data for one in timed], text=text)
+        timed = [read for read in self.read if read.side.without is None]
+        rows = _spread_rows([read.data for read in timed], text=text)
         watch = NoiseWatch(self.setup.device)
         watch.probe()
-        calls = {one.side.name: self._reading(one, places) for one in timed}
-        taken = {name: Timing.of(times) for name, times in in_turns(calls, TURNS).items()}
+        calls = {read.side.name: self._reading(read, rows) for read in timed}
+        timings = {name: Timing.of(times) for name, times in in_turns(calls, TURNS).items()}
         noise = watch.stop()
         sides = []
-        for one in timed:
-            timing = taken[one.side.name]
-            sides.append(SideTime(one.side.name, timing.seconds / len(places), timing.spread, self._peak(one)))
-        return Times(tuple(sides), len(places), TURNS, noise.text, noise.too_noisy)
+        for read in timed:
+            timing = timings[read.side.name]
+            sides.append(SideTime(read.side.name, timing.seconds / len(rows), timing.spread, self._peak(read)))
+        return Times(tuple(sides), len(rows), TURNS, noise.text, noise.too_noisy)
 
-    def _reading(self, one: Read, places: Sequence[int]) -> Call:
-        """Return a call that reads some rows, in the batches that they are measured in."""
-        size = self.setup.batch_size or rows_per_batch(one.data.facts)
-        rows = [one.data.validation[place] for place in places]
-        batches = [one.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+    def _reading(self, read: Read, numbers: Sequence[int]) -> Call:
+        """Return a call that reads some rows, in batches of the size that they were measured in."""
+        size = self.setup.batch_size or rows_per_batch(read.data.facts)
+        rows = [read.data.validation[number] for number in numbers]
+        batches = [read.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
         moved = [{name: value.to(self.setup.device) for name, value in batch.items()} for batch in batches]
-        return partial(_forward, one.model if one.data.wrap is None else one.data.wrap(one.model), moved)
+        return partial(_forward, read.model if read.data.wrap is None else read.data.wrap(read.model), moved)
 
-    def _peak(self, one: Read) -> int | None:
-        """Measure the peak memory of reading the longest row as it is read here; None if that was not asked for."""
-        if not self.setup.memory or one.result.max_length is None:
+    def _peak(self, read: Read) -> int | None:
+        """Measure the peak memory of reading the longest row; None if that was not asked for."""
+        most = read.result.max_length
+        if not self.setup.memory or most is None:
             return None
-        longest = one.data.facts.get("longest_row", one.result.max_length)
-        pieces = -(-longest // one.result.max_length) if one.side.options.chunks else 1
-        tokens = min(longest, one.result.max_length)
+        longest = read.data.facts.get("longest_row", most)
+        pieces = -(-longest // most) if read.side.options.chunks else 1
+        tokens = min(longest, most)
         head = self.setup.task.head.auto_class
-        return peak_of_reading(one.side.model, head, min(pieces, max(1, TOKENS // tokens)), tokens, self.setup.device)
+        return peak_of_reading(read.side.model, head, min(pieces, max(1, TOKENS // tokens)), tokens, self.setup.device)
 
 
 @torch.no_grad()
@@ -294,28 +275,28 @@ def _forward(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> No
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
     """Choose up to `TIMED_ROWS` rows that all sides have, evenly over their lengths; fewer if rows are very long."""
-    count = min(len(one.validation) for one in data)
+    count = min(len(side.validation) for side in data)
     lengths = [0] * count
     if text:
-        lengths = [max(len(one.validation[place].get("input_ids", ())) for one in data) for place in range(count)]
-    order = sorted(range(count), key=lambda place: lengths[place])
+        lengths = [max(len(side.validation[row].get("input_ids", ())) for side in data) for row in range(count)]
+    order = sorted(range(count), key=lambda row: lengths[row])
     wanted = max(1, min(TIMED_ROWS, count, TOKENS // max(1, max(lengths))))
     return [order[(2 * number + 1) * count // (2 * wanted)] for number in range(wanted)]
 
 
 def rows_per_batch(facts: Facts) -> int:
-    """Return how many rows a batch has: as many as have `TOKENS` tokens, `MOST_ROWS` at most."""
+    """Return the rows of a batch: as many as have `TOKENS` tokens, `MOST_ROWS` at most."""
     lengths = [facts.get("max_length"), facts.get("context"), facts.get("longest_row")]
     return rows_of_tokens(TOKENS, min((length for length in lengths if length is not None), default=1))
 
 
 def rows_of_tokens(tokens: int, length: int) -> int:
-    """Return how many rows of a length have at most so many tokens: 1 at least, `MOST_ROWS` at most."""
+    """Return how many rows of a length have at most so many tokens, from 1 to `MOST_ROWS`."""
     return max(1, min(MOST_ROWS, tokens // max(1, length)))
 
 
 def original_options(name: str, options: DataOptions, task: Task) -> DataOptions:
-    """Return how a softmax original reads the rows that another model reads by `options`: at its own length."""
+    """Return how a softmax original reads rows that another model reads by `options`: at the original's length."""
     if task.modality != "text":
         return options
     if options.auto_length:
@@ -324,11 +305,11 @@ def original_options(name: str, options: DataOptions, task: Task) -> DataOptions
 
 
 def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOptions:
-    """Return how an original reads the rows as chunks.
+    """Return how an original reads rows in chunks.
 
     Args:
         name: the original.
-        options: how it reads them cut.
+        options: how it reads cut rows.
         length: tokens per chunk; None: as many as it reads of a cut row.
 
     Raises:
@@ -352,7 +333,7 @@ def check_chunk_length(name: str, length: int | None) -> None:
 
 
 def why_no_chunks(data: TaskData, length: int, title: str = "the original") -> str | None:
-    """Say why rows are not read as chunks of `length` tokens; None where they are."""
+    """Return why rows cannot be read in chunks of `length` tokens; None if they can."""
     if not data.chunkable:
         return f"No chunks: task {data.task.name} does not read one text a row (or the tokenizer is a slow one)."
     longest = data.facts["longest_row"]
@@ -362,28 +343,3 @@ def why_no_chunks(data: TaskData, length: int, title: str = "the original") -> s
             "would be whole rows, and a greater length cannot decide here."
         )
     return None
-
-
-def _difference(task: Task, by: str, ours: Read, other: Read, found: Difference | None) -> SideDifference | None:
-    if found is None:
-        return None
-    one, two = ours.side.name, other.side.name
-    said = f" by {by}" if by == BALANCED else ""
-    text = f"{one} is {_how_far(task, found)} {two}{said} (95 % interval of the difference: {_signed(task, found)})"
-    noise = ": within the noise." if found.within_noise else "."
-    return SideDifference(
-        one, two, by, found.value, found.interval, found.within_noise, text[0].upper() + text[1:] + noise
-    )
-
-
-def _how_far(task: Task, found: Difference) -> str:
-    better = (found.value < 0) == task.lower_is_better
-    size = f"{100 * abs(found.value):.2f} points" if task.percent else f"{abs(found.value):.3f}"
-    if found.value == 0:
-        return "level with"
-    return f"{size} {'better' if better else 'worse'} than"
-
-
-def _signed(task: Task, found: Difference) -> str:
-    scale, digits = (100, 2) if task.percent else (1, 3)
-    return " to ".join(f"{scale * end:+.{digits}f}" for end in found.interval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -213,7 +214,9 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     move(loaded.model, "cpu")
     if is_main():
         try:
-            with quiet():
+            with quiet(), warnings.catch_warnings():
+                # The note below reports it.
+                warnings.filterwarnings("ignore", message="kernel .* is not part of linearize")
                 save(
                     loaded.model,
                     context.target,
@@ -226,9 +229,8 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
             results = {"search": context.searched, "stage1": context.distillation, "align": context.alignment}
             states = {name: result.state for name, result in results.items() if result is not None}
             raise keep_states(error, context.target, states) from error
-        needs = why_not(Plan.from_dict(loaded.model.config.linearize))
-        if needs:
-            context.on_event(Noted(f"The checkpoint does not run by itself: {needs}."))
+        if reason := why_not(Plan.from_dict(loaded.model.config.linearize)):
+            context.on_event(Noted(f"Loading the checkpoint needs more code: {reason}."))
         drop_states(job)
     wait_for_all()
 

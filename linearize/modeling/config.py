@@ -19,11 +19,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
-from linearize.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
 from linearize.modeling.compat import implementation_of
 from linearize.modeling.implementations import IMPLEMENTATIONS, implementation, refusal, use_linear_attention
 from linearize.modeling.plan import ABSENT, Plan
-from linearize.modeling.portable import ENTRY, code_files, why_not
+from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
+from linearize.registry import kernel_info
 
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
@@ -115,7 +116,12 @@ def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_checksum(section: dict[str, object]) -> dict[str, object]:
+def _with_checksum(section: dict[str, Any]) -> dict[str, object]:
+    """Return a section as it is written: with the packages that its kernels need, and a checksum."""
+    section = {key: value for key, value in section.items() if key != PACKAGES}
+    # Code that came with a checkpoint has kernels of linearize alone.
+    packages = outside_packages(Plan.from_dict(section)) if __name__.startswith("linearize.") else {}
+    section |= {PACKAGES: packages} if packages else {}
     return {**section, "checksum": checksum(section)}
 
 
@@ -159,7 +165,7 @@ def _code(plan: Plan) -> dict[str, str]:
         # This very code came with a checkpoint: it travels on.
         return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
     if reason := _why_no_code(plan):
-        warnings.warn(f"{reason}; until then linearize and that kernel are needed to load it", stacklevel=3)
+        warnings.warn(reason, stacklevel=3)
         return {}
     return code_files(plan)
 
@@ -185,7 +191,9 @@ def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         ) from error
 
 
-_KEYS = ("format_version", "checksum", "provenance", ABSENT)
+PACKAGES = "packages"
+"""Key of the section for the packages that register kernels from outside linearize, by kernel."""
+_KEYS = ("format_version", "checksum", "provenance", ABSENT, PACKAGES)
 """Keys of the section other than those of the plan."""
 
 
@@ -223,6 +231,7 @@ def check_section(section: object) -> dict[str, Any]:
             "config.json: the section 'linearize' names no layer that was converted; the file is damaged or was "
             "edited: convert the model again"
         )
+    _check_packages(section.get(PACKAGES, {}))
     _check_kernels(plan)
     return section
 
@@ -235,6 +244,30 @@ def _check_absent(names: object) -> None:
             f"config.json: got {ABSENT} {repr(names)[:80]}, expected a list of the names of weights outside kernels; "
             "the file is damaged or was edited: convert the model again"
         )
+
+
+def _check_packages(packages: object) -> None:
+    """Check that the packages of kernels from outside linearize were imported.
+
+    Raises:
+        CheckpointError: if `packages` does not name packages by kernel.
+        ConfigError: naming the package of a kernel that is not registered.
+    """
+    if not isinstance(packages, dict) or not all(
+        isinstance(package, str) and package.isidentifier() for package in packages.values()
+    ):
+        raise CheckpointError(
+            f"config.json: got {PACKAGES} {repr(packages)[:80]}, expected the names of packages by kernel; the file is "
+            "damaged or was edited: convert the model again"
+        )
+    for kernel, package in packages.items():
+        try:
+            kernel_info(kernel)
+        except UnknownNameError:
+            raise ConfigError(
+                f"this checkpoint needs package {package}, which registers its kernel {str(kernel)[:80]!r}; install "
+                "it, and import it before loading"
+            ) from None
 
 
 def _check_kernels(plan: Plan) -> None:

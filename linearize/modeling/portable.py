@@ -56,15 +56,38 @@ def why_not(plan: Plan) -> str:
     return ""
 
 
+def outside_packages(plan: Plan) -> dict[str, str]:
+    """Return the packages that register the kernels from outside linearize, by kernel.
+
+    A kernel that a script registers (`__main__`) has no package and is left out.
+    """
+    kernels = sorted({layer.kernel for layer in plan.converted})
+    return {name: _package(name) for name in kernels if _is_outside(name) and _package(name)}
+
+
+def _is_outside(name: str) -> bool:
+    return find_spec(f"linearize.kernels.{name}") is None
+
+
+def _package(name: str) -> str:
+    """Return the package that registers a kernel; empty for a script's."""
+    info = kernel_info(name)
+    package = (info.build or info.config).__module__.partition(".")[0]
+    return "" if package in ("__main__", "linearize") else package
+
+
 def _kernel_module(name: str) -> str:
-    """Return the module that registers a kernel."""
-    module = f"linearize.kernels.{name}"
-    if find_spec(module) is None:
+    """Return the module that registers a kernel: the file of its name."""
+    if _is_outside(name):
+        package = _package(name)
+        origin, cure = "a script", "run the code that registers it before loading"
+        if package:
+            origin, cure = f"package {package}", f"install {package} to load it, and import it first"
         raise CheckpointError(
-            f"kernel {name!r} ({kernel_info(name).build.__module__}) is not part of linearize, so its code cannot "
-            "travel with the checkpoint; put it into linearize/kernels"
+            f"kernel {name!r} of {origin} is not part of linearize, so its code does not travel with the checkpoint: "
+            f"{cure}"
         )
-    return module
+    return f"linearize.kernels.{name}"
 
 
 def flat_name(module: str) -> str:

@@ -1,12 +1,10 @@
-"""The sentence that a report opens with: how close, how fast, at what length; of what was measured or is on record."""
+"""The sentence that opens a report: how close, how fast, up to what length; measured, or by the checkpoint's record."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.taught import taught_length
 from linearize.report.predictions import SEVERAL
 
 if TYPE_CHECKING:
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from linearize.report.gather import Gathered
 
 SAME = 0.05
-"""Share of softmax's time within which one forward is as fast as the other."""
+"""Two forwards are equally fast if their times differ by at most this share."""
 
 
 def answer(found: Gathered) -> str:
@@ -24,7 +22,7 @@ def answer(found: Gathered) -> str:
 
 
 def _close(found: Gathered) -> str:
-    parts = [part for part in (_score(found.info.provenance), _labels(found)) if part]
+    parts = [part for part in (_score(found), _labels(found)) if part]
     if found.outputs is not None:
         whose = "its" if parts else "this model's"
         parts.append(f"{whose} outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's")
@@ -39,16 +37,14 @@ def _close(found: Gathered) -> str:
     return f"this model's attention was compared with its own softmax only ({how})"
 
 
-def _score(provenance: Mapping[str, object]) -> str | None:
-    """Say what stage two reached, and the original, by the checkpoint's own record."""
-    tuned = provenance.get("finetuning")
-    if not isinstance(tuned, dict) or not _number(tuned.get("score")):
+def _score(found: Gathered) -> str | None:
+    """Say what stage two and the original reached, by the checkpoint's record."""
+    tuned = found.info.provenance.finetuning
+    if tuned is None or tuned.score is None:
         return None
-    original = tuned.get("original")
-    theirs = original.get("score") if isinstance(original, dict) else None
-    beside = f", the original {theirs:.3f}" if _number(theirs) else ""
-    level = f", chance {tuned['chance']:.3f}" if _number(tuned.get("chance")) else ""
-    return f"by its own record this model reaches {tuned['score']:.3f} on {tuned.get('task')}{beside}{level}"
+    original = "" if tuned.original.score is None else f", the original {tuned.original.score:.3f}"
+    chance = "" if tuned.chance is None else f", chance {tuned.chance:.3f}"
+    return f"by its own record this model reaches {tuned.score:.3f} on {tuned.task}{original}{chance}"
 
 
 def _labels(found: Gathered) -> str | None:
@@ -58,35 +54,32 @@ def _labels(found: Gathered) -> str | None:
     if changes.same is None:
         most = changes.largest[0].difference
         return f"its numbers differ from the original's by at most {most:.3g} on {changes.texts:,} texts"
-    what = "label" if changes.kind != SEVERAL else "labels"
-    return f"it gives {changes.same:,} of {changes.texts:,} texts the same {what} as the original"
+    labels = "label" if changes.kind != SEVERAL else "labels"
+    return f"it gives {changes.same:,} of {changes.texts:,} texts the same {labels} as the original"
 
 
 def _fast(found: Gathered) -> str:
-    known = [row for row in found.speeds if row.speedup is not None]
-    if not known:
+    timed = [(row, row.speedup) for row in found.speeds if row.speedup is not None]
+    if not timed:
         return "how fast it is was not measured here"
     if found.noise is not None and found.noise.too_noisy:
         return "how fast it is cannot be said, as the machine was too noisy"
-    row = known[-1]
-    assert row.speedup is not None
-    times = row.speedup
+    row, speedup = timed[-1]
     if found.picture is not None:
-        return f"one picture, {row.tokens:,} tokens, takes {1 / times:.2f} of the time that it takes with softmax"
-    if _same(row):
+        return f"one picture, {row.tokens:,} tokens, takes {1 / speedup:.2f} of the time that it takes with softmax"
+    if _same(row, speedup):
         return f"one input of {row.tokens:,} tokens takes as long as with softmax"
-    if times < 1:
-        return f"one input of {row.tokens:,} tokens takes {1 / times:.2f} times as long as with softmax"
-    slower = [other.tokens for other in known if (other.speedup or 0) <= 1 or _same(other)]
-    since = f", one of {slower[-1]:,} is not faster" if slower else ""
-    return f"one input of {row.tokens:,} tokens is read {times:.2f} times as fast as with softmax{since}"
+    if speedup < 1:
+        return f"one input of {row.tokens:,} tokens takes {1 / speedup:.2f} times as long as with softmax"
+    slower = [other.tokens for other, times in timed if times <= 1 or _same(other, times)]
+    short = f", one of {slower[-1]:,} is not faster" if slower else ""
+    return f"one input of {row.tokens:,} tokens is read {speedup:.2f} times as fast as with softmax{short}"
 
 
-def _same(row: Row) -> bool:
-    """Tell whether both variants take as long, within `SAME` or the spread of their turns."""
-    assert row.speedup is not None
-    spreads = [one.timing.spread / 2 for one in row.variants.values() if one.timing is not None]
-    return abs(math.log(row.speedup)) <= max(math.log1p(SAME), sum(spreads))
+def _same(row: Row, speedup: float) -> bool:
+    """Tell whether both variants take equally long, within `SAME` or the spread of their turns."""
+    spreads = [variant.timing.spread / 2 for variant in row.variants.values() if variant.timing is not None]
+    return abs(math.log(speedup)) <= max(math.log1p(SAME), sum(spreads))
 
 
 def _length(found: Gathered) -> str:
@@ -95,11 +88,7 @@ def _length(found: Gathered) -> str:
         return f"it reads pictures of {height} x {width} pixels"
     takes = found.info.max_length
     reads = f"it takes up to {takes:,} tokens" if takes is not None else "no limit of its length is known"
-    taught = taught_length(found.info.provenance)
+    taught = found.info.provenance.row_length
     if taught is None:
         return f"{reads}, and the checkpoint does not say what lengths it was taught on"
     return f"{reads}, and it was taught on rows of up to {taught:,}"
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

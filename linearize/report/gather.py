@@ -1,4 +1,4 @@
-"""Everything a report says, as data: loaded, run and measured; nothing is drawn or written here."""
+"""All data of a report: loaded, run and measured; nothing is drawn or written here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from linearize.events import Callback, Started, ignore
-from linearize.report.options import ReportOptions
+from linearize.report.options import ReportOptions, check_lengths
 
 if TYPE_CHECKING:
     from linearize.bench.machine import Noise
     from linearize.bench.rows import Row
     from linearize.checkpoint.inspect import CheckpointInfo
     from linearize.fidelity.maps import LayerMaps
-    from linearize.fidelity.measure import Fidelity
+    from linearize.fidelity.measure import Fidelity, OutputDifference
     from linearize.fidelity.spread import LayerSpread
-    from linearize.fidelity.whole import OutputDifference
     from linearize.loading import Loaded
-    from linearize.report.inputs import Inputs
+    from linearize.report.measure import Measured
     from linearize.report.predictions import Changes
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
-
-
 OTHER_SOFTMAX = (
     "This checkpoint's weights were trained after stage one (alignment or stage two). The softmax shown here is that "
     "of the trained weights, which are no longer the original's: how far its kernels are from it says little. What "
@@ -36,28 +33,26 @@ OTHER_SOFTMAX = (
 
 @dataclass
 class Gathered:
-    """What was found out.
+    """All data of a report.
 
     Attributes:
-        info: what the checkpoint is (`CheckpointInfo`).
-        modality: "text" or "image".
+        info: facts about the checkpoint.
         inputs: the inputs in one line.
-        fidelity: `Fidelity` on the inputs.
+        fidelity: each layer against its own softmax.
         spreads: entropy and locally accumulated attention per layer.
         maps: attention maps of the first input.
-        tokens: its tokens' labels; empty for a picture.
-        picture: the picture as the model gets it, [C, height, width], or None.
-        outputs: whole outputs against the original's (`OutputDifference`), or None.
-        changes: predictions beside the original's (`linearize.report.predictions.Changes`), or None.
-        speeds: one `linearize.bench.rows.Row` per length.
-        noise: how quiet the machine was meanwhile; None if nothing was timed.
-        log: lines of the log that lies in the folder.
-        notes: what the reader has to know.
+        tokens: labels of the first input's tokens; empty for a picture.
+        picture: the first picture as the model gets it, [C, height, width], or None.
+        outputs: whole outputs against the original's, or None.
+        changes: predictions compared with the original's, or None.
+        speeds: one row per length.
+        noise: how quiet the machine was; None if nothing was timed.
+        log: lines of the checkpoint's log.
+        notes: what the reader should know.
         left_out: what the report does not have, and why.
     """
 
     info: CheckpointInfo
-    modality: str
     inputs: str
     fidelity: Fidelity
     spreads: list[LayerSpread]
@@ -100,65 +95,60 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     """Load a converted checkpoint and measure all that a report shows.
 
     Args:
-        options: what to look at.
+        options: the checkpoint, and what to measure.
         on_event: called with what happens.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: one of its children, for everything the user can correct.
     """
-    from linearize.checkpoint.inspect import inspect_checkpoint, weights_were_trained
+    from linearize.checkpoint.inspect import inspect_checkpoint
     from linearize.fidelity.ablate import kernel_merit
-    from linearize.fidelity.measure import measure_layers
     from linearize.fidelity.spread import measure_spread
-    from linearize.fidelity.whole import output_difference
     from linearize.loading import check_device, load_converted
-    from linearize.report.inputs import load_inputs, token_labels
-    from linearize.report.lengths import check_lengths
-    from linearize.report.original import cut_notes, find_original
+    from linearize.report.inputs import token_labels
+    from linearize.report.measure import measure_checkpoint
 
     check_lengths(options.lengths, None)
     device = check_device(options.device)
     on_event(Started("reading the checkpoint"))
     loaded = load_converted(options.checkpoint, device=device)
     info = inspect_checkpoint(options.checkpoint)
-    inputs = load_inputs(loaded, options.inputs, seed=_seed(info), provenance=info.provenance)
-    notes = list(inputs.notes)
-    if weights_were_trained(info.provenance):
+    made = info.provenance
+    seed = made.seed if made.seed is not None and made.seed >= 0 else 0
+    measured = measure_checkpoint(
+        loaded, options.inputs, options.original, seed=seed, provenance=made, on_event=on_event
+    )
+    inputs, notes, left_out = measured.inputs, list(measured.notes), []
+    if made.weights_were_trained:
         notes.append(OTHER_SOFTMAX)
     elif (merit := kernel_merit(loaded.model, inputs.batches)) is not None:
         notes.append(f"Control: {merit.text}.")
-    left_out: list[str] = []
-    original, missing = find_original(options.original, loaded, device)
-    notes += cut_notes(original, inputs.batches)
-    on_event(Started(f"measuring on {inputs.description}"))
-    fidelity = measure_layers(loaded.model, inputs.batches)
-    spreads = measure_spread(loaded.model, inputs.batches)
-    first = inputs.first(MAP_TOKENS)
-    maps = _maps(loaded, first, left_out)
-    tokens = token_labels(loaded.processor, first["input_ids"][0]) if loaded.modality == "text" else []
-    outputs = None
-    if original is None:
+    if measured.original is None:
         left_out.append(
-            f"Whole outputs against the original's: {missing}; give it with --original. The softmax shown everywhere "
-            "else is the checkpoint's own: its layers computing softmax with the same weights."
+            f"Whole outputs against the original's: {measured.missing}; give it with --original. The softmax shown "
+            "everywhere else is the checkpoint's own: its layers computing softmax with the same weights."
         )
-    else:
-        outputs = output_difference(original.model, loaded.model, inputs.batches)
-        if outputs is None:
-            left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
-    changes = _changes(original, loaded, inputs, left_out)
+    elif measured.outputs is None:
+        left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
+    first = inputs.first(MAP_TOKENS)
+    is_text = loaded.modality == "text"
     speeds, noise = _speeds(options, loaded, notes, left_out, on_event)
-    log = _log(options.checkpoint, left_out)
-    picture = first["pixel_values"][0] if loaded.modality == "image" else None
     return Gathered(
-        info, loaded.modality, inputs.description, fidelity, spreads, maps, tokens, picture, outputs, changes, speeds,
-        noise, log, notes, left_out,
-    )  # fmt: skip
-
-
-def _seed(info: CheckpointInfo) -> int:
-    seed = info.provenance.get("seed")
-    return seed if isinstance(seed, int) and seed >= 0 else 0
+        info=info,
+        inputs=inputs.description,
+        fidelity=measured.fidelity,
+        spreads=measure_spread(loaded.model, inputs.batches),
+        maps=_maps(loaded, first, left_out),
+        tokens=token_labels(loaded.processor, first["input_ids"][0]) if is_text else [],
+        picture=None if is_text else first["pixel_values"][0],
+        outputs=measured.outputs,
+        changes=_changes(loaded, measured, left_out),
+        speeds=speeds,
+        noise=noise,
+        log=_log(options.checkpoint, left_out),
+        notes=notes,
+        left_out=left_out,
+    )
 
 
 def _maps(loaded: Loaded, first: dict[str, Tensor], left_out: list[str]) -> list[LayerMaps]:
@@ -172,13 +162,14 @@ def _maps(loaded: Loaded, first: dict[str, Tensor], left_out: list[str]) -> list
         return []
 
 
-def _changes(original: Loaded | None, loaded: Loaded, inputs: Inputs, left_out: list[str]) -> Changes | None:
+def _changes(loaded: Loaded, measured: Measured, left_out: list[str]) -> Changes | None:
     from linearize.report.predictions import compare_predictions, has_predictions, why_not
 
     if not has_predictions(loaded):
         return None
+    inputs, original = measured.inputs, measured.original
     reason = why_not(original, loaded, inputs.texts)
-    if reason is not None or original is None:
+    if reason or original is None:
         left_out.append(f"The texts whose prediction changed most: {reason}.")
         return None
     return compare_predictions(original, loaded, inputs.texts, inputs.length)
@@ -188,7 +179,6 @@ def _speeds(
     options: ReportOptions, loaded: Loaded, notes: list[str], left_out: list[str], on_event: Callback
 ) -> tuple[list[Row], Noise | None]:
     from linearize.bench.side_by_side import Timed, measure_speed
-    from linearize.report.lengths import check_lengths
     from linearize.surgery.positions import current_image_size, current_length, runs_beyond_limit
 
     size: int | None = None
@@ -200,7 +190,7 @@ def _speeds(
         if beyond and limit is not None and lengths and lengths[-1] > limit:
             notes.append(
                 f"Time was measured beyond the {limit:,} tokens that this checkpoint was made for: its rotary "
-                "positions go on, but what lies behind was never trained."
+                "positions continue, but were never trained there."
             )
         what = f"{', '.join(f'{length:,}' for length in lengths)} tokens"
     else:

@@ -1,43 +1,48 @@
-"""A handful of inputs for a report: of the data a model was taught on, where nobody names other data.
+"""Inputs to measure a converted checkpoint on: by default of the data that it was taught on.
 
-Of data that is large enough to have a held-out part they are of that part, of a task's data of what it is measured on.
+Large data sets have a held-out part, and the inputs are of that part; a task's inputs are rows that it is measured on.
+
+A checkpoint's record comes from whoever made the checkpoint. Of files on this machine it may name only those in the
+current folder or next to the checkpoint; a name with a folder in it is read from the Hub, or not at all.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from linearize.checkpoint.taught import taught_length
+from linearize.checkpoint.provenance import DataOptions, Provenance, StageTwo
 from linearize.data.config import HOLDOUT, DataConfig
+from linearize.data.local import looks_local
 from linearize.errors import ConfigError, DataError
 from linearize.loading import Loaded
-from linearize.options import name_of
+from linearize.options import name_of, on_disk
 from linearize.report.options import InputOptions
-from linearize.report.recorded import RecordedData, recorded_data
 
 if TYPE_CHECKING:
     from linearize.data.records import Example
 
 BATCH = 8
 LENGTH, LONGEST = 128, 512
-"""Tokens per input where nothing is known of the checkpoint, and the most where nobody asks for more."""
+"""Tokens per input if the checkpoint records no length, and the most unless the user asks for more."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+"""Name of a data set on the Hub, with its owner and configuration: a bare name may have been that of a folder."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was chosen.
+    """Inputs for a model.
 
     Attributes:
         description: the data, in one line.
         batches: model inputs.
-        notes: what a reader has to know, such as a length that was lowered.
-        length: tokens that an input may have.
+        notes: what a reader should know, such as a length that was lowered.
+        length: most tokens of an input.
         texts: up to `HOLDOUT` examples of texts that were given or recorded, the inputs first; empty for the built-in
             data, and for images.
     """
@@ -48,21 +53,40 @@ class Inputs:
     length: int = LENGTH
     texts: Sequence[Example] = ()
 
-    def first(self, tokens: int | None = None) -> dict[str, Tensor]:
-        """Return the first input alone, without padding; a text's first `tokens` tokens."""
-        one = {name: value[:1] for name, value in self.batches[0].items() if name != "labels"}
-        if "input_ids" not in one:
-            return one
-        mask = one.get("attention_mask")
+    def first(self, tokens: int) -> dict[str, Tensor]:
+        """Return the first input alone, without padding and labels; of a text its first `tokens` tokens."""
+        row = {name: value[:1] for name, value in self.batches[0].items() if name != "labels"}
+        if "input_ids" not in row:
+            return row
+        mask = row.get("attention_mask")
         if mask is not None:
-            # Padding may lie on either side.
-            one = {name: value[:, mask[0].bool()] for name, value in one.items() if value.shape == mask.shape}
-        return one if tokens is None else {name: value[:, :tokens] for name, value in one.items()}
+            # Padding may be on either side.
+            row = {name: value[:, mask[0].bool()] for name, value in row.items() if value.shape == mask.shape}
+        return {name: value[:, :tokens] for name, value in row.items()}
+
+
+@dataclass(frozen=True)
+class RecordedData:
+    """Data that a checkpoint's record names.
+
+    Attributes:
+        stage: which stage read it.
+        names: of the data sets, with their weights; a name on the Hub, or a path here.
+        missing: the first name that cannot be found here; None if all may be found.
+        columns: the options that name columns.
+        task: the record of stage two, for its rows; None for the other stages.
+    """
+
+    stage: str
+    names: tuple[tuple[str, float], ...]
+    missing: str | None
+    columns: DataOptions = field(default_factory=DataOptions)
+    task: StageTwo | None = None
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Examples as read, and the data they are of; `own` where it was given or recorded."""
+    """Examples and the data that they are of; `own` if that data was given or recorded."""
 
     examples: Sequence[Example]
     description: str
@@ -70,16 +94,15 @@ class _Chosen:
 
 
 def load_inputs(
-    loaded: Loaded, options: InputOptions, *, seed: int = 0, provenance: Mapping[str, object] | None = None
+    loaded: Loaded, options: InputOptions, *, seed: int = 0, provenance: Provenance | None = None
 ) -> Inputs:
     """Read the inputs for a model.
 
     Args:
         loaded: the model with its tokenizer or image processor.
         options: which inputs.
-        seed: the one of the conversion, which decides what it held out.
-        provenance: what the checkpoint says of its making, whose data is read where the options name none; None: the
-            built-in data is.
+        seed: of the conversion, which decides what it held out.
+        provenance: the checkpoint's record, whose data is read if the options name none; None: the built-in data.
 
     Raises:
         ConfigError: if the model takes neither text nor images, or has no tokenizer or image processor.
@@ -91,11 +114,20 @@ def load_inputs(
             "the folder"
         )
     notes: list[str] = []
-    length = _length(loaded, options, provenance, notes)
-    config = _config(options, length, seed)
+    length = _input_length(loaded, options, provenance, notes)
+    config = DataConfig(
+        dataset=options.dataset,
+        text_column=options.text_column,
+        image_column=options.image_column,
+        max_length=length,
+        batch_size=min(BATCH, options.inputs),
+        seed=seed,
+        # The conversion's own number, so that these are the examples that it held out, unless more are asked for.
+        holdout=options.inputs if options.inputs > HOLDOUT else None,
+    )
     chosen = None
     if options.dataset is None and provenance is not None:
-        chosen = _recorded(loaded, options, config, provenance, notes)
+        chosen = _recorded_examples(loaded, options, config, provenance, notes)
     if chosen is None:
         chosen = _examples(loaded, options, config, [options.dataset] if options.dataset else [])
     texts = chosen.examples if chosen.own and loaded.modality == "text" else ()
@@ -112,14 +144,14 @@ def encode(loaded: Loaded, examples: Sequence[Example], length: int) -> list[dic
     return [encoder(bare[begin : begin + BATCH], slice(None)) for begin in range(0, len(bare), BATCH)]
 
 
-def _length(loaded: Loaded, options: InputOptions, provenance: Mapping[str, object] | None, notes: list[str]) -> int:
-    """Return the tokens per input: as asked, else as many as the model was taught on; no more than it takes."""
+def _input_length(loaded: Loaded, options: InputOptions, provenance: Provenance | None, notes: list[str]) -> int:
+    """Return the tokens per input: as asked for, else as in training; never more than the model takes."""
     from linearize.surgery.positions import current_length
 
     limit = current_length(loaded.model) if loaded.modality == "text" else None
     length = options.max_length
     if length is None:
-        taught = taught_length(provenance or {}) or LENGTH
+        taught = (provenance.row_length if provenance is not None else None) or LENGTH
         if taught > LONGEST and loaded.modality == "text":
             notes.append(
                 f"Inputs were cut to {LONGEST:,} tokens, though the model was taught on rows of up to {taught:,}, as "
@@ -132,89 +164,108 @@ def _length(loaded: Loaded, options: InputOptions, provenance: Mapping[str, obje
     return length
 
 
-def _config(options: InputOptions, length: int, seed: int) -> DataConfig:
-    return DataConfig(
-        dataset=options.dataset,
-        text_column=options.text_column,
-        image_column=options.image_column,
-        max_length=length,
-        batch_size=min(BATCH, options.inputs),
-        seed=seed,
-        # The conversion's own where that has enough: the same examples are looked at here.
-        holdout=options.inputs if options.inputs > HOLDOUT else None,
-    )
+def recorded_data(provenance: Provenance, checkpoint: str) -> RecordedData | None:
+    """Return the data of the last stage whose record names some; None if no stage does, as with the built-in data.
+
+    Args:
+        provenance: the checkpoint's record.
+        checkpoint: its folder or Hub name.
+    """
+    tuned = provenance.finetuning
+    name = "" if tuned is None else (tuned.data or "").partition(": ")[0]
+    if name and name != "tables":
+        return RecordedData("stage two", *_find({name: 1.0}, checkpoint), task=tuned)
+    stages = (("alignment", provenance.alignment), ("stage one", provenance.distillation), ("stage one", provenance))
+    for stage, record in stages:
+        if record is None or not record.options.dataset:
+            continue
+        named = record.options.dataset
+        weights = {named: 1.0} if isinstance(named, str) else named
+        if all(weight > 0 for weight in weights.values()):
+            return RecordedData(stage, *_find(weights, checkpoint), columns=record.options)
+    return None
 
 
-def _recorded(
-    loaded: Loaded, options: InputOptions, config: DataConfig, provenance: Mapping[str, object], notes: list[str]
+def _find(weights: Mapping[str, float], checkpoint: str) -> tuple[tuple[tuple[str, float], ...], str | None]:
+    places = {name: _place(name, checkpoint) for name in weights}
+    missing = next((name for name, place in places.items() if place is None), None)
+    return tuple((places[name] or name, weight) for name, weight in weights.items()), missing
+
+
+def _place(name: str, checkpoint: str) -> str | None:
+    """Return where a data set of this name is: a path here, or its name on the Hub; None if it can be neither."""
+    if Path(name).name == name and name not in (".", ".."):
+        for folder in (Path(), Path(checkpoint).absolute().parent):
+            if on_disk(str(folder / name)):
+                return str(folder / name)
+    on_hub = HUB_NAME.fullmatch(name) is not None and not looks_local(name) and not on_disk(name)
+    return name if on_hub else None
+
+
+def _recorded_examples(
+    loaded: Loaded, options: InputOptions, config: DataConfig, provenance: Provenance, notes: list[str]
 ) -> _Chosen | None:
-    """Read the data that the checkpoint names; None, and a note, where it cannot be read now."""
-    known = recorded_data(provenance, loaded.name)
-    if known is None:
+    """Read the data that the checkpoint names; None, and a note, if it cannot be read now."""
+    data = recorded_data(provenance, loaded.name)
+    if data is None:
         return None
-    reason = "is not here" if known.missing is not None else None
-    called = known.missing or " and ".join(name_of(name) for name, _ in known.names)
-    if reason is None:
+    folders = [name for name, _ in data.names]
+    if data.missing is not None:
+        named, reason = data.missing, "is not here"
+    else:
         try:
-            chosen = _read_recorded(loaded, options, config, known)
-            return dataclasses.replace(chosen, description=f"{chosen.description}, which {known.stage} learned from")
+            if data.task is not None:
+                chosen = _task_rows(loaded, options, data.task, folders[0])
+            else:
+                columns = {"text": data.columns.text_column, "image": data.columns.image_column}
+                config = replace(
+                    config,
+                    dataset=data.names,
+                    text_column=options.text_column or (columns["text"] if loaded.modality == "text" else None),
+                    image_column=options.image_column or (columns["image"] if loaded.modality == "image" else None),
+                    text_pair_column=None,
+                )
+                chosen = _examples(loaded, options, config, folders)
+            return replace(chosen, description=f"{chosen.description}, which {data.stage} learned from")
         except (DataError, ConfigError) as error:
-            reason = f"cannot be read now ({_bare(str(error), [name for name, _ in known.names])})"
+            named = " and ".join(map(name_of, folders))
+            reason = f"cannot be read now ({_without_folders(str(error), folders)})"
     notes.append(
-        f"The inputs are of the built-in data: {called!r}, which the checkpoint names as the data of {known.stage}, "
+        f"The inputs are of the built-in data: {named!r}, which the checkpoint names as the data of {data.stage}, "
         f"{reason}; name data with --dataset."
     )
     return None
 
 
-def _read_recorded(loaded: Loaded, options: InputOptions, config: DataConfig, known: RecordedData) -> _Chosen:
-    if known.task is not None:
-        return _of_task(loaded, options, known)
-    config = dataclasses.replace(
-        config,
-        dataset=known.names,
-        text_column=options.text_column or (known.text_column if loaded.modality == "text" else None),
-        image_column=options.image_column or (known.image_column if loaded.modality == "image" else None),
-        text_pair_column=None,
-    )
-    return _examples(loaded, options, config, [name for name, _ in known.names])
-
-
-def _of_task(loaded: Loaded, options: InputOptions, known: RecordedData) -> _Chosen:
+def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset: str) -> _Chosen:
     """Read the rows that stage two's task is measured on.
 
     Raises:
-        DataError: if the record names no task that is known.
+        DataError: if the record names no known task.
     """
     from linearize.finetune.prepare import located
     from linearize.finetune.tables import open_splits
     from linearize.finetune.tasks import TASKS, task
 
-    record = dict(known.task or {})
-    name = record.get("task")
-    if not isinstance(name, str) or name not in TASKS or TASKS[name].modality != loaded.modality:
-        raise DataError(f"its task {name!r} is not known")
-    named = options.text_column or options.image_column
-    listed = record.get("columns")
-    recorded = listed if isinstance(listed, list | tuple) else ()
-    columns = named.split(",") if named else [column for column in recorded if column]
-    label, split, seed = (record.get(key) for key in ("label_column", "split", "seed"))
+    kind = TASKS.get(record.task or "")
+    if kind is None or kind.modality != loaded.modality:
+        raise DataError(f"its task {record.task!r} is not known")
+    columns = options.text_column or options.image_column
     chosen = task(
-        name,
-        columns=[str(column) for column in columns],
-        label=label if isinstance(label, str) and TASKS[name].label is not None else None,
-        validation=split if isinstance(split, str) and split else None,
+        str(record.task),
+        columns=columns.split(",") if columns else [column for column in record.columns if column],
+        label=record.label_column if kind.label is not None else None,
+        validation=record.split or None,
     )
     if chosen.type.labels not in ("class", "number"):
-        # Spans and tags are not read here, and are no labels of a row.
-        chosen = dataclasses.replace(chosen, label=None)
-    given = located(chosen, known.names[0][0])
-    seed = seed if type(seed) is int and seed >= 0 else 0
+        # Spans and tags are not labels of a whole row, and predictions of them are not compared.
+        chosen = replace(chosen, label=None)
+    given = located(chosen, dataset)
+    seed = record.seed if record.seed is not None and record.seed >= 0 else 0
     rows = open_splits(chosen, given, limit=None, seed=seed).validation
     count = min(len(rows), _most(loaded, options))
-    shown = min(options.inputs, count)
-    called = _without_folder(str(given), str(given))
-    return _Chosen(rows.fetch(range(count)), f"{shown} rows to measure on of {called}", True)
+    named = _without_folders(str(given), [str(given)])
+    return _Chosen(rows.fetch(range(count)), f"{min(options.inputs, count)} rows to measure on of {named}", True)
 
 
 def _most(loaded: Loaded, options: InputOptions) -> int:
@@ -236,30 +287,26 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders
             total = len(part.data.sizes)
             if config.held_out(total) < options.inputs or total < 2 * options.inputs:
                 examples = part.data.fetch(list(range(min(most, total))))
-                count = min(options.inputs, total)
-                return _Chosen(examples, f"the first {count} examples of {_bare(part.origin, folders)}", True)
+                named = _without_folders(part.origin, folders)
+                return _Chosen(examples, f"the first {min(options.inputs, total)} examples of {named}", True)
     source = load_source(config, processor, modality)
-    called = _bare(source.description.partition(": ")[0], folders)
-    examples = source.holdout_examples(most)
-    return _Chosen(examples, f"{options.inputs} held-out examples of {called}", bool(config.sources))
+    named = _without_folders(source.description.partition(": ")[0], folders)
+    description = f"{options.inputs} held-out examples of {named}"
+    return _Chosen(source.holdout_examples(most), description, bool(config.sources))
 
 
-def _bare(description: str, folders: Sequence[str]) -> str:
-    for folder in folders:
-        description = _without_folder(description, folder)
-    return description
-
-
-def _without_folder(description: str, dataset: str) -> str:
-    """A report travels: where a file lies on somebody's disk is nobody's business, its name says what it is."""
-    return description.replace(dataset, Path(dataset).name or dataset)
+def _without_folders(text: str, paths: Sequence[str]) -> str:
+    """Shorten paths to their names: a report is shared, and the layout of somebody's disk is private."""
+    for path in paths:
+        text = text.replace(path, Path(path).name or path)
+    return text
 
 
 def token_labels(processor: Any, ids: Tensor) -> list[str]:
-    """Return what stands for each token on an axis: its text, without the tokenizer's own marks for spaces."""
+    """Return a label per token for an axis: its text, without the tokenizer's marks for spaces."""
     tokenizer = processor if hasattr(processor, "convert_ids_to_tokens") else processor.tokenizer
-    found = []
+    labels = []
     for number, token in zip(ids.tolist(), tokenizer.convert_ids_to_tokens(ids.tolist()), strict=True):
         text = tokenizer.decode([number]).strip() if "Ġ" in str(token) or "▁" in str(token) else str(token)
-        found.append(text or str(token))
-    return found
+        labels.append(text or str(token))
+    return labels

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from linearize.data.records import Example
 
 SHOWN = 8
-"""Texts in the table."""
+"""Most texts in the table."""
 CHARACTERS = 400
-"""Of a text that are shown."""
+"""Characters of a text that are shown."""
 CLASS, NUMBER, SEVERAL = "single_label_classification", "regression", "multi_label_classification"
 """Kinds of predictions, as transformers' `problem_type` has them."""
 
@@ -36,8 +36,8 @@ class Change:
         converted: the converted model's.
         original_probability: of the original's label; None for numbers and for several labels.
         converted_probability: of the converted model's label.
-        difference: half the sum of the probabilities' differences (total variation), 0 to 1; of several labels the
-            largest difference of a probability, of numbers the absolute difference.
+        difference: half the sum of the probabilities' differences (total variation), 0 to 1; for a model with
+            several labels the largest difference of a probability, for numbers the absolute difference.
     """
 
     text: str
@@ -70,10 +70,10 @@ def has_predictions(loaded: Loaded) -> bool:
     return loaded.modality == "text" and head_of_class(type(loaded.model).__name__) == HEADS["text-classification"]
 
 
-def why_not(original: Loaded | None, converted: Loaded, texts: Sequence[Example]) -> str | None:
-    """Say why predictions are not compared; None where they can be, and of a model that predicts no label."""
+def why_not(original: Loaded | None, converted: Loaded, texts: Sequence[Example]) -> str:
+    """Return why predictions cannot be compared; empty if they can, or if the model predicts no label."""
     if not has_predictions(converted):
-        return None
+        return ""
     if not texts:
         return "the texts are the built-in ones, which are not of its task; name data with --dataset"
     if original is None:
@@ -84,7 +84,7 @@ def why_not(original: Loaded | None, converted: Loaded, texts: Sequence[Example]
     counts = [model.config.num_labels for model in (original.model, converted.model)]
     if counts[0] != counts[1]:
         return f"the original has {counts[0]} labels, this model {counts[1]}; give the one tuned alike with --original"
-    return None
+    return ""
 
 
 @torch.no_grad()
@@ -93,9 +93,9 @@ def compare_predictions(original: Loaded, converted: Loaded, texts: Sequence[Exa
 
     Args:
         original: the softmax model, with the same labels.
-        converted: the converted one, whose tokenizer is used, and whose names of labels.
+        converted: the converted one, whose tokenizer and label names are used.
         texts: examples [N].
-        length: tokens per text; the original reads no more than it takes, and neither does the converted model then.
+        length: most tokens per text; both models read fewer if the original takes fewer.
     """
     from linearize.finetune.load import label_order
     from linearize.surgery.positions import current_length
@@ -112,27 +112,28 @@ def compare_predictions(original: Loaded, converted: Loaded, texts: Sequence[Exa
     ]
     apart = (probabilities[0] - probabilities[1]).abs()
     differences = apart.sum(dim=-1) / 2 if kind == CLASS else apart.amax(dim=-1)
-    said = [_said(x, names, kind) for x in probabilities]
-    order_of_change = differences.argsort(descending=True, stable=True).tolist()
-    # The same text twice says it once.
-    largest = list({_shown(texts[place]): place for place in reversed(order_of_change)}.values())[::-1][:SHOWN]
+    first_labels, second_labels = (_labels(x, names, kind) for x in probabilities)
+    by_change = differences.argsort(descending=True, stable=True).tolist()
+    # A text that comes twice is shown once.
+    largest = list({_shown(texts[row]): row for row in reversed(by_change)}.values())[::-1][:SHOWN]
     changes = [
         Change(
-            text=_shown(texts[place]),
-            original=said[0][place][0],
-            converted=said[1][place][0],
-            original_probability=said[0][place][1],
-            converted_probability=said[1][place][1],
-            difference=float(differences[place]),
+            text=_shown(texts[row]),
+            original=first_labels[row][0],
+            converted=second_labels[row][0],
+            original_probability=first_labels[row][1],
+            converted_probability=second_labels[row][1],
+            difference=float(differences[row]),
         )
-        for place in largest
+        for row in largest
     ]
-    same = None if kind == NUMBER else sum(one[0] == two[0] for one, two in zip(*said, strict=True))
+    pairs = zip(first_labels, second_labels, strict=True)
+    same = None if kind == NUMBER else sum(label == other for (label, _), (other, _) in pairs)
     return Changes(kind, len(texts), same, tuple(changes))
 
 
 def _names(model: PreTrainedModel) -> list[str]:
-    """Return what a model calls its outputs, in their order."""
+    """Return the labels of a model's outputs, in order."""
     return [str(name) for _, name in sorted((model.config.id2label or {}).items())]
 
 
@@ -141,8 +142,8 @@ def _logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     return model(**{name: value.to(device) for name, value in batch.items()}).logits.double().cpu()
 
 
-def _said(values: Tensor, names: Sequence[str], kind: str) -> list[tuple[str, float | None]]:
-    """Return label and probability for each row [N, C]."""
+def _labels(values: Tensor, names: Sequence[str], kind: str) -> list[tuple[str, float | None]]:
+    """Return label and probability for each row of [N, C]."""
     if kind == NUMBER:
         return [(", ".join(f"{value:.3g}" for value in row), None) for row in values.tolist()]
     if kind == SEVERAL:

@@ -1,15 +1,15 @@
-"""What was gathered, as sections of a page: words, pictures and tables."""
+"""The sections of a report's page, made of the data that was gathered: words, pictures and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.bench.plot import time_and_memory
 from linearize.bench.rows import mebibytes
-from linearize.checkpoint.inspect import training_rows
 from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.errors import DataError
 from linearize.fidelity import plots, plots_kernels, plots_maps
@@ -27,12 +27,12 @@ SCALES = {
     "distance": "Maps of distances share the distance scale on the whole page: 0 (equal, dark) to 1 or more (bright).",
 }
 LARGE = 2
-"""How many of the best and of the worst heads are shown large."""
+"""How many of the best heads, and of the worst, are shown large."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One drawn picture: a file name without its ending, what it shows in words, and the PNG with its size."""
+    """One drawn picture: file name without its ending, description, caption, and the PNG with its size."""
 
     name: str
     alt: str
@@ -44,7 +44,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column names the row. `kind` is what its cells are: facts, numbers or texts."""
+    """A table of text; the first column names the row. `kind` says what the cells hold: facts, numbers or texts."""
 
     caption: str
     columns: list[str]
@@ -75,18 +75,18 @@ def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
 
 
 def make_sections(found: Gathered) -> list[Section]:
-    """Draw all sections for which there is something to show, in the order of the page."""
+    """Draw all sections that have something to show, in the order of the page."""
     makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _scatter, _spread, _kernels, _training, _speed)
     return [section for make in makers for section in make(found)]
 
 
 def _checkpoint(found: Gathered) -> Iterator[Section]:
-    elsewhere = dict(training_rows(found.info.provenance))
-    rows = [[label, value] for label, value in found.info.rows() if label not in elsewhere]
-    # A report travels: the folder on somebody's disk is nobody's business.
+    in_training = dict(found.info.provenance.training_rows())
+    rows = [[label, value] for label, value in found.info.rows() if label not in in_training]
+    # A report is shared, and the layout of somebody's disk is private.
     rows[0] = [rows[0][0], Path(found.info.name).name or found.info.name]
     rows.append(["inputs of this report", found.inputs])
-    text = "What was converted into what, as the checkpoint itself says."
+    text = "Facts about the checkpoint, by its own record."
     yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows, "facts"),))
 
 
@@ -118,8 +118,8 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
     )
     if controls:
         text += (
-            " Far mass is softmax's weight outside the window. The window alone is the control: a kernel brings what "
-            "its error lies below that one."
+            " Far mass is softmax's weight outside the window. The window alone is the control: a kernel is worth the "
+            "difference between that error and its own."
         )
     if found.outputs is not None:
         text += (
@@ -138,8 +138,8 @@ def _predictions(found: Gathered) -> Iterator[Section]:
     rows = [
         [
             change.text,
-            _prediction(change.original, change.original_probability),
-            _prediction(change.converted, change.converted_probability),
+            _labelled(change.original, change.original_probability),
+            _labelled(change.converted, change.converted_probability),
             _number(change.difference),
         ]
         for change in changes.largest
@@ -155,16 +155,18 @@ def _predictions(found: Gathered) -> Iterator[Section]:
     yield Section("predictions", "Changed predictions", text, tables=(table,))
 
 
-def _prediction(said: str, probability: float | None) -> str:
-    return said if probability is None else f"{said} ({probability:.2f})"
+def _labelled(label: str, probability: float | None) -> str:
+    return label if probability is None else f"{label} ({probability:.2f})"
 
 
 def _maps(found: Gathered) -> Iterator[Section]:
     if not found.maps:
         return
-    of = "the first picture" if found.picture is not None else f"the first {len(found.tokens)} tokens of the first text"
+    shown = "the first picture"
+    if found.picture is None:
+        shown = f"the first {len(found.tokens)} tokens of the first text"
     text = (
-        f"Attention of {of}: softmax above, the kernel below. Queries run down, keys to the right. "
+        f"Attention of {shown}: softmax above, the kernel below. Queries run down, keys to the right. "
         f"{SCALES['weight']} Negative weights (below -{LEAST_WEIGHT:g}) are red."
     )
     alt = f"Attention maps of all {len(found.maps)} converted layers and their heads, softmax above linear."
@@ -172,8 +174,8 @@ def _maps(found: Gathered) -> Iterator[Section]:
     if found.picture is not None:
         try:
             figure = plots_maps.picture_maps(found.maps, found.picture)
-            alt = "The class token's attention laid over the picture, per layer, softmax beside linear."
-            pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is much. {SCALES['weight']}"))
+            alt = "The class token's attention laid over the picture, per layer, softmax next to linear."
+            pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is high. {SCALES['weight']}"))
         except DataError as error:
             found.left_out.append(f"Maps over the picture: {error}.")
     yield Section("maps", "Attention maps", text, tuple(pictures))
@@ -226,34 +228,36 @@ def _spread(found: Gathered) -> Iterator[Section]:
         "the weight of the keys nearest to a query: a curve below softmax's means diluted attention. "
         "Negative weights count by their magnitude."
     )
-    one = draw("entropy", plots.entropy_by_layer(found.spreads), "Entropy per layer, softmax against linear.")
-    two = draw(
+    entropy = draw("entropy", plots.entropy_by_layer(found.spreads), "Entropy per layer, softmax against linear.")
+    local = draw(
         "local",
         plots.local_attention(found.spreads),
         "Locally accumulated attention against the size of the neighbourhood, softmax left, linear right.",
     )
-    yield Section("spread", "How widely attention is spread", text, (one, two))
+    yield Section("spread", "How widely attention is spread", text, (entropy, local))
 
 
 def _kernels(found: Gathered) -> Iterator[Section]:
     pictures = []
     for kernel in dict.fromkeys(layer.kernel for layer in found.maps):
-        known = plots_kernels.kernel_picture(kernel)
-        if known is None:
+        picture = plots_kernels.kernel_picture(kernel)
+        if picture is None:
             found.left_out.append(f"Learned kernels: there is no picture for kernel {kernel!r}.")
             continue
-        figure = known.draw([layer for layer in found.maps if layer.kernel == kernel])
+        figure = picture.draw([layer for layer in found.maps if layer.kernel == kernel])
         alt = f"What the kernel {kernel} has learned, layer by layer."
-        pictures.append(draw(f"kernel-{kernel}", figure, alt, known.caption or alt))
+        pictures.append(draw(f"kernel-{kernel}", figure, alt, picture.caption or alt))
     if pictures:
         yield Section("kernels", "What the kernels learned", "Only these numbers were added.", tuple(pictures))
 
 
 def _training(found: Gathered) -> Iterator[Section]:
     pictures = []
+    made = found.info.provenance
+    chance = None if made.finetuning is None else made.finetuning.chance
     for stage, make, title in (
         (STAGE_ONE, plots.stage_one_curves, "Stage one's losses, step by step."),
-        (STAGE_TWO, plots.stage_two_curves, "Stage two's loss and score, step by step."),
+        (STAGE_TWO, partial(plots.stage_two_curves, chance=chance), "Stage two's loss and score, step by step."),
     ):
         if not any(line["stage"] == stage for line in found.log):
             continue
@@ -261,10 +265,10 @@ def _training(found: Gathered) -> Iterator[Section]:
             pictures.append(draw(stage, make(found.log), title))
         except DataError as error:
             found.left_out.append(f"{str(error).partition(';')[0]}.".capitalize())
-    rows = [[label, value] for label, value in training_rows(found.info.provenance)]
+    rows = [[label, value] for label, value in made.training_rows()]
     if pictures or rows:
         tables = (Table("What the checkpoint says about its training", ["", "value"], rows, "facts"),) if rows else ()
-        yield Section("training", "Training", "From the log that lies beside the weights.", tuple(pictures), tables)
+        yield Section("training", "Training", "From the log in the checkpoint's folder.", tuple(pictures), tables)
 
 
 def _speed(found: Gathered) -> Iterator[Section]:
@@ -284,11 +288,11 @@ def _speed(found: Gathered) -> Iterator[Section]:
     columns = ["tokens", "softmax, s", "linear, s", "times faster", "softmax, MiB", "linear, MiB"]
     text = (
         "One forward of one input without the head, medians over the turns that both sides take; the softmax side is "
-        "the same checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in its own process "
-        "per side. Short inputs do not gain: the crossing point depends on the model and the machine."
+        "the same checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in a separate "
+        "process per side. Short inputs do not gain: the crossing point depends on the model and the machine."
     )
     if found.noise is not None:
         text += f" The machine was {found.noise.text}."
-    alt = "Seconds and peak memory against the length of the input, softmax beside linear."
+    alt = "Seconds and peak memory against the length of the input, softmax next to linear."
     picture = draw("speed", time_and_memory(found.speeds), alt)
     yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))

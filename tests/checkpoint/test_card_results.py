@@ -1,10 +1,14 @@
-"""The card: a loading line that runs, limits, results beside the original's, and the commands that made it."""
+"""The card: a loading line that runs, limits, results next to the original's, and the commands that made it."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import re
 import shlex
+import sys
+import warnings
 
 import pytest
 import yaml
@@ -15,14 +19,17 @@ from transformers import AutoModel
 
 import linearize
 from linearize import registry
-from linearize.checkpoint.card import model_card
-from linearize.checkpoint.card_facts import commands, limits
+from linearize.checkpoint.card import commands, limits, model_card
+from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.checkpoint.provenance import Provenance
 from linearize.checkpoint.push import _name_card, with_name
 from linearize.cli import main
 from linearize.cli.main import build_parser
+from linearize.errors import ConfigError
 from linearize.modeling.plan import Plan
 from linearize.registry import kernel_info
 
+read = Provenance.from_dict
 DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
 
@@ -100,12 +107,12 @@ def test_limits(place, card):
     plan = Plan.from_dict(model.config.linearize)
     # Stage two may have read longer rows than stage one.
     stages = {"longest_row": 28, "finetuning": {"max_length": 64, "facts": {"longest_row": 90}}}
-    assert "on rows of up to 64." in " ".join(limits(plan, stages, 128))
-    assert "on rows of up to 28." in " ".join(limits(plan, stages | {"finetuning": {"facts": {}}}, 128))
+    assert "on rows of up to 64." in " ".join(limits(plan, read(stages), 128))
+    assert "on rows of up to 28." in " ".join(limits(plan, read(stages | {"finetuning": {"facts": {}}}), 128))
     # Perplexity has windows of a length, and no longest row.
     windows = {"finetuning": {"max_length": 96, "facts": {"context": 64, "stride": 63}}}
-    assert "on rows of up to 96." in " ".join(limits(plan, stages | windows, 128))
-    assert "weights can be negative" in " ".join(limits(plan, {}, None))
+    assert "on rows of up to 96." in " ".join(limits(plan, read(stages | windows), 128))
+    assert "weights can be negative" in " ".join(limits(plan, Provenance(), None))
 
 
 def test_a_card_without_results_says_nothing_of_them(tmp_path):
@@ -113,8 +120,8 @@ def test_a_card_without_results_says_nothing_of_them(tmp_path):
     text = (tmp_path / 'a "name"' / "README.md").read_text()
     assert "## Results" not in text and "model-index" not in text and "How it was made" not in text
     assert 'from_pretrained("a \\"name\\"")' in text
-    assert commands({"commands": "x"}) == [] and commands({"commands": [1]}) == []
-    assert commands({"commands": ["a\nb\x1b[2J"] * 30}) == ["a b\ufffd[2J"] * 20
+    assert commands(read({"commands": "x"})) == [] and commands(read({"commands": [1]})) == []
+    assert commands(read({"commands": ["a\nb\x1b[2J"] * 30})) == ["a b\ufffd[2J"] * 20
 
 
 def test_a_repository_gives_its_name(place, card, tmp_path):
@@ -128,21 +135,59 @@ def test_a_repository_gives_its_name(place, card, tmp_path):
     _name_card(tmp_path / "nothing", "alice/linear")
 
 
-def test_a_kernel_from_outside_is_said_to_stay_behind(tmp_path, monkeypatch, capsys):
-    """Its code does not travel: the save says so, and the card promises nothing else."""
-    import dataclasses
+OUTSIDE = """
+import dataclasses, linearize
+from linearize.kernels.elu import Elu
 
+class Mine(Elu):
+    pass
+
+info = dataclasses.replace(linearize.kernel_info("elu"), name="mine", build=Mine, url="", source="ours")
+linearize.register_kernel(info)
+"""
+
+
+def test_a_kernel_from_outside_names_its_package(tmp_path, monkeypatch, capsys):
+    """Its code does not travel: one note, the card, config.json, `inspect` and the error of a load name the package."""
     monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
-    linearize.register_kernel(dataclasses.replace(kernel_info("elu"), name="mine"))
+    (tmp_path / "mykern.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mykern", raising=False)
+    importlib.import_module("mykern")
     original("bert").save_pretrained(tmp_path / "bert")
     line = ["convert", str(tmp_path / "bert"), "--kernel", "mine", "--distill-steps", "0", "--align-steps", "0"]
-    with pytest.warns(UserWarning, match="kernel 'mine'"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*mine")
         assert main([*line, "--output", str(tmp_path / "out")]) == 0
-    assert "The checkpoint does not run by itself: kernel 'mine'" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    cure = "kernel 'mine' of package mykern is not part of linearize, so its code does not travel with the checkpoint: "
+    cure += "install mykern to load it, and import it first."
+    assert f"Loading the checkpoint needs more code: {cure}" in said and said.count("not part of linearize") == 1
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["linearize"]
+    assert section["packages"] == {"mine": "mykern"}
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "trust_remote_code" not in text and "It does not run by itself" in text
+    assert "trust_remote_code" not in text and f"Loading it needs more code: {cure}" in text
+    assert "import linearize\nimport mykern\nmodel =" in text and "]()" not in text and ". ours\n" in text
     assert "trust_remote_code=True" in model_card(converted("bert", "AutoModel"))
     assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == "LinearizedBertModel"
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "needs package       mykern (kernel mine)" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match=cure.removesuffix(".")) as warned:
+        linearize.save(AutoModel.from_pretrained(tmp_path / "out"), tmp_path / "again")
+    assert len(warned) == 1
+    registry._KERNELS.pop("mine")
+    for load in (AutoModel.from_pretrained, inspect_checkpoint):
+        with pytest.raises(ConfigError, match="needs package mykern, which registers its kernel 'mine'; install it"):
+            load(tmp_path / "out")
+
+
+def test_a_kernel_of_a_script_has_no_package(monkeypatch):
+    monkeypatch.setattr(registry, "_KERNELS", dict(registry._KERNELS))
+    made = type("Mine", (kernel_info("elu").build,), {"__module__": "__main__"})
+    linearize.register_kernel(dataclasses.replace(kernel_info("elu"), name="mine", build=made))
+    model = converted("bert", "AutoModel", "mine")
+    assert "packages" not in model.config.to_dict()["linearize"]
+    assert "kernel 'mine' of a script is not part of linearize" in model_card(model)
 
 
 @pytest.mark.parametrize("name", ["<script>x<!", "x\n<script>", "x\n\n<img src=q>", "a`b<i>", "| <i>", "x\n```\n<i>"])

@@ -5,7 +5,8 @@ import torch
 from support.tiny import converted, inputs_of
 
 from linearize.attention.interface import linear_attentions
-from linearize.checkpoint.card_facts import limits
+from linearize.checkpoint.card import limits
+from linearize.checkpoint.provenance import Provenance
 from linearize.errors import ConfigError
 from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
 from linearize.fidelity.measure import measure_layers
@@ -114,6 +115,6 @@ def test_far_mass_is_softmax_outside_the_window(name):
 
 def test_the_card_states_the_control():
     plan = Plan.from_dict(hybrid(window=3).config.linearize)
-    said = limits(plan, {"kernel_merit": {"error": 0.25, "window_only": 0.5}}, None)
+    said = limits(plan, Provenance(kernel_merit={"error": 0.25, "window_only": 0.5}), None)
     assert any("was 0.250; with its softmax windows alone, without the kernel, it was 0.500" in text for text in said)
-    assert not any("windows alone" in text for text in limits(plan, {}, None))
+    assert not any("windows alone" in text for text in limits(plan, Provenance(), None))

@@ -62,7 +62,7 @@ def test_a_search_from_end_to_end(model, data):
 
 @pytest.mark.usefixtures("given_costs")
 def test_the_error_of_the_plan_is_that_of_the_converted_model(model, data):
-    from linearize.fidelity.whole import output_difference
+    from linearize.fidelity.measure import output_difference
 
     result = search(model, data, config(steps=3, candidates=("hedgehog", "t2r"), budget="cost=0.15"))
     assert [layer.label for layer in result.layers].count("t2r") == 1 and result.points[0].share == pytest.approx(0.15)

@@ -14,7 +14,7 @@ from support.tiny import converted, original
 import linearize
 from linearize.bench.rows import Row, Variant
 from linearize.bench.timing import Timing
-from linearize.checkpoint.taught import taught_length
+from linearize.checkpoint.provenance import Provenance
 from linearize.finetune.config import DataOptions
 from linearize.finetune.prepare import prepare
 from linearize.finetune.save import tuning_record
@@ -25,12 +25,12 @@ from linearize.loading import load_converted, load_model
 from linearize.options import recorded
 from linearize.report.answer import answer
 from linearize.report.gather import gather
-from linearize.report.inputs import InputOptions, load_inputs
-from linearize.report.options import ReportOptions
+from linearize.report.inputs import load_inputs, recorded_data
+from linearize.report.options import InputOptions, ReportOptions
 from linearize.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
-from linearize.report.recorded import recorded_data
 from linearize.report.write import write_report
 
+read = Provenance.from_dict
 NAMES = {0: "<b>bad", 1: "<b>so", 2: "<b>good"}
 
 
@@ -43,7 +43,7 @@ def rows(count):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A classifier of three names, its original, and the data that its record names, beside them."""
+    """A classifier of three names, its original, and next to them the data that its record names."""
     root = tmp_path_factory.mktemp("answer")
     head = "AutoModelForSequenceClassification"
     config = {
@@ -72,6 +72,10 @@ def made(tmp_path_factory):
     return root
 
 
+def made_by(loaded):
+    return read(loaded.model.config.linearize["provenance"])
+
+
 def options(made, original="original", **inputs):
     given = InputOptions(**{"inputs": 3} | inputs)
     return ReportOptions(str(made / "linear"), original and str(made / original), given, lengths=(), device="cpu")
@@ -97,7 +101,7 @@ def test_the_page_opens_with_the_answer_and_lists_the_texts(made, tmp_path):
 def test_changed_predictions_are_the_models_own(made):
     """Written out: each text alone through transformers' own model; labels by name, in whatever order they stand."""
     linear, plain = load_converted(str(made / "linear")), load_model(str(made / "original"))
-    texts = load_inputs(linear, InputOptions(), provenance=linear.model.config.linearize["provenance"]).texts
+    texts = load_inputs(linear, InputOptions(), provenance=made_by(linear)).texts
     assert len(texts) == 37
     found = compare_predictions(plain, linear, texts, 31)
     expected = []
@@ -118,7 +122,7 @@ def test_changed_predictions_are_the_models_own(made):
 
 def test_other_kinds_of_predictions(made):
     linear, plain = load_converted(str(made / "linear")), load_model(str(made / "original"))
-    texts = load_inputs(linear, InputOptions(), provenance=linear.model.config.linearize["provenance"]).texts[:5]
+    texts = load_inputs(linear, InputOptions(), provenance=made_by(linear)).texts[:5]
     same = compare_predictions(plain, plain, texts, 31)
     assert same.same == 5 and same.largest[0].difference == 0
     linear.model.config.problem_type = SEVERAL
@@ -137,14 +141,14 @@ def test_without_predictions_it_says_why(made):
     assert answer(found).startswith("This model's attention was compared with its own softmax only (total variation 0.")
     linear = load_converted(str(made / "linear"))
     assert "built-in" in why_not(linear, linear, ())
-    assert why_not(None, load_model(str(made / "untuned")), ()) is None
+    assert why_not(None, load_model(str(made / "untuned")), ()) == ""
 
 
 def test_the_data_of_the_record_is_found_again_or_not(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     linear = load_converted(str(made / "linear"))
-    provenance = linear.model.config.linearize["provenance"]
-    assert provenance["options"]["dataset"] == "rows.jsonl"
+    provenance = made_by(linear)
+    assert provenance.options.dataset == "rows.jsonl"
     assert recorded_data(provenance, str(made / "linear")).names == ((str(made / "rows.jsonl"), 1.0),)
     # In the current folder first; and nothing outside of these two, whatever a record says.
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
@@ -159,11 +163,11 @@ def test_the_data_of_the_record_is_found_again_or_not(made, tmp_path, monkeypatc
         "a/b/c",
         "bare",
     ):
-        assert recorded_data({"options": {"dataset": name}}, "elsewhere").missing == name
+        assert recorded_data(read({"options": {"dataset": name}}), "elsewhere").missing == name
     several = {"options": {"dataset": {"owner/glue:sst2": 1, "o/n": 2}}}
-    assert recorded_data(several, "x").names == (("owner/glue:sst2", 1.0), ("o/n", 2.0))
+    assert recorded_data(read(several), "x").names == (("owner/glue:sst2", 1.0), ("o/n", 2.0))
     for nothing in ({}, {"options": {"dataset": None}}, {"options": 3}, {"options": {"dataset": {"a": "b"}}}):
-        assert recorded_data(nothing, "x") is None
+        assert recorded_data(read(nothing), "x") is None
     (tmp_path / "rows.jsonl").write_text("{")
     inputs = load_inputs(linear, InputOptions(inputs=2), provenance=provenance)
     assert "'rows.jsonl', which the checkpoint names" in inputs.notes[0] and "cannot be read now" in inputs.notes[0]
@@ -183,7 +187,9 @@ def test_a_tasks_rows_are_those_it_is_measured_on(made, monkeypatch):
     result = SimpleNamespace(**measured, steps=1, best_step=1, selection=None, stopped="steps", seconds=1.0)
     record = tuning_record(data, TuneConfig(), result)
     linear = load_converted(str(made / "linear"))
-    inputs = load_inputs(linear, InputOptions(inputs=4), provenance={"finetuning": json.loads(json.dumps(record))})
+    inputs = load_inputs(
+        linear, InputOptions(inputs=4), provenance=read({"finetuning": json.loads(json.dumps(record))})
+    )
     assert inputs.description == "4 rows to measure on of rows.jsonl, which stage two learned from"
     assert [batch["input_ids"].shape[0] for batch in inputs.batches] == [4] and inputs.length == 20
     held = [data.validation[place]["input_ids"] for place in range(len(data.validation))]
@@ -193,9 +199,9 @@ def test_a_tasks_rows_are_those_it_is_measured_on(made, monkeypatch):
 
 
 def test_lengths_are_those_it_was_taught_on():
-    assert taught_length({}) is None and taught_length({"longest_row": 99}) == 99
+    assert read({}).row_length is None and read({"longest_row": 99}).row_length == 99
     record = {"longest_row": 99, "finetuning": {"max_length": 512, "facts": {"longest_row": 300}}}
-    assert taught_length(record) == 300
+    assert read(record).row_length == 300
 
 
 def test_the_sentence_says_only_what_is_known():
@@ -208,7 +214,7 @@ def test_the_sentence_says_only_what_is_known():
 
     speeds = [timed(128, 0.5), timed(512, 1.0), timed(2048, 3.0)]
     provenance = {"longest_row": 512, "finetuning": {"score": 0.9, "task": "sst2", "original": {"score": 0.95}}}
-    info = SimpleNamespace(max_length=4096, provenance=provenance)
+    info = SimpleNamespace(max_length=4096, provenance=read(provenance))
     outputs, fidelity = SimpleNamespace(cosine=0.98), SimpleNamespace(mean=lambda name: 0.25)
     found = SimpleNamespace(
         info=info, speeds=speeds, changes=None, outputs=outputs, fidelity=fidelity, picture=None, spreads=[], noise=None
@@ -218,7 +224,7 @@ def test_the_sentence_says_only_what_is_known():
         "0.980 to the original's; one input of 2,048 tokens is read 3.00 times as fast as with softmax, one of 512 is "
         "not faster; it takes up to 4,096 tokens, and it was taught on rows of up to 512."
     )
-    found.speeds, found.outputs, info.provenance, info.max_length = speeds[:1], None, {}, None
+    found.speeds, found.outputs, info.provenance, info.max_length = speeds[:1], None, read({}), None
     assert answer(found) == (
         "This model's attention was compared with its own softmax only (total variation 0.250, 0 is equal); one input "
         "of 128 tokens takes 2.00 times as long as with softmax; no limit of its length is known, and the checkpoint "

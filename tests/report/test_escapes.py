@@ -10,11 +10,9 @@ from support.checkpoints import log_lines, texts, tokenizer
 from support.tiny import converted
 
 import linearize
-from linearize.report.gather import ReportOptions
-from linearize.report.html import page
-from linearize.report.inputs import InputOptions
+from linearize.report.options import InputOptions, ReportOptions
 from linearize.report.sections import Picture, Section, Table
-from linearize.report.write import write_report
+from linearize.report.write import page, write_report
 
 MARKUP = "<img src=x onerror=\"alert('1')\"></style></title><script>alert(1)</script>"
 STEERING = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202etxt"

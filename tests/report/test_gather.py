@@ -10,13 +10,13 @@ from support.checkpoints import make_image, make_original, make_text, texts
 from support.forks import in_forked_process
 
 from linearize.errors import CheckpointError, ConfigError, DataError
-from linearize.fidelity.whole import output_difference
+from linearize.fidelity.measure import output_difference
 from linearize.loading import load_converted, load_model
 from linearize.report.answer import answer
 from linearize.report.compare import CompareOptions, compare_checkpoints
-from linearize.report.gather import ReportOptions, gather
-from linearize.report.inputs import InputOptions
-from linearize.report.original import find_original
+from linearize.report.gather import gather
+from linearize.report.measure import find_original
+from linearize.report.options import InputOptions, ReportOptions
 from linearize.report.write import write_report
 
 

@@ -13,8 +13,7 @@ import subprocess
 import pytest
 from support.checkpoints import make_text, texts
 
-from linearize.report.gather import ReportOptions
-from linearize.report.inputs import InputOptions
+from linearize.report.options import InputOptions, ReportOptions
 from linearize.report.write import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")

@@ -10,34 +10,61 @@ from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
 from linearize.bench import machine, side_by_side
-from linearize.report.noise import p_value, verdict, verdict_of_times
+from linearize.report.paired import best_by, fastest, mean_difference
 
 
-def test_the_test_is_exact_for_few_inputs():
-    values = [0.5, -0.1, 0.3, 0.2, 0.4, 0.1, 0.6]
+def difference(values):
+    """Of a model with these figures from one with zeros."""
+    return mean_difference("KL", "one", values, "other", [0.0] * len(values))
+
+
+def p_value(values):
+    """Fisher's paired randomisation test, two-sided, written out."""
     total = abs(sum(values))
-    larger = [abs(sum(s * v for s, v in zip(signs, values, strict=True))) >= total - 1e-12
-              for signs in itertools.product((-1, 1), repeat=7)]  # fmt: skip
-    assert p_value(values) == pytest.approx(sum(larger) / 2**7)
-    assert p_value([1.0] * 6) == 2 / 2**6 and p_value([0.0] * 8) == 1.0
-    assert p_value([1.0] * 40) < 0.01
+    signs = itertools.product((-1, 1), repeat=len(values))
+    sums = [abs(sum(sign * value for sign, value in zip(row, values, strict=True))) for row in signs]
+    return sum(one >= total - 1e-12 for one in sums) / len(sums)
+
+
+def test_the_interval_is_that_of_the_exact_test():
+    """0 lies outside the interval exactly where the randomisation test rejects at 5 %."""
+    generator = np.random.default_rng(0)
+    outside = 0
+    for count in (6, 7, 9, 10):
+        for shift in (0.0, 0.5, 0.8, 1.2):
+            values = generator.normal(shift, 1.0, size=count).tolist()
+            found = difference(values)
+            assert found.within_noise == (p_value(values) > 0.05)
+            assert found.interval[0] <= found.value <= found.interval[1]
+            outside += not found.within_noise
+    assert 2 < outside < 14
+    assert difference([1.0] * 6).interval == (1.0, 1.0) and difference([0.0] * 8).within_noise
+    assert difference([1.0] * 5) is None
+    assert not difference([1.0] * 40).within_noise
+    # One number added in other orders is not a difference.
+    assert difference([0.1, 0.2, -0.3] * 4).within_noise
 
 
 def test_chance_alone_is_seldom_called_a_difference():
     generator = np.random.default_rng(0)
-    found = [p_value(generator.normal(size=10)) <= 0.05 for _ in range(200)]
-    assert 0 < sum(found) < 24
-    assert all(p_value(generator.normal(1.5, 1.0, size=20)) <= 0.05 for _ in range(20))
+    for count in (10, 20):
+        found = [not difference(generator.normal(size=count)).within_noise for _ in range(200)]
+        assert 0 < sum(found) < 24
+    assert not any(difference(generator.normal(1.5, 1.0, size=20)).within_noise for _ in range(20))
 
 
 def test_verdicts():
     base = np.linspace(0.1, 0.4, 8)
     wobble = np.array([1, -1, 1, -1, 1, -1, 1, -1]) * 0.01
-    said = verdict("KL", {"a": base, "b": base + 0.1, "c": base + wobble + 0.001})
+    said, differences = best_by("KL", {"a": base, "b": base + 0.1, "c": base + wobble + 0.001})
     assert said == "KL: a is better than b and within noise of c"
-    assert verdict("cosine", {"a": base, "b": base + 0.1}, larger_is_better=True) == "cosine: b is better than a"
-    assert "5 inputs are too few" in verdict("KL", {"a": [0.0] * 5, "b": [1.0] * 5})
-    assert verdict_of_times({"a": (1.0, 0.2), "b": (1.15, 0.2), "c": (2.0, 0.1)}) == (
+    assert [(one.side, one.minus, one.within_noise) for one in differences] == [("a", "b", False), ("a", "c", True)]
+    assert differences[0].value == pytest.approx(-0.1) == differences[0].interval[0]
+    said, _ = best_by("cosine", {"a": base, "b": base + 0.1}, larger_is_better=True)
+    assert said == "cosine: b is better than a"
+    said, differences = best_by("KL", {"a": [0.0] * 5, "b": [1.0] * 5})
+    assert "5 inputs are too few" in said and differences == []
+    assert fastest({"a": (1.0, 0.2), "b": (1.15, 0.2), "c": (2.0, 0.1)}) == (
         "seconds: a is better than c and within noise of b"
     )
 
