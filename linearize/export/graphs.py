@@ -1,7 +1,7 @@
-"""The graphs that a model is exported as, each as a module of tensors in and tensors out.
+"""The graphs that a model is exported as: modules whose inputs and outputs are tensors.
 
-A model that does not write text is one graph. One that does is two: `model` reads a prompt, and returns the state after
-it beside the logits; `step` reads one token and a state, and returns the state after that token.
+A model that writes text has two graphs: `model` reads a prompt, and returns the logits and the state after it; `step`
+reads one token and a state, and returns the logits and the state after that token. Other models have one graph.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from linearize.surgery.inputs import candidates
 BATCH, TOKENS, PAST = "batch", "tokens", "past"
 """Names of the sizes that a graph leaves open."""
 BEFORE, AFTER = "past.", "present."
-"""What the names of a state begin with: of one that a graph reads, and of one that it returns."""
+"""Prefixes of the names of a state that a graph reads, and of one that it returns."""
 COUNT, SEEN = "tokens", "mask"
-"""The states that are not a layer's: how many tokens [B] a row has seen, and where there were tokens [B, P]."""
+"""States that belong to no layer: how many tokens [B] a row has seen, and which of them were real [B, P]."""
 _KEYS = ["keys", "values"]
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a model, before it is written down.
+    """One graph of a model, before it is exported.
 
     Attributes:
         name: "model" or "step".
         module: takes the inputs in their order, and returns the outputs as a tuple.
         inputs: examples by name.
         outputs: names.
-        sizes: name of each dimension that is left open, by input.
+        sizes: name of each open dimension, by input.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Graph:
     sizes: dict[str, dict[int, str]]
 
     def program(self) -> torch.export.ExportedProgram:
-        """Write it down with torch.export; the sizes that are left open are dynamic.
+        """Export it with torch.export; its open sizes are dynamic.
 
         Raises:
-            UnsupportedModelError: if the model cannot be written down, or only for one length.
+            UnsupportedModelError: if the model cannot be exported, or only for one length.
         """
         shapes = {name: dict.fromkeys(open_, torch.export.Dim.DYNAMIC) for name, open_ in self.sizes.items()}
         try:
@@ -68,13 +68,13 @@ class Graph:
             ) from error
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the module itself, without a gradient, on inputs by name."""
+        """Run the module on inputs by name, without gradients."""
         with torch.no_grad():
             return dict(zip(self.outputs, self.module(*(inputs[name] for name in self.inputs)), strict=True))
 
 
 class _Whole(nn.Module):
-    """A model that keeps nothing between calls."""
+    """A model without a state."""
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
         super().__init__()
@@ -92,11 +92,12 @@ class _Whole(nn.Module):
 
 
 class _Writer(nn.Module):
-    """A model that writes, with the state taken apart into tensors.
+    """A model that writes text, with its state as separate tensors.
 
     Attributes:
-        keys: names of a layer's state by the layer's number, in the order of the tensors.
-        masked: whether a layer that stays softmax has to know where there was padding.
+        keys: names of each layer's state, in the order of the tensors.
+        masked: whether a layer that stays softmax needs to know where padding was.
+        output: name of the model's main output.
     """
 
     def __init__(self, model: Any) -> None:
@@ -105,15 +106,12 @@ class _Writer(nn.Module):
         cache = self.model.new_cache()
         mask = torch.ones(1, 2, dtype=torch.long)
         with torch.no_grad():
-            self.model(input_ids=_ids(model, 1, 2), attention_mask=mask, past_key_values=cache)
+            outputs = self.model(
+                input_ids=_ids(model, 1, 2), attention_mask=mask, past_key_values=cache, return_dict=True
+            )
         self.keys = [_layer_keys(model, layer) for layer in cache.layers]
         self.masked = any(keys == _KEYS for keys in self.keys)
-        self.output = "logits" if "logits" in self._output_names() else "last_hidden_state"
-
-    def _output_names(self) -> list[str]:
-        with torch.no_grad():
-            found = self.model(input_ids=_ids(self.model, 1, 1), use_cache=False, return_dict=True)
-        return list(found)
+        self.output = "logits" if "logits" in outputs else "last_hidden_state"
 
     @property
     def states(self) -> list[str]:
@@ -122,7 +120,7 @@ class _Writer(nn.Module):
         return [COUNT, *([SEEN] if self.masked else []), *layers]
 
     def _cache(self, states: Sequence[Tensor]) -> Any:
-        """Put a cache together from the layers' tensors."""
+        """Build a cache from the layers' tensors."""
         cache, rest = self.model.new_cache(), iter(states)
         for layer, keys in zip(cache.layers, self.keys, strict=True):
             tensors = {key: next(rest) for key in keys}
@@ -175,11 +173,11 @@ class _Step(_Writer):
 
 
 def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Graph]:
-    """Return the graphs of a converted model, which is to be on the CPU, in fp32 and in evaluation mode.
+    """Return the graphs of a converted model, which must be on the CPU, in fp32 and in evaluation mode.
 
     Args:
         model: a converted model.
-        last_logits: of a model that writes, return the logits of a prompt's last token alone.
+        last_logits: whether a model that writes text returns the logits of a prompt's last token alone.
 
     Raises:
         UnsupportedModelError: for encoder-decoders, and decoders whose state is more than sums, keys and values.
@@ -201,14 +199,14 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
 def _whole_graph(model: PreTrainedModel) -> Graph:
     inputs: dict[str, Tensor] = {}
     error: Exception | None = None
-    for made in candidates(model):
-        inputs = {key: x for key, x in made.items() if torch.is_tensor(x)}
+    for example in candidates(model):
+        inputs = {key: x for key, x in example.items() if torch.is_tensor(x)}
         if "input_ids" in inputs:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             if _takes(model, "token_type_ids") and getattr(model.config, "type_vocab_size", 0) > 1:
                 inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         module = _Whole(model, list(inputs))
-        # Sizes of one would be taken for constants.
+        # torch.export treats a size of one as a constant.
         inputs = {key: torch.cat([x, x]) for key, x in inputs.items()}
         try:
             with torch.no_grad():
@@ -243,7 +241,7 @@ def _writer_graphs(model: PreTrainedModel, last: bool) -> list[Graph]:
 
 
 def _layer_keys(model: PreTrainedModel, layer: Any) -> list[str]:
-    """Return the names of the tensors that a cache's layer remembers."""
+    """Return the names of the tensors in a layer of a cache."""
     if hasattr(layer, "store"):
         return list(layer.state)
     if type(layer) is not DynamicLayer:

@@ -1,6 +1,6 @@
-"""ONNX: graphs with sizes left open, in a folder with one file of weights that all of them read.
+"""ONNX: graphs with open sizes, in a folder with one file of weights for all of them.
 
-Every graph is run in onnxruntime at sizes that it was not made with, and held against PyTorch, before it is kept.
+Every graph is run in onnxruntime at other sizes than it was exported with, and compared with PyTorch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 import onnxruntime
-import onnxscript  # noqa: F401  # torch.onnx needs it: what is missing is said before the work.
+import onnxscript  # noqa: F401  # torch.onnx needs it; a missing package is reported before the work.
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,18 +27,18 @@ from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, Graph
 WEIGHTS = "weights.bin"
 """Name of the file of weights."""
 LARGE = 1024
-"""Bytes from which on a tensor goes there: smaller ones are shapes and constants that onnxruntime looks at early."""
+"""Fewest bytes of a tensor in that file: smaller ones are shapes and constants that onnxruntime reads early."""
 ALIGNED = 4096
-"""Weights begin at multiples of this, so that they can be mapped into memory."""
+"""Weights begin at multiples of this many bytes, so that they can be mapped into memory."""
 TOLERANCE = 1e-3
-"""Largest difference from PyTorch that is taken for rounding, as a share of the output's largest number."""
+"""Largest difference from PyTorch that counts as rounding, as a share of the output's largest number."""
 STEPS = 3
-"""Tokens that are read one by one in the check."""
+"""Tokens that the check reads one by one."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A graph that was held against PyTorch.
+    """A graph compared with PyTorch.
 
     Attributes:
         difference: largest difference of an output.
@@ -58,7 +58,7 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
     """Translate a graph.
 
     Raises:
-        UnsupportedModelError: if torch.export or torch.onnx does not take it.
+        UnsupportedModelError: if torch.export or torch.onnx cannot translate it.
     """
     program = graph.program()
     quiet = logging.getLogger("torch.onnx")
@@ -67,7 +67,7 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
         quiet.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made: Any = torch.onnx.export(
+            exported: Any = torch.onnx.export(
                 program, dynamo=True, input_names=list(graph.inputs), output_names=list(graph.outputs), verbose=False
             )
     except Exception as error:
@@ -78,20 +78,16 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
         ) from error
     finally:
         quiet.setLevel(level)
-    model: onnx_ir.Model = made.model
+    model: onnx_ir.Model = exported.model
     for value in model.graph.inputs:
-        _name_sizes(value, graph.sizes[str(value.name)])
+        assert value.shape is not None
+        names = graph.sizes[str(value.name)]
+        value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
     return model
 
 
-def _name_sizes(value: onnx_ir.Value, names: Mapping[int, str]) -> None:
-    """Give the open sizes of an input names that mean something."""
-    assert value.shape is not None
-    value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
-
-
 def write(models: Mapping[str, onnx_ir.Model], folder: Path) -> None:
-    """Write graphs as `<name>.onnx`, and their weights, each once, into `WEIGHTS` beside them."""
+    """Write graphs as `<name>.onnx`, and their weights, each once, as `WEIGHTS` into the same folder."""
     places: dict[tuple[str, str], tuple[int, int]] = {}
     with open(folder / WEIGHTS, "wb") as file:
         for model in models.values():
@@ -121,7 +117,7 @@ def session(file: Path, threads: int | None = None) -> onnxruntime.InferenceSess
     """Open a graph in onnxruntime on the CPU.
 
     Args:
-        file: the graph; its weights are found beside it.
+        file: the graph; its weights are in the same folder.
         threads: of the CPU; None: onnxruntime's own choice.
     """
     options = onnxruntime.SessionOptions()
@@ -132,24 +128,24 @@ def session(file: Path, threads: int | None = None) -> onnxruntime.InferenceSess
 
 
 def run(opened: onnxruntime.InferenceSession, inputs: Mapping[str, Tensor | np.ndarray]) -> dict[str, np.ndarray]:
-    """Run a graph on inputs by name -> its outputs by name; inputs that it has no use for are left out."""
-    known = {one.name for one in opened.get_inputs()}
+    """Run a graph on inputs by name -> its outputs by name; inputs that it does not have are left out."""
+    known = {value.name for value in opened.get_inputs()}
     feed = {name: x.numpy() if torch.is_tensor(x) else x for name, x in inputs.items() if name in known}
-    names = [one.name for one in opened.get_outputs()]
+    names = [value.name for value in opened.get_outputs()]
     return dict(zip(names, opened.run(names, feed), strict=True))
 
 
 def check(graphs: list[Graph], model: PreTrainedModel, folder: Path, tokens: int) -> dict[str, Checked]:
-    """Run what was written at sizes of its own, with padding, and hold it against PyTorch.
+    """Run written graphs at other sizes, with padding, and compare them with PyTorch.
 
-    A model that writes reads all tokens but the last `STEPS` as a prompt and those one by one: every step's outputs are
-    held against one pass of the model over the whole text.
+    A model that writes text reads all tokens but the last `STEPS` as a prompt, and those one by one; the outputs of
+    every step are compared with one pass of the model over the whole text.
 
     Args:
-        graphs: as they were before they were written.
+        graphs: the graphs before they were written.
         model: the model.
-        folder: where they were written to.
-        tokens: of a row.
+        folder: the folder that they were written to.
+        tokens: tokens of a row.
 
     Raises:
         UnsupportedModelError: if one differs by more than rounding.
@@ -159,37 +155,37 @@ def check(graphs: list[Graph], model: PreTrainedModel, folder: Path, tokens: int
     checked = {graphs[0].name: _compare(graphs[0], inputs, run(opened[graphs[0].name], inputs))}
     if len(graphs) > 1:
         checked["step"] = _check_steps(opened, model, inputs, graphs[0].outputs[0])
-    for name, one in checked.items():
-        if not one.good:
+    for name, result in checked.items():
+        if not result.good:
             raise UnsupportedModelError(
-                f"{name}.onnx differs from PyTorch by {one.difference:.1e} of {one.largest:.1e} in onnxruntime, "
+                f"{name}.onnx differs from PyTorch by {result.difference:.1e} of {result.largest:.1e} in onnxruntime, "
                 f"expected at most {TOLERANCE} of that; nothing was kept: choose another kernel"
             )
     return checked
 
 
 def resized(graph: Graph, sizes: Mapping[str, int], *, padded: bool = True) -> dict[str, Tensor]:
-    """Return a graph's example inputs at other sizes; `padded`: the first row with padding on the left."""
-    made = {}
+    """Return a graph's example inputs at other sizes; `padded`: the first row gets padding on the left."""
+    inputs = {}
     for name, x in graph.inputs.items():
         for axis, size in graph.sizes[name].items():
             wanted = sizes[size]
             repeats = [-(-wanted // x.shape[axis]) if i == axis else 1 for i in range(x.ndim)]
             x = x.repeat(repeats).narrow(axis, 0, wanted)
-        made[name] = x.clone()
-    mask = made.get("attention_mask")
+        inputs[name] = x.clone()
+    mask = inputs.get("attention_mask")
     if mask is not None and padded:
         mask[0, : mask.shape[1] // 3] = 0
-    return made
+    return inputs
 
 
-def _compare(graph: Graph, inputs: dict[str, Tensor], found: Mapping[str, np.ndarray]) -> Checked:
-    """Return the output that differs most; what stands at padding does not count."""
+def _compare(graph: Graph, inputs: dict[str, Tensor], outputs: Mapping[str, np.ndarray]) -> Checked:
+    """Return the difference of the output that differs most; values at padding do not count."""
     mask = inputs.get("attention_mask")
     real = None if mask is None else mask.bool()
     pairs = []
     for name, expected in graph.run(inputs).items():
-        got = torch.from_numpy(found[name])
+        got = torch.from_numpy(outputs[name])
         if real is not None and expected.shape[:2] == real.shape and not name.startswith(AFTER):
             expected, got = expected[real], got[real]
         elif expected.ndim > 2 and real is not None and expected.shape[2] == real.shape[1]:
@@ -212,14 +208,16 @@ def _check_steps(opened: Mapping[str, Any], model: PreTrainedModel, inputs: Mapp
 
 
 def state_of(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the state that a graph returned as the next step reads it."""
+    """Return the state in a graph's outputs under the names of the next step's inputs."""
     return {BEFORE + name.removeprefix(AFTER): x for name, x in outputs.items() if name.startswith(AFTER)}
 
 
 def _worst(pairs: list[tuple[Tensor, Tensor]]) -> Checked:
-    found = []
+    differences = []
     for got, expected in pairs:
         got, expected = got.double(), expected.double()
         difference = (got - expected).abs().max().item()
-        found.append(Checked(difference if difference == difference else float("inf"), expected.abs().max().item()))
-    return max(found, key=lambda one: one.difference / max(one.largest, 1e-30))
+        differences.append(
+            Checked(difference if difference == difference else float("inf"), expected.abs().max().item())
+        )
+    return max(differences, key=lambda checked: checked.difference / max(checked.largest, 1e-30))

@@ -1,4 +1,4 @@
-"""How long an exported graph takes in onnxruntime, beside the model in PyTorch: in turns, on one row."""
+"""Time of an exported graph in onnxruntime and of the model in PyTorch, in turns, on one row."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Timed:
     """Seconds at one length, on the same number of threads.
 
     Attributes:
-        what: "forward", or "step" for one token behind so many.
+        what: "forward", or "step" for one token after a text.
         tokens: the length; None for a model whose inputs have one size.
-        pytorch: of the model, with the native op where it was built (and `LINEARIZE_NATIVE` is not 0).
-        pytorch_alone: of the model without the native op; None where `pytorch` has none either.
+        pytorch: of the model, with the native op if it was built (and `LINEARIZE_NATIVE` is not 0).
+        pytorch_alone: of the model without the native op; None if `pytorch` runs without it too.
         onnxruntime: of the graph.
     """
 
@@ -38,13 +38,13 @@ class Timed:
 
 
 def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengths: tuple[int, ...]) -> list[Timed]:
-    """Time graphs that were written, and the model that they were made of.
+    """Time written graphs, and the model that was exported.
 
     Args:
-        graphs: as they were before they were written.
+        graphs: the graphs before they were written.
         model: the model.
-        folder: where they were written to.
-        lengths: tokens of a row; of a model without any, one time is taken.
+        folder: the folder that they were written to.
+        lengths: tokens of a row; a model that takes no tokens is timed once.
     """
     opened = {graph.name: session(folder / f"{graph.name}.onnx", torch.get_num_threads()) for graph in graphs}
     first = graphs[0]
@@ -59,11 +59,11 @@ def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengt
 
 
 def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None) -> Timed:
-    """Time one token behind `tokens`; in PyTorch as `generate` decodes, the state in its own memory."""
+    """Time one token after `tokens`; in PyTorch as `generate` decodes, with the state updated in place."""
     cache, token = model.new_cache(), inputs["input_ids"][:, -1:]
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-    # The same place every time, so that no turn leaves the model's length.
+    # The same place every time, so that no turn exceeds the model's length.
     place = torch.full((1, 1), inputs["input_ids"].shape[1] - 1)
     feed = {"input_ids": token, **state_of(run(opened["model"], inputs))}
 

@@ -1,4 +1,4 @@
-"""Measuring a checkpoint on a task, and the original beside it: each at its own length, and the original in chunks."""
+"""A checkpoint measured on a task, and its original too: each at its own length, the original also in chunks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks ave
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `linearize evaluate` found.
+    """Result of `linearize evaluate`.
 
     Attributes:
         task: name of the task.
         data: one line about the data.
         figures: the model's metrics.
         score: the task's main metric.
-        facts: what a reader must know: rows, their length, the share that was cut, the stride of a perplexity.
-        original: the same metrics of the original, if one was given.
+        facts: rows, their length, the share that was cut, the stride of a perplexity.
+        original: metrics of the original, if one was given.
         original_score: its main metric.
-        recovered: share of the original's score above chance, percent; None where the original is not above chance.
+        recovered: share of the original's score above chance, percent; None if the original is not above chance.
         interval: 95 % bootstrap interval of the score over rows.
-        original_interval: the same of the original's.
+        original_interval: the original's.
         chance: the score of the best answer that looks at no input.
-        sides: this model, the original at its own length, and the original in chunks, where they were measured.
-        differences: this model minus each of the others, on the same rows.
-        times: what reading costs each side; None without a comparison.
-        notes: what a reader must know.
+        sides: all that were measured: this model, ablations, the original at its own length and in chunks.
+        differences: this model minus each other side, on the same rows.
+        times: of each side; None without a comparison.
+        notes: what a reader should know.
     """
 
     task: str
@@ -66,73 +66,70 @@ class Evaluation:
 
 
 def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evaluation:
-    """Measure a checkpoint on a task, and the original beside it.
+    """Measure a checkpoint on a task, and compare it with its original if the job names one.
 
     Args:
         job: what to measure.
         on_event: called with `Started` before each side.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: one of its children, for everything the user can correct.
     """
     if under_fsdp():
         check_alone("evaluate")
     setup = Setup(job.task, job.dataset, job.batch_size, check_device(job.device), job.memory)
     others = _others(job)
     sides = Sides(setup, on_event)
-    # First: a part that the model does not have is refused before anything slow.
+    # First, so that a part that the model lacks is refused before slow work.
     for part in job.ablate:
         sides.measure(Side(f"this model without its {part}", job.model, job.data, part))
     ours = sides.measure(Side(OURS, job.model, job.data))
-    sides.read.sort(key=lambda one: one is not ours)
-    found = Evaluation(
-        ours.data.task.name,
-        ours.data.description,
-        ours.measured.metrics,
-        ours.measured.score,
-        {"rows": ours.measured.rows, **ours.data.facts},
-        interval=ours.measured.interval,
-        chance=ours.measured.chance,
-        sides=(ours.result,),
-        notes=tuple(_notes(sides)),
-    )
-    if job.ablate:
-        results = tuple(one.result for one in sides.read)
-        found = replace(found, sides=results, differences=sides.differences(ours), notes=tuple(_notes(sides)))
-    if not others:
-        return found
-    original = sides.measure(others[0])
-    notes = []
+    sides.read.sort(key=lambda read: read is not ours)
+    original, skipped = None, []
+    if others:
+        original = sides.measure(others[0])
     for side in others[1:]:
+        assert original is not None
         note = why_no_chunks(original.data, side.options.max_length)
         if note is None:
             sides.measure(side)
         elif original.data.chunkable or original.data.facts.get("cut_share"):
-            notes.append(note)
-    score, its = ours.measured.score, original.measured
+            skipped.append(note)
+    found = Evaluation(
+        task=ours.data.task.name,
+        data=ours.data.description,
+        figures=ours.measured.metrics,
+        score=ours.measured.score,
+        facts={"rows": ours.measured.rows, **ours.data.facts},
+        interval=ours.measured.interval,
+        chance=ours.measured.chance,
+        sides=tuple(read.result for read in sides.read),
+        differences=sides.differences(ours),
+        times=sides.times() if others else None,
+        notes=(*_notes(sides), *skipped),
+    )
+    if original is None:
+        return found
+    score, interval = original.measured.score, original.measured.interval
     return replace(
         found,
-        original=its.metrics,
-        original_score=its.score,
-        original_interval=its.interval,
-        recovered=recovery(ours.data.task, score, its.score, chance=found.chance, interval=its.interval),
-        sides=tuple(one.result for one in sides.read),
-        differences=sides.differences(ours),
-        times=sides.times(),
-        notes=(*_notes(sides), *notes),
+        original=original.measured.metrics,
+        original_score=score,
+        original_interval=interval,
+        recovered=recovery(ours.data.task, found.score, score, chance=found.chance, interval=interval),
     )
 
 
 def _notes(sides: Sides) -> list[str]:
-    """Say which sides learned nothing, and which read beyond what they were trained on."""
-    results = [one.result for one in sides.read]
-    failed = ", ".join(one.name for one in results if not one.learned)
+    """Name the sides that learned nothing, and those that read more tokens than in training."""
+    results = [read.result for read in sides.read]
+    failed = ", ".join(result.name for result in results if not result.learned)
     notes = [f"Not above chance: {failed}."] if failed else []
-    return notes + [one.note for one in results if one.note is not None]
+    return notes + [result.note for result in results if result.note is not None]
 
 
 def _others(job: EvaluateJob) -> list[Side]:
-    """Return the sides to compare with; refuses what can be refused before anything is measured."""
+    """Return the sides to compare with; refuse wrong options before anything is measured."""
     if job.compare is None:
         return []
     options = original_options(job.compare, job.data, job.task)
