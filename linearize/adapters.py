@@ -1,6 +1,6 @@
-"""Low-rank updates through peft, put into a model in place and merged before it is saved.
+"""Low-rank updates through peft, added to a model in place and merged before it is saved.
 
-What they go into is found in the model: the linear maps inside every attention, whatever they are called.
+By default they are added to the linear maps inside every attention, which are found whatever their names are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PEFT = "base_model.model."
-"""What peft puts before the names of a model's weights."""
+"""Prefix of the weights' names in peft's files."""
 ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -27,7 +27,7 @@ class LoraConfig:
 
     r: int = option(8, "rank of the updates", low=1)
     alpha: float = option(16.0, "their scale is alpha / r")
-    dropout: float = option(0.0, "on their input", low=0, below=1)
+    dropout: float = option(0.0, "dropout of their input", low=0, below=1)
     targets: str | None = option(None, "endings of the modules' names, joined by +; by default those of the attention")
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ def parse_lora(text: str) -> LoraConfig:
     """Read `r=8,alpha=16,dropout=0.05,targets=query+value`.
 
     Raises:
-        ConfigError: for an unknown name, or a value that is no number.
+        ConfigError: for an unknown name, or a value that is not a number.
     """
     kinds = {"r": int, "alpha": float, "dropout": float, "targets": str}
     values: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def parse_lora(text: str) -> LoraConfig:
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Put low-rank updates into a model; only they, the kernels and the head are trained then.
+    """Add low-rank updates to a model, and train only them, the kernels and the head.
 
     Args:
         model: softmax or converted.
@@ -78,7 +78,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         inside = name.startswith(body)
         if "lora_" in name or not inside or ".linear_attention." in name:
             parameter.requires_grad_(True)
-    # A language model's head that is tied to the embedding would make the embedding train as well.
+    # A language model's head may be tied to the embedding, which is not trained.
     embedding = model.get_input_embeddings()
     if embedding is not None:
         embedding.weight.requires_grad_(False)
@@ -86,7 +86,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> Any:
-    """Return the options as peft has them."""
+    """Return the options in peft's form."""
     import peft
 
     modules = [model.get_submodule(name) for name in targets]
@@ -95,19 +95,19 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str],
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
-        fan_in_fan_out=any(type(getattr(one, "base_layer", one)).__name__ == "Conv1D" for one in modules),
+        fan_in_fan_out=any(type(getattr(module, "base_layer", module)).__name__ == "Conv1D" for module in modules),
         **more,
     )
 
 
 def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict[str, bytes]:
-    """Return the updates as files that `peft.PeftModel.from_pretrained(base, folder)` reads, before they are merged.
+    """Return the updates, before they are merged, as files for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    Beside the updates they hold what was trained in full, the kernels and the head (peft's `modules_to_save`).
+    The files also hold what was trained in full, the kernels and the head (peft's `modules_to_save`).
 
     Args:
-        model: with the updates that `add_lora` put into it, as they shall be kept.
-        config: what `add_lora` was given.
+        model: with the updates of `add_lora`.
+        config: the options of `add_lora`.
         base: name of the model that they belong to.
     """
     import tempfile
@@ -124,29 +124,29 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
         if ".lora_" in name
     }
     for module in whole:
-        found = model.get_submodule(module).state_dict()
-        tensors |= {f"{PEFT}{module}.{name}": tensor for name, tensor in found.items()}
-    made = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
+        weights = model.get_submodule(module).state_dict()
+        tensors |= {f"{PEFT}{module}.{name}": tensor for name, tensor in weights.items()}
+    peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as folder:
-        made.save_pretrained(folder)
+        peft_config.save_pretrained(folder)
         written = (Path(folder) / ADAPTER_CONFIG).read_bytes()
-    # A tensor under two names is written twice: safetensors keeps none shared.
+    # A tensor with two names is written twice: safetensors cannot share memory.
     plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
 
 
 def _trained_modules(model: PreTrainedModel) -> list[str]:
-    """Names of the modules beside the updates that are trained: kernels, and what stands behind the body."""
-    found: dict[str, None] = {}
+    """Return the names of the modules that are trained in full: kernels, and modules after the body."""
+    trained: dict[str, None] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" not in name:
             before, kernel, _ = name.partition(".linear_attention.")
-            found[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
-    return list(found)
+            trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
+    return list(trained)
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
-    """Add the updates to the weights and take their modules out; the model is then as it was, with other weights."""
+    """Add the updates to the weights and remove their modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
@@ -163,29 +163,29 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
     """Return the names of the linear maps inside the attentions, or of the modules with the given endings.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: if the model has no such module.
     """
     if endings is not None:
         wanted = tuple(part.strip() for part in endings.split("+"))
-        found = [name for name, module in model.named_modules() if _linear(module) and name.split(".")[-1] in wanted]
-        if not found:
+        targets = [name for name, module in model.named_modules() if _linear(module) and name.split(".")[-1] in wanted]
+        if not targets:
             raise ConfigError(f"lora: no linear module is called {' or '.join(wanted)}; leave targets out to find them")
-        return found
-    found = []
+        return targets
+    targets = []
     for host in _hosts(model):
         module = model.get_submodule(host)
-        found += [
+        targets += [
             f"{host}.{name}"
             for name, child in module.named_modules()
             if _linear(child) and not name.startswith("linear_attention")
         ]
-    if not found:
+    if not targets:
         raise ConfigError(f"lora: {type(model).__name__} has no linear maps in its attentions; name targets=...")
-    return sorted(set(found))
+    return sorted(set(targets))
 
 
 def _hosts(model: PreTrainedModel) -> list[str]:
-    """Names of the attention modules; of a softmax model they are found by a trial run."""
+    """Return the names of the attention modules; those of a softmax model are found by a trial run."""
     from linearize.attention.interface import linear_attentions
 
     converted = list(linear_attentions(model))

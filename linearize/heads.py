@@ -1,6 +1,6 @@
-"""The one table of heads: what `pipeline` calls each, the classes of transformers that have it, and what it reads.
+"""The table of heads: their names on the Hub, the classes of transformers that have them, and what they read.
 
-Everything that asks for a head reads this table: loading, tuning, recipes, the model card.
+Loading, tuning, recipes and the model card read this table.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Head:
     """A head of a model.
 
     Attributes:
-        name: as users write it, and as `pipeline` has it unless `pipeline` says otherwise.
+        name: as users write it.
         auto_class: class of transformers that loads it.
         suffixes: endings of the names of the classes that have it.
         modality: what it reads, "text" or "image".
         per_label: whether it has one output per label.
-        own_weights: whether it has weights that a checkpoint without it lacks; those of a causal language model may be
-            its embedding's.
-        pipeline: the Hub's name of what it does, where that is not `name`.
+        own_weights: whether it has weights that a checkpoint without it lacks; a causal language model may use its
+            embedding's.
+        pipeline: the Hub's name of the head's work, if it is not `name`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Head:
 
     @property
     def pipeline_tag(self) -> str:
-        """The Hub's name of what it does."""
+        """The Hub's name of the head's work."""
         return self.pipeline or self.name
 
     def is_of(self, class_name: str) -> bool:
@@ -77,5 +77,5 @@ HEADS: dict[str, Head] = {
 
 
 def head_of_class(class_name: str) -> Head | None:
-    """Return the head of a class of transformers (or of its converted form), by its name; None where it has none."""
+    """Return the head of a class of transformers (or of its converted form), by its name; None if it has none."""
     return next((head for head in HEADS.values() if head.is_of(class_name)), None)
