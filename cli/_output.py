@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from linearize.alignment.loop import AlignStep
     from linearize.distillation.loop import StepReport
-    from linearize.finetune.watch import TuneStep
+    from linearize.finetune.callbacks import TuneStep
     from linearize.kernel_search.result import SearchStep
     from linearize.modeling.plan import LayerPlan, Plan
 

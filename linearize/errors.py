@@ -58,7 +58,7 @@ class CheckpointError(LinearizeError):
 
 
 EXTRAS = {
-    **dict.fromkeys(("accelerate", "datasets", "evaluate", "peft", "sklearn", "xxhash"), "train"),
+    **dict.fromkeys(("accelerate", "datasets", "peft", "sklearn", "xxhash"), "train"),
     **dict.fromkeys(("matplotlib",), "report"),
     **dict.fromkeys(("timm", "torchvision", "PIL"), "vision"),
     **dict.fromkeys(("gguf",), "gguf"),

@@ -1,6 +1,6 @@
 """Report stage one and the alignment to Accelerate's trackers (TensorBoard, Weights & Biases ...).
 
-Stage two reports through the callbacks of transformers' Trainer (`linearize.finetune.report_to`).
+Stage two reports through the callbacks of transformers' Trainer (`linearize.finetune.callbacks`).
 """
 
 from __future__ import annotations

@@ -23,13 +23,12 @@ from linearize.experiments.recipe import Cell, cells, plain, resolve
 from linearize.experiments.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe
 from linearize.experiments.stages import RECORD, Runner, Stage, softmax_folder, stages_of
-from linearize.finetune.extra_texts import texts_at
-from linearize.finetune.prepare import located
+from linearize.finetune.prepare import located, texts_at
 from linearize.finetune.tasks import recovery
 from linearize.finetune.work import remove_work
 from linearize.parsing import MOST_TEXT, parse_yaml, read_json, read_text
 
-PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "evaluate", "tokenizers", "numpy")
+PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")
 """Keys of which a resumed run may have more, as that only adds cells."""
 

@@ -32,9 +32,8 @@ from linearize.finetune.config import TuneConfig
 from linearize.finetune.lengths import beyond_training, check_length
 from linearize.finetune.load import fit_tokenizer, fresh_model, load_for_task, load_processor
 from linearize.finetune.prepare import located, prepare
-from linearize.finetune.prepared import TaskData
+from linearize.finetune.prepared import TaskData, hold_out
 from linearize.finetune.save import save_model, tuning_files, tuning_record
-from linearize.finetune.selection import hold_out
 from linearize.finetune.tables import Given, raw_table
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import finetune, measure_with_interval
@@ -259,7 +258,7 @@ def _record_file(record: dict[str, Any]) -> dict[str, str]:
 def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     """Return a task's rows as the batches of stage one and the alignment, which need no labels.
 
-    The rows held out are those of stage two (`linearize.finetune.selection`); the validation rows are only reported.
+    The rows held out are those of stage two (`linearize.finetune.prepared`); the validation rows are only reported.
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None

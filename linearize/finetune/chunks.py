@@ -1,6 +1,6 @@
-"""Long texts as chunks, which is what people do with a model of short inputs: each is read alone, outputs are averaged.
+"""Long texts as chunks, the usual way to read them with a model of short inputs: each is read alone, outputs averaged.
 
-A text's chunks lie side by side, without overlap, each with the tokenizer's special tokens around it.
+A text's chunks do not overlap, and each has the tokenizer's special tokens around it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from linearize.finetune.prepared import TOKEN_FIELDS, Facts, Row, pad
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CHUNKS = "chunks"
+"""The field of a row that holds a text's chunks."""
 OWNERS = "owners"
 """The field of a batch of chunks that says which text each belongs to, long [chunks]."""
 TOKENS = 16_384
@@ -32,17 +34,17 @@ def chunked(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: in
         length: tokens per chunk.
 
     Returns:
-        The chunks of every text [N][chunks], at least one each; those of a text together hold all its tokens, in order.
+        The chunks of every text [N][chunks], at least one each; together they hold all its tokens, in order.
 
     Raises:
-        ConfigError: if the tokenizer is a slow one, or special tokens alone fill a chunk.
+        ConfigError: if the tokenizer is slow, or special tokens alone fill a chunk.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("chunks: got a slow tokenizer, expected a fast one; leave chunks out (--no-chunks)")
     around = tokenizer.num_special_tokens_to_add()
     if length <= around:
         raise ConfigError(f"chunks: got a length of {length} tokens, expected more than the {around} special ones")
-    found: list[list[Row]] = [[] for _ in texts]
+    chunks: list[list[Row]] = [[] for _ in texts]
     for begin in range(0, len(texts), 1_000):
         fields = tokenizer(
             list(texts[begin : begin + 1_000]),
@@ -54,8 +56,8 @@ def chunked(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: in
         )
         names = [name for name in TOKEN_FIELDS if name in fields]
         for place, owner in enumerate(fields["overflow_to_sample_mapping"]):
-            found[begin + owner].append({name: fields[name][place] for name in names})
-    return found
+            chunks[begin + owner].append({name: fields[name][place] for name in names})
+    return chunks
 
 
 def whole_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> list[int]:
@@ -70,22 +72,22 @@ def chunk_facts(facts: Facts, texts: Sequence[Sequence[Row]]) -> Facts:
 
 
 def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> dict[str, Tensor]:
-    """Put the chunks of texts into one batch: token fields [chunks, T], and `owners` [chunks]."""
+    """Return the chunks of texts as one batch: token fields [chunks, T], and `owners` [chunks]."""
     fields = pad(tokenizer, [chunk for chunks in texts for chunk in chunks])
     owners = [number for number, chunks in enumerate(texts) for _ in chunks]
     return {**fields, OWNERS: torch.tensor(owners)}
 
 
 def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-    """Read chunks, `TOKENS` at a time, and average what comes out of each text's.
+    """Read chunks, `TOKENS` at a time, and return the mean of each text's outputs.
 
     Args:
         read: token fields [n, T] -> values [n, C].
         owners: [chunks] the text of each, from 0, in order.
-        fields: token fields [chunks, T]; what else the trainer hands over is left out.
+        fields: token fields [chunks, T]; other fields of the batch are ignored.
 
     Returns:
-        [texts, C], fp32; every chunk weighs the same.
+        [texts, C], fp32; all chunks of a text have the same weight.
     """
     fields = {name: field for name, field in fields.items() if name in TOKEN_FIELDS}
     rows = max(1, TOKENS // fields["input_ids"].shape[1])
@@ -100,7 +102,7 @@ def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mappin
 
 
 class ChunkMean(nn.Module):
-    """Gives the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
+    """Returns the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -109,5 +111,5 @@ class ChunkMean(nn.Module):
     def forward(self, owners: Tensor, labels: Tensor | None = None, **fields: Tensor) -> dict[str, Tensor]:
         """Read chunks [chunks, T] -> `logits` [texts, C]."""
         logits = mean_over_chunks(lambda **part: self.model(**part).logits, owners, fields)
-        # What is measured is the task's score: the loss of a mean over chunks is nobody's training loss.
+        # The trainer wants a loss; only the task's score is read.
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}

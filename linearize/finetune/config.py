@@ -1,4 +1,4 @@
-"""Options of stage two and of the rows that it and an evaluation read."""
+"""Options of stage two, and of the rows that stage two and an evaluation read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearize.options import check, option
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
 PRECISIONS = ("no", "bf16", "fp16")
 LARGEST = 1e9
-"""Of a rate, weight or number of epochs: a larger one is a slip."""
+"""Of a rate, weight or number of epochs: a larger one is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TuneConfig:
         0.06, "share of the steps in which the rate rises; a number of steps from 1 on", low=0, below=LARGEST
     )
     schedule: str = option(
-        "cosine", "how the rate falls: cosine, linear, or another name of transformers", choices=SCHEDULES
+        "cosine", "how the rate falls: cosine, linear, or another schedule of transformers", choices=SCHEDULES
     )
     max_grad_norm: float = option(1.0, "gradient clipping; 0: none", low=0, below=LARGEST)
     betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay of its averages")
@@ -45,8 +45,8 @@ class TuneConfig:
     group_by_length: bool = option(False, "put texts of similar length in one batch, to pad less")
     dropout: float | None = option(
         None,
-        "share of the activations that dropout layers drop; by default none where a teacher alone teaches, else as "
-        "the model's config says",
+        "share of the activations that dropout layers drop; by default none with a teacher alone, else the share in "
+        "the model's config",
         low=0,
         below=1,
     )
@@ -95,12 +95,12 @@ class TuneConfig:
 
     @property
     def final_labels_weight(self) -> float:
-        """Weight of the labels beside a teacher when the training ends; 0 where they never join."""
+        """Weight of the labels next to a teacher's when the training ends; 0 if they never join."""
         return self.labels_weight if self.labels_from < 1 else 0.0
 
 
 MEASURED_ONLY = ("auto_length", "chunks")
-"""Fields of `DataOptions` that no training reads."""
+"""Fields of `DataOptions` that training does not read."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class DataOptions:
     """How a task's data becomes rows."""
 
     max_length: int = option(
-        128, "tokens per row; longer texts are cut", shown="as it was tuned with, else 128 or what it takes", low=2
+        128, "tokens per row; longer texts are cut", shown="as the model was tuned, else 128 or what it takes", low=2
     )
     limit: int | None = option(None, "only the first N training rows; of images evenly", low=1)
     validation_limit: int | None = option(None, "the same of the rows to measure on", low=1)
@@ -117,10 +117,10 @@ class DataOptions:
     )
     mask_share: float = option(0.15, "tokens to predict, masked language models", above=0, below=1)
     augment: bool = option(False, "crop and flip training images at random")
-    seed: int = option(0, "of held-out rows, masks, crops and re-paired texts")
+    seed: int = option(0, "of held-out rows, masks, crops and new pairs")
     extra_pairs: float = option(
         0.0,
-        "texts of pairs paired anew per training row, for a teacher to label; half of them share words",
+        "new pairs of the training texts per training row, for a teacher to label; half of them share words",
         low=0,
         high=100,
     )
@@ -131,9 +131,9 @@ class DataOptions:
         metavar="NAME_OR_PATH",
     )
     auto_length: bool = False
-    """Whether max_length is the most that the model takes, and not what somebody asked for; shorter rows lower it."""
+    """Whether max_length is the most that the model takes, rather than the user's; shorter rows lower it."""
     chunks: bool = False
-    """Whether texts to measure on are read as chunks of max_length, whose outputs are averaged, and not cut there."""
+    """Whether texts to measure on are read in chunks of max_length, whose outputs are averaged, rather than cut."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra_texts", as_mixture(self.extra_texts, "extra_texts"))
@@ -146,5 +146,5 @@ class DataOptions:
 
     @property
     def unlabelled(self) -> tuple[str, ...]:
-        """Names of the options that bring rows without a label, of those that are set."""
+        """Names of the given options that add rows without a label."""
         return tuple(name for name in ("extra_pairs", "extra_texts") if getattr(self, name))

@@ -1,4 +1,4 @@
-"""How long the rows of a task are where nobody says it, and whether a model takes rows of a length."""
+"""How long a task's rows are by default, and whether a model takes rows of a length."""
 
 from __future__ import annotations
 
@@ -17,23 +17,19 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1_000_000
 """Tokens that no row reaches."""
-WINDOW = 2_048
-"""Tokens of a language model's windows where nobody says it, and the model takes as many."""
 
 
 def usual_length(name: str, most: int = 128) -> int:
-    """Return how many tokens a row has where nobody says: as many as the checkpoint was tuned with, else `most`, or
-    what a shorter model takes.
+    """Return the default length of rows: as the checkpoint was tuned, else `most`, or what a shorter model takes.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    tuned = tuned_length(name)
-    return min(most, length_limit(name) or most) if tuned is None else tuned
+    return tuned_length(name) or min(most, length_limit(name) or most)
 
 
 def length_limit(name: str) -> int | None:
-    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None: no limit is known.
+    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None: no known limit.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
@@ -43,31 +39,30 @@ def length_limit(name: str) -> int | None:
     values = read_config_dict(name)
     longest = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
-    # RoBERTa and its kin count positions from behind the padding token's number.
+    # RoBERTa and its relatives count positions from the padding token's number + 1.
     reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
     with explained(name, "its tokenizer_config.json"):
         tokenizer = get_tokenizer_config(located(name)[0]).get("model_max_length")
-    # transformers writes a number of thirty digits where a tokenizer has no limit.
+    # transformers writes a number of thirty digits for a tokenizer without a limit.
     known = [number for number in (tokenizer,) if isinstance(number, int) and 1 < number < NO_LIMIT]
     known += [longest - reserved] if isinstance(longest, int) else []
     return min(known, default=None)
 
 
 def whole_length(name: str, task: Task) -> int:
-    """Return the most tokens that a row may have where it shall be measured whole and nobody says a length.
+    """Return the default length of rows that are measured whole.
 
-    As many as the checkpoint was tuned with, else what its model and tokenizer take. A language model's windows, which
-    could be as long as the text, are of at most `WINDOW` tokens.
+    As the checkpoint was tuned, else what its model and tokenizer take, and at most `TaskType.most_tokens`: a language
+    model's windows could be as long as the text.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    most = WINDOW if task.type.labels == "tokens" and task.label is None else NO_LIMIT
-    return usual_length(name, most)
+    return usual_length(name, task.type.most_tokens or NO_LIMIT)
 
 
 def tuned_length(name: str) -> int | None:
-    """Return the tokens per row that a folder was tuned with, as its record says; None where it does not."""
+    """Return the tokens per row that a folder was tuned with, by its record; None if it has none."""
     try:
         length = (read_record(name) or {}).get("max_length")
     except (OSError, ValueError):
@@ -76,7 +71,7 @@ def tuned_length(name: str) -> int | None:
 
 
 def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | None:
-    """Refuse rows to measure on that a model cannot read; return what is to be said of those it was not trained on.
+    """Refuse rows to measure on that a model cannot read; return a note if they are longer than it was trained on.
 
     Raises:
         ConfigError: if rows are longer than the model's positions, and these are not rotary.
@@ -85,8 +80,8 @@ def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | No
     if most is None:
         return None
     return (
-        f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions go "
-        "on, and what lies behind was never trained."
+        f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions "
+        "continue, but it was never trained on those after that."
     )
 
 
@@ -94,7 +89,7 @@ def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, leng
     """Let a model with rotary positions be tuned on longer rows than it was made for; refuse those of other models.
 
     Returns:
-        What was done, in one line; None if there was nothing to do.
+        What was changed, in one line; None if nothing had to be.
 
     Raises:
         ConfigError: if rows are longer than the model's positions, and these are a table.
@@ -109,11 +104,7 @@ def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, leng
 
 
 def _exceeded(model: PreTrainedModel, task: Task, length: int) -> int | None:
-    """Return the tokens that a model with rotary positions was made for, where rows have more; refuse those of others.
-
-    Raises:
-        ConfigError: if rows are longer than the model's positions, and these are not rotary.
-    """
+    """Return the tokens that a model with rotary positions was made for if rows are longer; refuse those of others."""
     most = current_length(model) if task.modality == "text" else None
     if most is not None and length > most and runs_beyond_limit(model):
         return most
@@ -130,8 +121,8 @@ def check_length(
         model: the model.
         task: the task; only text has a length.
         length: tokens of the longest row.
-        called: what the model is to the user; by default its class.
-        otherwise: what to do but for lowering the length.
+        called: how the message names the model; by default its class.
+        otherwise: advice besides lowering the length.
 
     Raises:
         ConfigError: if they are.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from linearize.types import Processor
 
 RECORD = "finetuning.json"
-"""The file of a tuned checkpoint that says what it was tuned for, and how."""
+"""The file of a tuned checkpoint that records what it was tuned for, and how."""
 
 
 @overload
@@ -40,7 +40,7 @@ def load_processor(name: str, modality: Modality) -> Processor:
     """Load the tokenizer or image processor of a checkpoint.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if it has none.
     """
     from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -61,21 +61,21 @@ def read_config_dict(name: str) -> dict[str, Any]:
 
 
 def read_record(name: str | Path) -> dict[str, object] | None:
-    """Return what a folder's record says of how it was tuned; None where there is none.
+    """Return a folder's record of how it was tuned; None if it has none.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no JSON, or no mapping.
+        ValueError: if it is not a JSON object.
         CheckpointError: if a link leads out of the folder.
     """
     check_links(name)
     file = Path(name).expanduser() / RECORD
     if not file.is_file():
         return None
-    found = read_json(file, MOST_TEXT)
-    if not isinstance(found, dict):
+    record = read_json(file, MOST_TEXT)
+    if not isinstance(record, dict):
         raise ValueError("no mapping")
-    return found
+    return record
 
 
 def load_for_task(
@@ -86,21 +86,21 @@ def load_for_task(
     seed: int = 0,
     changes: Mapping[str, object] | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint with the head of a task; a head that it does not have is drawn from the seed.
+    """Load a checkpoint with the head of a task; a missing head is drawn from the seed.
 
-    The names that a trained head has for its outputs decide what they mean: where they are the task's in another order,
-    its outputs are put into the task's; where the data has numbers only, the head's names stay.
+    The names of a trained head's outputs decide what they mean: if they are the task's in another order, the outputs
+    are put into the task's order; if the data has only numbers, the head keeps its names.
 
     Args:
         name: Hub name, folder or GGUF file, softmax or converted.
-        data: the task's data, which says how many labels there are.
+        data: the task's data, which decides the number of labels.
         new_head: whether a trained head of another size is replaced.
         seed: of a new head.
         changes: to the checkpoint's config, such as dropout.
 
     Raises:
-        ConfigError: if the checkpoint has a trained head with another number of labels, or its config has nothing of a
-            name that is to be changed.
+        ConfigError: if the checkpoint has a trained head with another number of labels, or its config lacks a name in
+            `changes`.
         CheckpointError: if it cannot be loaded.
     """
     import transformers
@@ -109,7 +109,7 @@ def load_for_task(
     options: dict[str, object] = {}
     if data.num_labels is not None:
         _check_labels(name, task, data.num_labels, new_head)
-        own = None if new_head or task.type.labels == "number" else trained_labels(name, task)
+        own = None if new_head or data.type.numeric else trained_labels(name, task)
         named = task
         if own is not None and task.labels is not None and not is_named(task.labels):
             named = dataclasses.replace(task, labels=own)
@@ -125,12 +125,7 @@ def load_for_task(
 
 
 def _known_changes(name: str, changes: Mapping[str, object]) -> Mapping[str, object]:
-    """Hold changes against a checkpoint's config.
-
-    Raises:
-        ConfigError: if the config has nothing of a name.
-        CheckpointError: if it cannot be read.
-    """
+    """Return the changes if a checkpoint's config has all their names."""
     from transformers import AutoConfig
 
     with explained(name, "its config"):
@@ -148,7 +143,7 @@ def is_named(labels: Sequence[str]) -> bool:
 
 
 def trained_labels(name: str, task: Task) -> tuple[str, ...] | None:
-    """Return the names that a checkpoint's trained head has for its outputs, in order; None where it has none.
+    """Return the names of the outputs of a checkpoint's trained head, in order; None if it has none.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
@@ -162,9 +157,9 @@ def trained_labels(name: str, task: Task) -> tuple[str, ...] | None:
 
 
 def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
-    """Return which output of a head belongs to each wanted label; None where nothing is to be done.
+    """Return which output of a head belongs to each wanted label; None if the order is right.
 
-    Names are compared without regard to case. Where they are others, the head's outputs are taken as they stand.
+    Upper and lower case are the same. If the names differ otherwise, the head's outputs keep their order.
     """
     places = {label.casefold(): number for number, label in enumerate(own)}
     names = [label.casefold() for label in wanted]
@@ -174,14 +169,14 @@ def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
 
 @torch.no_grad()
 def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
-    """Put the outputs of a classifier into another order, in place.
+    """Change the order of a classifier's outputs, in place.
 
     Args:
         model: a model with a head.
-        order: for each output, which one it was.
+        order: for each output, its place before.
 
     Raises:
-        ConfigError: if the layer that makes the outputs cannot be told.
+        ConfigError: if it is not clear which layer makes the outputs.
     """
     body = {id(module) for module in model.base_model.modules()} if model.base_model is not model else set()
     layers = [
@@ -203,9 +198,9 @@ def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None
     """Make an untrained softmax model from a config.
 
     Args:
-        config: `model_type` and what differs from its defaults.
-        task: which head.
-        num_labels: outputs of the head, where it has one per label.
+        config: `model_type` and the values that differ from its defaults.
+        task: decides the head.
+        num_labels: outputs of the head, if it has one per label.
         seed: of the weights.
 
     Raises:
@@ -221,11 +216,11 @@ def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None
         values |= label_options(task, num_labels)
     transformers.set_seed(seed)
     try:
-        made = transformers.AutoConfig.for_model(kind, **values)
-        model = getattr(transformers, task.head.auto_class).from_config(made)
+        full = transformers.AutoConfig.for_model(kind, **values)
+        model = getattr(transformers, task.head.auto_class).from_config(full)
     except Exception as error:  # Configs are checked by each architecture in its own way.
-        text = first_line(error)
-        raise ConfigError(f"model config of type {kind!r} makes no model for {task.head.name}: {text}") from error
+        problem = f"model config of type {kind!r} makes no model for {task.head.name}"
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
     return ready(model)
 
 
@@ -237,12 +232,12 @@ def label_options(task: Task, count: int) -> dict[str, object]:
         "label2id": {name: number for number, name in enumerate(names)},
     }
     if task.head.name == "text-classification":
-        options["problem_type"] = "regression" if task.type.labels == "number" else "single_label_classification"
+        options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
     return options
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a converted model's config name the class that it has now."""
+    """Record the class of a converted model, which may have a new head, in its config, and return the model."""
     if is_linearized(model):
         name = type(model).__name__.removeprefix("Linearized")
         model.config.linearize = {**model.config.linearize, "base_architecture": name}
@@ -250,7 +245,7 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fit_tokenizer(model: PreTrainedModel, processor: Processor) -> None:
-    """Tell a model which token is padding, where its config does not say; GPT's classifiers look for it."""
+    """Set the padding token in a model's config if it has none; GPT's classifiers need it."""
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(processor, PreTrainedTokenizerBase) and getattr(model.config, "pad_token_id", 0) is None:
@@ -289,7 +284,7 @@ def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
 
 @contextlib.contextmanager
 def explained(name: str, what: str) -> Iterator[None]:
-    """Turn transformers' errors into one line; a checkpoint whose links lead out of it is refused."""
+    """Turn transformers' errors into one line; refuse a checkpoint whose links lead out of it."""
     from safetensors import SafetensorError
 
     check_links(name)
@@ -303,5 +298,4 @@ def explained(name: str, what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
         if isinstance(error, LinearizeError):
             raise
-        first = first_line(error)
-        raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first}") from error
+        raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first_line(error)}") from error

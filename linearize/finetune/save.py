@@ -39,11 +39,11 @@ def save_model(
 
     Args:
         model: it is moved to the CPU.
-        target: folder to make.
+        target: folder to write.
         processor: tokenizer or image processor.
-        overwrite: whether a folder that holds something may be replaced.
-        stage: what a converted model's provenance says beside what it says already.
-        extra_files: further files, texts or bytes by name, which may lead into folders.
+        overwrite: whether an existing folder may be replaced.
+        stage: additions to a converted model's provenance.
+        extra_files: more files, texts or bytes by name; a name may hold folders.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
@@ -72,7 +72,7 @@ def save_model(
 def tuning_record(
     data: TaskData, config: TuneConfig, result: TuneResult, teacher: str | Path | None = None
 ) -> dict[str, object]:
-    """Return what stage two did as plain data; paths stay out of it."""
+    """Return the record of a tuning as plain data, without paths."""
     return {
         "task": data.task.name,
         "data": without_folders(data.description),
@@ -99,7 +99,7 @@ def tuning_record(
 
 
 def original_result(teacher: str | Path, task: str) -> dict[str, object] | None:
-    """Return what the original reached on a task, as its own record says; None where it says nothing of that task."""
+    """Return the original's result on a task from its own record; None if it has no record of that task."""
     try:
         record = read_record(teacher)
     except (OSError, ValueError):
@@ -110,11 +110,11 @@ def original_result(teacher: str | Path, task: str) -> dict[str, object] | None:
 
 
 def tuning_files(record: dict[str, object], result: TuneResult, earlier: list[dict[str, object]]) -> dict[str, str]:
-    """Return the record, and the log after the earlier lines of stage one, as files of a checkpoint."""
+    """Return the files of a checkpoint: the record, and the log, which continues that of stage one."""
     return {RECORD: json.dumps(record, indent=2) + "\n", **log_file(STAGE_TWO, result.history, earlier)}
 
 
 def without_folders(description: str) -> str:
-    """A checkpoint travels: the folder on somebody's disk is nobody's business, its name says what the data is."""
+    """Return a data set's description without the path of its folder: checkpoints are shared, paths are private."""
     name, colon, rest = description.partition(": ")
     return name_of(name) + colon + rest

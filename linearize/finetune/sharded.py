@@ -1,8 +1,8 @@
 """Stage two under FSDP 2: weights, gradients and the optimizer's state are spread over the processes.
 
-The model that was given stays whole in the memory of its host. A copy of it is spread over the devices and trained, its
-blocks gathered one at a time while they run, kernels with them; at the end the tuned weights come back. The trainer's
-checkpoints are gathered and written by one process, in the form that a single one writes them.
+The caller's model stays whole in the host's memory. A copy is spread over the devices and trained; its blocks, with
+their kernels, are gathered one at a time while they run. At the end the tuned weights are copied back. One process
+gathers and writes the trainer's checkpoints, in the same form as a run of a single process.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Whole tensors, in the memory of the first process; the others get none."""
 HANDED_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-"""The first process has whole tensors, and every process takes its part."""
+"""The first process has whole tensors, and sends every process its part."""
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def check_version() -> None:
-    """Refuse the first version of FSDP, and have every process load what it is given.
+    """Refuse the first version of FSDP, and let every process load its own copy of a model.
 
     Raises:
-        ConfigError: if the processes were started with it.
+        ConfigError: if the processes were started with the first version.
     """
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
@@ -59,7 +59,7 @@ def check_version() -> None:
             f"stage two: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
             "accelerate config"
         )
-    # Of a second model in one run transformers would give all processes but the first weights of nothing.
+    # Otherwise transformers would load a second model in one run without weights in all processes but the first.
     disable_fsdp_ram_efficient_loading()
 
 
@@ -67,11 +67,12 @@ class ShardedTuner(Tuner):
     """The trainer of stage two for a model that is spread over the processes.
 
     Args:
-        **options: see `Tuner`; `model` is spread out when training begins, `teacher` at once.
+        *arguments: of `Tuner`; the model is spread out when training begins.
+        **options: of `Tuner`; the teacher is spread out at once.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         state = self.accelerator.state
         if state.distributed_type == DistributedType.MULTI_CPU:
             # accelerate starts FSDP on accelerators only; torch shards on a CPU as well.
@@ -97,32 +98,32 @@ class ShardedTuner(Tuner):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
-        """See `Tuner.compute_loss`."""
+        """Return the loss of a batch in the precision of the run."""
         with self.accelerator.autocast():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def restore(self, checkpoint: Path) -> None:
-        """See `Tuner.restore`; no training has spread the model out yet."""
+        """Spread the model out, which no training has done, and load the kept weights of a run that had ended."""
         self.create_optimizer()
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         self.model_wrapped = self.model
         super().restore(checkpoint)
 
     def gather_into(self, model: PreTrainedModel) -> None:
-        """Copy the tuned weights into the model that was given, in every process."""
-        there = model.state_dict()
+        """Copy the tuned weights into the caller's model, in every process."""
+        target = model.state_dict()
         with torch.no_grad():
             for name, value in get_model_state_dict(self._sharded()).items():
-                there[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+                target[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights as a single process does, under the names that the modules have."""
+        """Write whole weights, as a single process does, under the modules' names."""
         state = get_model_state_dict(self._sharded(), options=GATHERED)
         if self.args.should_save:
             folder = Path(output_dir or str(self.args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             # Tied weights may share their memory, which a file cannot.
-            plain = {name: one.clone().contiguous() for name, one in state.items() if isinstance(one, Tensor)}
+            plain = {name: value.clone().contiguous() for name, value in state.items() if isinstance(value, Tensor)}
             save_file(plain, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -159,13 +160,13 @@ class ShardedTuner(Tuner):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return torch's optimizer, which accelerate has wrapped."""
-        found = getattr(self.optimizer, "optimizer", self.optimizer)
-        assert isinstance(found, torch.optim.Optimizer)
-        return found
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that are gathered one at a time, by name; transformers knows those of an unconverted model."""
+    """Return the layers that are gathered one at a time, by name; transformers lists those of an unconverted model."""
     known = {id(block) for block in blocks_of(model)}
     kinds = () if known else getattr(model, "_no_split_modules", None) or ()
-    return {name: one for name, one in model.named_modules() if id(one) in known or type(one).__name__ in kinds}
+    return {name: m for name, m in model.named_modules() if id(m) in known or type(m).__name__ in kinds}

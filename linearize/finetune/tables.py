@@ -1,11 +1,11 @@
-"""The splits of a task's data set: opened, with the task's columns, and with something to measure on."""
+"""The splits of a task's data set: opened, with the task's columns, and with rows to measure on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 HELD_OUT = 0.1
-"""Share of the training rows to measure on where a data set has no split for it."""
+"""Share of the training rows to measure on if a data set has no split for it."""
 MOST_HELD_OUT = 1_000
 _NO_SPLIT = "no-such-split"
 
@@ -37,7 +37,7 @@ class View:
     """Some rows of records, in order.
 
     Attributes:
-        records: see `linearize.data.records.Records`.
+        records: the data set.
         rows: [N] their numbers.
     """
 
@@ -48,7 +48,7 @@ class View:
         return len(self.rows)
 
     def fetch(self, places: Sequence[int]) -> list[Example]:
-        """Read the examples at these places."""
+        """Return the examples at these places."""
         return self.records.fetch([int(self.rows[place]) for place in places])
 
     def select(self, places: np.ndarray) -> View:
@@ -57,7 +57,7 @@ class View:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Class names behind the labels, if the data has any."""
+        """Class names of the labels' numbers, if the data has any."""
         return self.records.names
 
 
@@ -66,7 +66,7 @@ Opened = TypeVar("Opened", View, "Dataset")
 
 @dataclass(frozen=True)
 class Splits(Generic[Opened]):
-    """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s where raw."""
+    """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s if raw."""
 
     train: Opened
     validation: Opened
@@ -83,15 +83,15 @@ def open_splits(
 ) -> Splits[View]: ...
 def open_splits(
     task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
-) -> Splits[View] | Splits[Dataset]:
+) -> Splits[Any]:
     """Open the training and the validation split of a data set.
 
     Args:
         task: names the columns and the splits.
         given: data set.
         limit: only so many training rows.
-        seed: of the choice of held-out rows where there is no split to measure on.
-        raw: whether to give the tables as they are, with all their columns.
+        seed: of the choice of held-out rows if there is no split to measure on.
+        raw: whether to return the tables unchanged, with all their columns.
         most: only so many rows to measure on.
 
     Returns:
@@ -100,22 +100,9 @@ def open_splits(
     Raises:
         DataError: if the data or a column is missing, cannot be read, or is empty.
     """
-    if raw:
-        return _split(task, given, _table, limit, seed, most)
-    return _split(task, given, _view, limit, seed, most)
-
-
-def _split(
-    task: Task,
-    given: Given,
-    open: Callable[[Task, Given, str], Opened],
-    limit: int | None,
-    seed: int,
-    most: int | None,
-) -> Splits[Opened]:
-    """Do what `open_splits` does, with the function that opens a split."""
-    called = "tables" if not isinstance(given, str) else given
-    train = open(task, given, task.train)
+    called = given if isinstance(given, str) else "tables"
+    open_split: Any = raw_table if raw else lambda given, split: _view(task, given, split)
+    train = open_split(given, task.train)
     name = _validation_split(task, given)
     if name is None:
         order = np.random.default_rng(seed).permutation(len(train))
@@ -126,28 +113,27 @@ def _split(
         train, validation = train.select(kept), train.select(held)
         where = f"{count:,} held-out rows, as it has no validation split"
     else:
-        validation = open(task, given, name)
+        validation = open_split(given, name)
         where = f"{len(validation):,} rows of split {name}"
     if most is not None and most < len(validation):
         validation = validation.select(_some(task, len(validation), most))
         where = f"{most:,} of {where}"
     if limit is not None and limit < len(train):
         train = train.select(_some(task, len(train), limit))
-    parts = {id(part.records): part.records.skipped for part in (train, validation) if isinstance(part, View)}
-    skipped = sum(parts.values())
+    skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
     left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
     return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")
 
 
 def _some(task: Task, rows: int, count: int) -> np.ndarray:
-    """Choose rows [count]: the first ones of texts; of images evenly, as they often lie class by class."""
+    """Choose rows [count]: the first ones of texts; of images evenly, as they are often sorted by class."""
     if task.modality == "text":
         return np.arange(count)
     return np.linspace(0, rows - 1, count).round().astype(np.int64)
 
 
 def local_folder(task: Task, path: str) -> str:
-    """Return the folder of a task in a folder of data sets, or the path itself where it is the data set.
+    """Return the folder of a task in a folder of data sets, or the path itself if it is the data set.
 
     Raises:
         DataError: if the path does not exist, or is a folder of data sets that lacks the task's.
@@ -177,67 +163,49 @@ def _holds_data(root: Path) -> bool:
         ) from error
 
 
-def _table(task: Task, given: Given, split: str) -> Dataset:
-    """Open a split as it is, with all its columns."""
-    return raw_table(given, split)
+def raw_table(given: Given, split: str) -> Dataset:
+    """Open one split as a `datasets.Dataset` with all its columns.
+
+    Raises:
+        DataError: if it cannot be found or read, or has files of different kinds.
+    """
+    if not isinstance(given, str):
+        if split not in given:
+            raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
+        return given[split]
+    path = Path(given).expanduser()
+    if not exists(path) and not looks_local(given):
+        return load_hub(given, split, False)
+    tables: Sequence[Dataset] = open_local(path, split, "text", False)
+    if len(tables) > 1:
+        raise DataError(f"{given!r}: got files of {len(tables)} kinds, expected one kind; put them in separate folders")
+    return tables[0]
 
 
 def _view(task: Task, given: Given, split: str) -> View:
     """Open a split with the task's columns."""
-    if not isinstance(given, str):
-        return _records(task, _given_table(given, split))
-    data = open_records(given, _config(task, split), task.modality).data
-    # It is not streamed: the config does not ask for that.
-    assert not isinstance(data, StreamPart)
-    return View(data, np.arange(len(data.sizes)))
-
-
-def _given_table(given: Mapping[str, Dataset], split: str) -> Dataset:
-    if split not in given:
-        raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
-    return given[split]
-
-
-def _records(task: Task, table: Dataset) -> View:
-    config = _config(task, task.train)
-    table = uniform(table, config, task.modality, "table")
-    names = class_names(table, "table")
-    data: Records = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
-    return View(data, np.arange(len(data.sizes)))
-
-
-def _config(task: Task, split: str) -> DataConfig:
     first, second = (*task.columns, None, None)[:2]
     if task.modality == "image":
-        # The column of an image data set differs between Hub and folder; where it is not there it is found by type.
-        return DataConfig(split=split, label_column=task.label)
-    return DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
-
-
-def raw_table(name: Given, split: str) -> Dataset:
-    """Open one split as a `datasets.Dataset` with all its columns.
-
-    Raises:
-        DataError: if it cannot be found or read, or is of several kinds of files.
-    """
-    if not isinstance(name, str):
-        return _given_table(name, split)
-    path = Path(name).expanduser()
-    if not exists(path) and not looks_local(name):
-        return load_hub(name, split, False)
-    tables: Sequence[Dataset] = open_local(path, split, "text", False)
-    if len(tables) > 1:
-        raise DataError(
-            f"{name!r}: got files of {len(tables)} kinds, expected one kind; put them in folders of their own"
-        )
-    return tables[0]
+        # The column of an image data set differs between Hub and folder; it is found by its type.
+        first = second = None
+    if isinstance(given, str):
+        config = DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
+        data = open_records(given, config, task.modality).data
+        # It is not streamed: the config does not ask for that.
+        assert not isinstance(data, StreamPart)
+    else:
+        config = DataConfig(split=task.train, text_column=first, text_pair_column=second, label_column=task.label)
+        table = uniform(raw_table(given, split), config, task.modality, "table")
+        names = class_names(table, "table")
+        data = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
+    return View(data, np.arange(len(data.sizes)))
 
 
 def _validation_split(task: Task, given: Given) -> str | None:
-    """Find the split to measure on; None where the data set has no splits at all or none of those.
+    """Return the split to measure on; None if the data set has none of the task's, or no splits at all.
 
     Raises:
-        DataError: if the user named the split and it is missing, listing those that are there.
+        DataError: if the user named the split and it is missing, listing the existing ones.
     """
     if not isinstance(given, str):
         found = next((name for name in task.validation if name in given), None)
@@ -256,12 +224,13 @@ def _validation_split(task: Task, given: Given) -> str | None:
             error = problem
     if error is not None and task.exact_validation:
         raise error
-    # The training split was opened before, so the Hub answers: there is no such split.
-    return None if error is not None else task.validation[0]
+    # The training split was opened before, so the Hub answers: the split does not exist.
+    return None
 
 
 def _local_split(task: Task, path: Path, given: str) -> str | None:
-    if not _has_splits(path, task):
+    has_splits = (path.is_dir() or path.suffix == ".zip") and not _opens(path, _NO_SPLIT, task)
+    if not has_splits:
         if task.exact_validation:
             raise DataError(
                 f"{given!r}: got split {task.validation[0]!r}, but the data has no splits, expected none to be named; "
@@ -270,15 +239,9 @@ def _local_split(task: Task, path: Path, given: str) -> str | None:
         return None
     found = next((name for name in task.validation if _opens(path, name, task)), None)
     if found is None and task.exact_validation:
-        # Opened for its message, which lists the splits that are there.
+        # Opened for its message, which lists the existing splits.
         open_local(path, task.validation[0], task.modality, False)
     return found
-
-
-def _has_splits(path: Path, task: Task) -> bool:
-    return (path.is_dir() and not _opens(path, _NO_SPLIT, task)) or (
-        path.suffix == ".zip" and not _opens(path, _NO_SPLIT, task)
-    )
 
 
 def _opens(path: Path, split: str, task: Task) -> bool:
@@ -295,7 +258,7 @@ def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | 
     """Refuse a raw table that lacks a column, or whose column does not hold what it should.
 
     Raises:
-        DataError: naming the columns there are.
+        DataError: naming the existing columns.
     """
     kinds = column_kinds(table, origin)
     missing = [name for name in names if name not in kinds]

@@ -1,7 +1,10 @@
-"""What a model can be tuned for and measured on: the types of tasks, and the tasks, as data.
+"""Tasks: what a model can be tuned for and measured on, as data.
 
-GLUE's tasks are here by name; any other data set of a type is a copy of that type's task with other columns
+GLUE's tasks have their own names. For any other data set, take the task of its type and name other columns
 (`task("text-classification", columns=("review",))`).
+
+A new task is one entry of `TASKS`. A new type of task is a subclass of `linearize.finetune.task_types.base.TaskType`,
+one entry of `TASK_TYPES` and one of `TASKS`.
 """
 
 from __future__ import annotations
@@ -10,62 +13,23 @@ import dataclasses
 from collections.abc import Sequence
 
 from linearize.errors import ConfigError, unknown_name
-from linearize.finetune.task import Task, TaskType
-from linearize.heads import HEADS
+from linearize.finetune.task import Task
 
-TASK_TYPES: dict[str, TaskType] = {
-    type.name: type
-    for type in (
-        TaskType(
-            "classification",
-            HEADS["text-classification"],
-            "class",
-            "linearize.finetune.task_types.text",
-            columns=2,
-            unlabelled=True,
-        ),
-        TaskType(
-            "regression",
-            HEADS["text-classification"],
-            "number",
-            "linearize.finetune.task_types.text",
-            columns=2,
-            unlabelled=True,
-        ),
-        TaskType(
-            "similarity",
-            HEADS["feature-extraction"],
-            "number",
-            "linearize.finetune.task_types.similarity",
-            columns=2,
-        ),
-        TaskType(
-            "retrieval", HEADS["feature-extraction"], "none", "linearize.finetune.task_types.retrieval", columns=1
-        ),
-        TaskType("masked-lm", HEADS["fill-mask"], "tokens", "linearize.finetune.task_types.language"),
-        TaskType(
-            "causal-lm", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.language", next_token=True
-        ),
-        TaskType("chat", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.chat", next_token=True),
-        TaskType(
-            "copying", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.copying", next_token=True
-        ),
-        TaskType("recall", HEADS["text-generation"], "tokens", "linearize.finetune.task_types.recall", next_token=True),
-        TaskType(
-            "image-classification", HEADS["image-classification"], "class", "linearize.finetune.task_types.images"
-        ),
-        TaskType("token-classification", HEADS["token-classification"], "tags", "linearize.finetune.task_types.tokens"),
-        TaskType(
-            "question-answering",
-            HEADS["question-answering"],
-            "span",
-            "linearize.finetune.task_types.questions",
-            columns=2,
-            label_fields=("start_positions", "end_positions"),
-        ),
-    )
+TASK_TYPES = {
+    "causal-lm": "linearize.finetune.task_types.language:CausalLanguage",
+    "chat": "linearize.finetune.task_types.chat:Chat",
+    "classification": "linearize.finetune.task_types.text:TextClassification",
+    "copying": "linearize.finetune.task_types.probes:Copying",
+    "image-classification": "linearize.finetune.task_types.images:ImageClassification",
+    "masked-lm": "linearize.finetune.task_types.language:MaskedLanguage",
+    "question-answering": "linearize.finetune.task_types.questions:QuestionAnswering",
+    "recall": "linearize.finetune.task_types.probes:Recall",
+    "regression": "linearize.finetune.task_types.text:TextRegression",
+    "retrieval": "linearize.finetune.task_types.embedded:Retrieval",
+    "similarity": "linearize.finetune.task_types.embedded:Similarity",
+    "token-classification": "linearize.finetune.task_types.tokens:TokenClassification",
 }
-"""Every type of task by its name."""
+"""Type of task -> module and class; a module is imported when the first task of its type is used."""
 
 
 def _glue(
@@ -74,26 +38,42 @@ def _glue(
     columns: Sequence[str],
     labels: Sequence[str] | None,
     metrics: Sequence[str] = ("accuracy",),
-    type: str = "classification",
-    **changes: object,
+    kind: str = "classification",
+    validation: tuple[str, ...] = ("validation", "test"),
 ) -> Task:
     return Task(
         name,
-        TASK_TYPES[type],
+        TASK_TYPES[kind],
         summary,
         dataset=f"nyu-mll/glue:{name}",
         folders=(name, name.replace("sst2", "SST-2"), name.upper()),
         columns=tuple(columns),
         labels=None if labels is None else tuple(labels),
         metrics=tuple(metrics),
-        score=tuple(metrics),
-        **changes,  # type: ignore[arg-type]
+        validation=validation,
+    )
+
+
+def _language(name: str, summary: str, columns: tuple[str, ...] = (), folders: tuple[str, ...] = ()) -> Task:
+    return Task(
+        name,
+        TASK_TYPES[name],
+        summary,
+        folders=folders,
+        columns=columns,
+        label=None,
+        metrics=("perplexity",),
+        lower_is_better=True,
+        percent=False,
     )
 
 
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _RTE = ("entailment", "not_entailment")
+_DUPLICATE = ("not_duplicate", "duplicate")
+_PREMISE, _MATCHED = ("premise", "hypothesis"), ("validation_matched", "validation")
+_CORPORA = ("wikitext2", "wikitext103")
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -102,20 +82,8 @@ TASKS: dict[str, Task] = {
         _glue("sst2", "sentiment of a film review's sentence", ["sentence"], ["negative", "positive"]),
         _glue("mrpc", "do two sentences say the same?", _PAIR, ["not_equivalent", "equivalent"], ["accuracy", "f1"]),
         _glue("stsb", "likeness of two sentences, 0 to 5", _PAIR, None, ["pearson", "spearman"], "regression"),
-        _glue(
-            "qqp",
-            "are two questions the same?",
-            ["question1", "question2"],
-            ["not_duplicate", "duplicate"],
-            ["accuracy", "f1"],
-        ),
-        _glue(
-            "mnli",
-            "does a premise entail a hypothesis?",
-            ["premise", "hypothesis"],
-            _NLI,
-            validation=("validation_matched", "validation"),
-        ),
+        _glue("qqp", "are two questions the same?", ["question1", "question2"], _DUPLICATE, ["accuracy", "f1"]),
+        _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
         _glue("qnli", "does a sentence answer a question?", ["question", "sentence"], _RTE),
         _glue("rte", "does a text entail another?", _PAIR, _RTE),
         Task(
@@ -123,6 +91,7 @@ TASKS: dict[str, Task] = {
             TASK_TYPES["classification"],
             "any text, or pair of texts, with a class",
             metrics=("accuracy", "f1_macro"),
+            score=("accuracy",),
         ),
         Task(
             "text-regression",
@@ -149,46 +118,19 @@ TASKS: dict[str, Task] = {
             metrics=("retrieval",),
             score=("recall_at_1",),
         ),
-        Task(
-            "masked-lm",
-            TASK_TYPES["masked-lm"],
-            "fill masked tokens in",
-            label=None,
-            metrics=("perplexity",),
-            score=("perplexity",),
-            lower_is_better=True,
-            percent=False,
-        ),
-        Task(
-            "causal-lm",
-            TASK_TYPES["causal-lm"],
-            "next token; perplexity over windows with a stated stride",
-            label=None,
-            metrics=("perplexity",),
-            score=("perplexity",),
-            lower_is_better=True,
-            percent=False,
-            folders=("wikitext2", "wikitext103"),
-        ),
+        _language("masked-lm", "predict masked tokens"),
+        _language("causal-lm", "next token; perplexity over windows with a stated stride", folders=_CORPORA),
         Task(
             "copying",
             TASK_TYPES["copying"],
-            "a passage stands twice: how much of the second time is found in the first",
+            "each passage appears twice: how much of the second reading is found in the first",
             label=None,
             metrics=("copying",),
             score=("copy_accuracy",),
-            folders=("wikitext2", "wikitext103"),
+            folders=_CORPORA,
         ),
-        Task(
-            "chat",
-            TASK_TYPES["chat"],
-            "conversations: what the assistant says next, by the tokenizer's chat template",
-            columns=("messages",),
-            label=None,
-            metrics=("perplexity",),
-            score=("perplexity",),
-            lower_is_better=True,
-            percent=False,
+        _language(
+            "chat", "conversations: what the assistant says next, by the tokenizer's chat template", ("messages",)
         ),
         Task("image-classification", TASK_TYPES["image-classification"], "any images with a class"),
         Task(
@@ -219,7 +161,7 @@ TASKS: dict[str, Task] = {
             score=("span_f1",),
         ),
         Task(
-            "recall", TASK_TYPES["recall"], "the answer behind a sequence of tokens", columns=("text",), label="answer"
+            "recall", TASK_TYPES["recall"], "the answer after a sequence of tokens", columns=("text",), label="answer"
         ),
     )
 }
@@ -235,7 +177,7 @@ def task(
     validation: str | None = None,
     score: Sequence[str] = (),
 ) -> Task:
-    """Look a task up and change what the user says otherwise.
+    """Return a task by its name, with the user's changes.
 
     Args:
         name: a key of `TASKS`.
@@ -243,45 +185,42 @@ def task(
         columns: text (or image) columns.
         label: label column.
         labels: class names in the order of their numbers.
-        validation: split to measure on; where it is missing, that is an error of the data.
+        validation: split to measure on; it is an error if the data lacks it.
         score: metrics whose mean is the score.
 
     Raises:
         UnknownNameError: for an unknown task.
-        ConfigError: if there are more columns than the type of task reads.
+        ConfigError: if there are more columns than the type of task reads, or a label column for rows without labels.
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
     known = TASKS[name]
-    if len(columns) > known.type.columns:
+    if columns and len(columns) > known.type.columns:
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
-    changes: dict[str, object] = {}
-    for key, value in (("columns", tuple(columns)), ("labels", tuple(labels)), ("score", tuple(score))):
-        if value:
-            changes[key] = value
-    if dataset is not None:
-        changes["dataset"] = dataset
-    if label is not None:
-        if known.label is None:
-            raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
-        changes["label"] = label
+    if label is not None and known.label is None:
+        raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
+    given = {"dataset": dataset, "columns": tuple(columns), "label": label, "labels": tuple(labels)}
+    changes: dict[str, object] = {name: value for name, value in given.items() if value not in (None, ())}
+    if score:
+        changes["score"] = tuple(score)
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
 
 
-def main_metric(chosen: Task, metrics: dict[str, float]) -> float:
-    """Return a task's score: the mean of the metrics it names.
+def main_metric(chosen: Task, metrics: dict[str, float], score: Sequence[str] | None = None) -> float:
+    """Return a task's score: the mean of the metrics that it, or `score`, names.
 
     Raises:
-        ConfigError: if a metric that it names is not among those computed.
+        ConfigError: if a named metric was not computed.
     """
-    missing = [name for name in chosen.score if name not in metrics]
+    score = score or chosen.score
+    missing = [name for name in score if name not in metrics]
     if missing:
         raise ConfigError(
             f"task {chosen.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(metrics))}"
         )
-    return sum(metrics[name] for name in chosen.score) / len(chosen.score)
+    return sum(metrics[name] for name in score) / len(score)
 
 
 def recovery(
@@ -292,18 +231,18 @@ def recovery(
     chance: float | None = None,
     interval: tuple[float, float] | None = None,
 ) -> float | None:
-    """Return the share of the original's score above chance that is recovered, in percent.
+    """Return which share of the original's score above chance is recovered, in percent.
 
     Args:
         chosen: the task.
-        score: ours.
+        score: the converted model's.
         original: the original's.
-        chance: the score of guessing; None: 0, as papers have it.
-        interval: the original's interval; None: its score alone.
+        chance: the score of guessing; None: 0, as in papers.
+        interval: the original's interval; None: only its score counts.
 
     Returns:
-        `(score - chance) / (original - chance)`; None where the original is not above chance. For perplexities the
-        original's over ours, so that more is better there too.
+        `(score - chance) / (original - chance)`; None if the original is not above chance. For perplexities the
+        original's score divided by ours, so that more is better there too.
     """
     if chosen.lower_is_better:
         return None if score == 0 else 100.0 * (original / score)
@@ -316,7 +255,7 @@ def recovery(
 def above_chance(
     chosen: Task, score: float, *, chance: float | None, interval: tuple[float, float] | None = None
 ) -> bool:
-    """Tell whether a score is better than guessing, with its whole interval if it has one; True without a chance."""
+    """Tell whether a score, with its whole interval if it has one, is better than guessing; True without a chance."""
     if chance is None:
         return True
     low, high = interval or (score, score)

@@ -1,4 +1,4 @@
-"""The teacher of stage two: the softmax model, tuned for the same task, loaded and checked against its student."""
+"""The teacher of stage two: the softmax model, tuned for the same task, loaded and compared with its student."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from linearize.types import Processor
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
-"""A text that tokenizers of one vocabulary, but other rules, cut in other ways."""
+"""A text that tokenizers with the same vocabulary and different rules cut differently."""
 
 
 def load_teacher(
@@ -38,8 +38,8 @@ def load_teacher(
         The teacher, frozen, in evaluation mode, on the student's device.
 
     Raises:
-        ConfigError: if it is converted itself, was not tuned for the task, or is of another architecture, size,
-            tokenizer, label set or a shorter length than the rows.
+        ConfigError: if it is converted itself, was not tuned for the task, has another architecture, size, tokenizer or
+            label set, or takes fewer tokens than the rows have.
         CheckpointError: if it cannot be loaded.
     """
     check_tuned(name, data)
@@ -53,7 +53,7 @@ def load_teacher(
 
 
 def freeze(teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
-    """Put a teacher beside its student: evaluation mode, no gradients, same device and type of numbers."""
+    """Return the teacher in evaluation mode, without gradients, with its student's device and type of numbers."""
     like = next(student.parameters())
     if getattr(teacher.config, "use_cache", False):
         teacher.config.use_cache = False
@@ -74,22 +74,28 @@ def check_tuned(name: str, data: TaskData) -> None:
             f"--task {task.name}"
         )
     check_trained(name, task)
-    tuned_for = _tuned_for(name)
-    if tuned_for not in (None, task.name):
+    try:
+        record = read_record(name)
+        tuned_for = task.name if record is None else str(record["task"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(Path(name).expanduser() / RECORD)!r} cannot be read ({type(error).__name__}); tune the teacher again"
+        ) from None
+    if tuned_for != task.name:
         raise ConfigError(
             f"{called}: got a model tuned for task {tuned_for}, expected one tuned for {task.name}; tune it first: "
             f"linearize finetune ORIGINAL --task {task.name}"
         )
     if data.num_labels is None:
         return
-    # transformers leaves the names out where a head has its usual two.
+    # transformers leaves the names out if a head has its usual two.
     names = values.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    has = tuple(str(names[key]) for key in sorted(names, key=int))
-    unnamed = has == tuple(f"LABEL_{number}" for number in range(len(has)))
-    if len(has) != data.num_labels or not (unnamed or task.labels is None or has == task.labels):
+    labels = tuple(str(names[key]) for key in sorted(names, key=int))
+    unnamed = labels == tuple(f"LABEL_{number}" for number in range(len(labels)))
+    if len(labels) != data.num_labels or not (unnamed or task.labels is None or labels == task.labels):
         wanted = "one number" if task.labels is None else f"{', '.join(task.labels[:10])}, in this order"
         raise ConfigError(
-            f"{called}: got the labels {', '.join(has[:10])}, expected {wanted}; give a teacher tuned for the task"
+            f"{called}: got the labels {', '.join(labels[:10])}, expected {wanted}; give a teacher tuned for the task"
         )
 
 
@@ -97,7 +103,7 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     """Refuse a teacher whose hidden states and logits cannot be compared with the student's.
 
     Raises:
-        ConfigError: if it is converted, or of another architecture, size, head or label set, or the student is not
+        ConfigError: if it is converted, or has another architecture, size, head or label set, or if the student is not
             converted.
     """
     if not is_linearized(student):
@@ -109,7 +115,7 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
 
 
 def check_processor(name: str, teacher: Any, student: Any) -> None:
-    """Refuse a teacher that reads other numbers than the student: another tokenizer or image processor.
+    """Refuse a teacher with another tokenizer or image processor than the student's.
 
     Raises:
         ConfigError: if they differ.
@@ -121,24 +127,9 @@ def check_processor(name: str, teacher: Any, student: Any) -> None:
                 f"{called}: got another tokenizer than the student's, expected the same; use its original"
             )
         return
-    sizes = ("size", "crop_size", "image_mean", "image_std", "rescale_factor", "do_normalize", "do_resize")
-    for key in sizes:
+    for key in ("size", "crop_size", "image_mean", "image_std", "rescale_factor", "do_normalize", "do_resize"):
         got, expected = getattr(teacher, key, None), getattr(student, key, None)
         if got != expected:
             raise ConfigError(
                 f"{called}: got images with {key} {got}, expected the student's {expected}; use its original"
             )
-
-
-def _tuned_for(name: str) -> str | None:
-    """Return the task that a folder was tuned for by linearize; None where nobody says."""
-    try:
-        record = read_record(name)
-        return None if record is None else str(record["task"])
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{str(Path(name).expanduser() / RECORD)!r} cannot be read ({type(error).__name__}); tune the teacher again"
-        ) from None
-
-
-__all__ = ["check_processor", "check_teacher", "check_tuned", "freeze", "load_teacher"]

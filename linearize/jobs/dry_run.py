@@ -6,6 +6,7 @@ Nothing is written, and what these steps learn is thrown away with the model.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -28,7 +29,7 @@ from linearize.distillation.config import DistillConfig
 from linearize.distillation.loop import distill
 from linearize.distillation.processes import check_alone
 from linearize.errors import TrainingError
-from linearize.finetune.selection import Chosen
+from linearize.finetune.prepared import Chosen
 from linearize.finetune.trainer import finetune
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, StageBill
@@ -277,12 +278,11 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     total = config.steps or math.ceil(config.epochs * per_epoch)
     evaluations = math.ceil(total / (config.eval_every or per_epoch)) + 1
     measured = min(len(data.validation), 2 * (config.eval_batch_size or 2 * config.batch_size))
+    without_metrics = copy.copy(data.type)
+    # Metrics may need all rows.
+    vars(without_metrics)["compute_metrics"] = lambda predictions, labels: dict.fromkeys(data.task.score, 0.0)
     few = replace(
-        data,
-        validation=Chosen(data.validation, range(measured), still=True),
-        selection=None,
-        # Metrics may need all rows.
-        compute_metrics=lambda predictions, labels: dict.fromkeys(data.task.score, 0.0),
+        data, type=without_metrics, validation=Chosen(data.validation, range(measured), still=True), selection=None
     )
     steps = min(TIMED, total)
     seconds, evaluation = [0.0], 0.0

@@ -11,7 +11,7 @@ from linearize.events import Callback, Event, Noted, Started, ignore
 if TYPE_CHECKING:
     from linearize.alignment.loop import AlignResult, AlignStep
     from linearize.distillation.loop import DistillResult, StepReport
-    from linearize.finetune.watch import TuneStep
+    from linearize.finetune.callbacks import TuneStep
     from linearize.jobs.advice import Findings
     from linearize.kernel_search.result import SearchResult, SearchStep
     from linearize.modeling.plan import Plan

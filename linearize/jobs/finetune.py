@@ -14,18 +14,16 @@ from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
 from linearize.distillation.processes import is_main, own_device, under_fsdp, wait_for_all
 from linearize.errors import CheckpointError, ConfigError, NotSavedError
-from linearize.finetune.checkpoints import last_checkpoint
-from linearize.finetune.checks import check_adapter, check_checkpointing, check_fsdp, check_trains
+from linearize.finetune.callbacks import check_report_to
 from linearize.finetune.lengths import fit_positions
 from linearize.finetune.load import fit_tokenizer, load_for_task, load_processor
 from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import TaskData
-from linearize.finetune.report_to import check_report_to
+from linearize.finetune.prepared import TaskData, hold_out
 from linearize.finetune.save import save_model, tuning_files, tuning_record
-from linearize.finetune.selection import hold_out
+from linearize.finetune.switches import check_adapter, check_checkpointing, check_fsdp, check_trains
 from linearize.finetune.teacher import load_teacher
 from linearize.finetune.trainer import TuneResult, finetune
-from linearize.finetune.work import check_work, remove_work
+from linearize.finetune.work import check_work, last_checkpoint, remove_work
 from linearize.jobs.advice import after_tuning
 from linearize.jobs.command import add_command
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore

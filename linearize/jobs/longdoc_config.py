@@ -74,8 +74,7 @@ class LongdocJob(Job):
 
     def __post_init__(self) -> None:
         check(self, "options")
-        kind = self.task.type
-        if self.task.modality != "text" or kind.labels not in ("class", "number") or kind.name == "similarity":
+        if not self.task.type.row_labels:
             raise ConfigError(
                 f"task: got {self.task.name}, expected one that gives a text a class or a number, such as "
                 "text-classification; compare others with: linearize evaluate MODEL --compare ORIGINAL"

@@ -20,7 +20,7 @@ from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import BALANCED, Measured
 from linearize.finetune.lengths import beyond_training, length_limit, whole_length
 from linearize.finetune.load import check_trained, fit_tokenizer, load_for_task, load_processor
-from linearize.finetune.metrics.by_position import PositionLoss
+from linearize.finetune.metrics import PositionLoss
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import Facts, TaskData
 from linearize.finetune.tables import Given
@@ -253,7 +253,7 @@ class Sides:
         rows = [read.data.validation[number] for number in numbers]
         batches = [read.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
         moved = [{name: value.to(self.setup.device) for name, value in batch.items()} for batch in batches]
-        return partial(_forward, read.model if read.data.wrap is None else read.data.wrap(read.model), moved)
+        return partial(_forward, read.data.type.wrap(read.model), moved)
 
     def _peak(self, read: Read) -> int | None:
         """Measure the peak memory of reading the longest row; None if that was not asked for."""

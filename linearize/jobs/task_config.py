@@ -13,6 +13,7 @@ from typing import Any
 from linearize.errors import ConfigError
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.finetune.task import Task
+from linearize.finetune.tasks import TASKS
 from linearize.jobs.config import DEVICES, OVERWRITE, STEP_ROWS, Job, rows_of
 from linearize.options import check, option, parse_names, section
 
@@ -24,12 +25,7 @@ STAGE_TWO_TOKENS = 4096
 class TaskChoice:
     """A task, and the columns of its data."""
 
-    task: str = option(
-        help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, text-classification, text-regression, masked-lm, "
-        "causal-lm, chat, image-classification, cifar10, token-classification, question-answering, recall, copying; "
-        "to measure alone: similarity, retrieval",
-        metavar="T",
-    )
+    task: str = option(help=f"{', '.join(TASKS)} (similarity and retrieval: to measure only)", metavar="T")
     columns: tuple[str, ...] = option(
         (), "columns of the text, or of the two texts", metavar="A[,B]", parse=parse_names
     )
@@ -164,7 +160,6 @@ class EvaluateJob(Job):
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that follow from other options: the rows' length."""
         from linearize.finetune.lengths import whole_length
-        from linearize.finetune.tasks import TASKS
 
         # A missing model or an unknown task is refused elsewhere.
         if "max_length" in values or values.get("task") not in TASKS:

@@ -245,6 +245,7 @@ def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset:
     """
     from linearize.finetune.prepare import located
     from linearize.finetune.tables import open_splits
+    from linearize.finetune.task_types.base import LabelledRows
     from linearize.finetune.tasks import TASKS, task
 
     kind = TASKS.get(record.task or "")
@@ -257,7 +258,7 @@ def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset:
         label=record.label_column if kind.label is not None else None,
         validation=record.split or None,
     )
-    if chosen.type.labels not in ("class", "number"):
+    if not issubclass(chosen.type, LabelledRows):
         # Spans and tags are not labels of a whole row, and predictions of them are not compared.
         chosen = replace(chosen, label=None)
     given = located(chosen, dataset)

@@ -394,7 +394,7 @@ def test_decoding_with_a_converted_checkpoint(folders, tmp_path):
     linear.save_pretrained(tmp_path / "linear")
     result = run_bench(BenchOptions("decode-model", str(tmp_path / "linear"), lengths=(100,), repeats=1))
     assert [row.tokens for row in result.rows] == [100] and result.rows[0].speedup > 0
-    assert len(result.notes) == 1 and "was made for 64 tokens: its rotary positions go on" in result.notes[0]
+    assert len(result.notes) == 1 and "was made for 64 tokens: its rotary positions continue" in result.notes[0]
     assert result.to_dict()["notes"] == result.notes
     model = BenchModel("llama", longest=100)
     model.__dict__.update(converted=False, linear=linear)

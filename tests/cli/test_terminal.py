@@ -21,7 +21,7 @@ from linearize.cli.main import VERBS, build_parser
 from linearize.distillation import observer
 from linearize.distillation.loop import StepReport
 from linearize.errors import ConfigError
-from linearize.finetune.checkpoints import last_checkpoint
+from linearize.finetune.work import last_checkpoint
 from linearize.jobs.events import Saved
 
 WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2

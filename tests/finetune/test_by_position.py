@@ -8,7 +8,7 @@ import torch
 from support.tasks import WORDS, causal_folder
 
 from linearize.cli import main
-from linearize.finetune.metrics.by_position import EDGES, losses_by_position, range_sums
+from linearize.finetune.metrics import EDGES, losses_by_position, range_sums
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
 

@@ -130,5 +130,5 @@ def test_the_figure_is_that_of_the_assistants_tokens(tmp_path):
     batch = data.collate([data.validation[place] for place in range(len(data.validation))])
     with torch.no_grad():
         out = model(**batch)
-    found = data.compute_metrics(data.reduce(out.logits, batch["labels"]).numpy(), None)
+    found = data.type.compute_metrics(data.type.reduce(out.logits, batch["labels"]).numpy(), None)
     assert found["perplexity"] == pytest.approx(float(out.loss.exp()), rel=1e-5)

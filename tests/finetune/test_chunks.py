@@ -72,7 +72,7 @@ def test_classification_is_the_mean_of_logits(bert, reviews):
     model = load_for_task(bert, data).eval()
     batch = data.collate([data.validation[place] for place in range(8)])
     with torch.no_grad():
-        found = data.wrap(model)(**batch)["logits"]
+        found = data.type.wrap(model)(**batch)["logits"]
         for place, row in enumerate(data.validation.rows):
             by_hand = [model(input_ids=torch.tensor([chunk["input_ids"]])).logits[0] for chunk in row["chunks"]]
             torch.testing.assert_close(found[place], torch.stack(by_hand).mean(0), atol=1e-6, rtol=1e-5)
@@ -91,7 +91,7 @@ def test_similarity_is_of_mean_embeddings(bert, tmp_path):
     model = load_for_task(bert, data).eval()
     batch = data.collate([data.validation[place] for place in range(10)])
     with torch.no_grad():
-        found = data.wrap(model)(**batch)["logits"]
+        found = data.type.wrap(model)(**batch)["logits"]
         for place, row in enumerate(data.validation.rows):
             sides = []
             for name in ("chunks", "second_chunks"):
@@ -115,7 +115,7 @@ def test_a_regression_is_the_mean_of_numbers(bert, tmp_path):
     model = load_for_task(bert, data).eval()
     row = data.validation[18]
     with torch.no_grad():
-        found = data.wrap(model)(**data.collate([row]))["logits"]
+        found = data.type.wrap(model)(**data.collate([row]))["logits"]
         by_hand = [float(model(input_ids=torch.tensor([chunk["input_ids"]])).logits) for chunk in row["chunks"]]
     assert len(by_hand) == 4 and found.shape == (1, 1) and float(found) == pytest.approx(np.mean(by_hand), abs=1e-6)
 

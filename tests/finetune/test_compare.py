@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from support.tasks import WORDS, word_tokenizer, write
+from support.tasks import WORDS, no_rows, word_tokenizer, write
 from support.tiny import SMALLER, converted, original
 
 import linearize
@@ -16,7 +16,7 @@ from linearize.bench import reading
 from linearize.cli import main
 from linearize.errors import ConfigError, LinearizeError
 from linearize.finetune import interval
-from linearize.finetune.interval import Difference, Measured, paired_difference
+from linearize.finetune.interval import Difference, Measured, paired_difference, resampled_scores
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
 
@@ -45,7 +45,7 @@ def place(tmp_path_factory):
 @pytest.fixture
 def few_draws(monkeypatch):
     """Draw rows 20 times: what is compared does not depend on how often."""
-    monkeypatch.setattr(interval.resampled_scores, "__kwdefaults__", {"resamples": 20, "seed": 0})
+    monkeypatch.setattr(interval.resampled_scores, "__kwdefaults__", {"score": None, "resamples": 20, "seed": 0})
 
 
 def job(place, model="linear", data="long", **more):
@@ -133,24 +133,17 @@ def test_the_paired_difference():
     # The scores vary together, so that their difference does not.
     assert found.value == pytest.approx(0.2) and found.interval == pytest.approx((0.2, 0.2)) and not found.within_noise
     assert paired_difference(ours, dataclasses.replace(theirs, units=9)) is None
-    assert paired_difference(ours, dataclasses.replace(theirs, resampled=None)) is None
     assert Difference(0.1, (-0.1, 0.3)).within_noise and not Difference(0.1, (0.05, 0.3)).within_noise
 
 
 def test_its_interval_is_that_of_the_mean_of_differences():
     """Of accuracies: the normal interval of the mean of (ours right) - (theirs right)."""
-    from linearize.finetune.interval import resampled_scores
-    from linearize.finetune.prepared import TaskData
-    from linearize.finetune.task_types.text import metrics_of
-    from linearize.finetune.tasks import task
-
     chance = np.random.default_rng(1)
     labels = chance.integers(2, size=400)
-    data = TaskData(task("sst2"), [], [], len, metrics_of(task("sst2")), "no rows")
     sides = []
     for right in (0.8, 0.75):
         guesses = np.where(chance.random(400) < right, labels, 1 - labels)
-        scores = resampled_scores(data, np.eye(2)[guesses], labels)
+        scores = resampled_scores(no_rows("sst2"), np.eye(2)[guesses], labels)
         share = float(np.mean(guesses == labels))
         sides.append((Measured(metrics={}, score=share, rows=400, units=400, resampled=scores), guesses == labels))
     (ours, mine), (theirs, its) = sides

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.tasks import WORDS, causal_folder
+from support.tasks import WORDS, causal_folder, no_rows
 
 from linearize.errors import ConfigError, DataError
 from linearize.jobs.evaluate import evaluate_checkpoint
@@ -48,23 +48,24 @@ def test_figures_by_hand(place):
 
 
 def test_a_model_that_copies_is_right():
-    from linearize.finetune.task_types.copying import Copies, _collate, _compute_metrics, _sums
+    from linearize.finetune.task_types.probes import Copies
 
+    copying = no_rows("copying").type
     rows = Copies(np.random.default_rng(0).integers(0, 9, 40).astype(np.int32), 8)
-    batch = _collate([rows[0], rows[3]])
+    batch = copying.collate([rows[0], rows[3]])
     # What stands 7 places before is what comes next, in the second reading.
     logits = torch.full((2, 16, 9), -100.0)
     for row in range(2):
         for place in range(7, 16):
             logits[row, place, batch["input_ids"][row, place - 7]] = 100.0
-    sums = _sums(logits, batch["labels"]).numpy()
+    sums = copying.reduce(logits, batch["labels"]).numpy()
     assert sums[:, 3].tolist() == sums[:, 4].tolist() == [7, 7]
-    found = _compute_metrics(sums, np.empty(0))
+    found = copying.compute_metrics(sums, np.empty(0))
     assert found["copy_accuracy"] == 1 and found["nll_copy"] == 0 and found["nll_first"] > 1
 
 
 def test_what_does_not_fit_is_refused(place):
-    with pytest.raises(ConfigError, match="expected at least 4: a passage stands twice"):
+    with pytest.raises(ConfigError, match="expected at least 4: each passage appears twice"):
         measured(place, 3)
     (place / "short").mkdir()
     for split in ("train", "validation"):

@@ -12,10 +12,10 @@ from torch import nn
 import linearize
 from linearize.adapters import LoraConfig, add_lora
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.dropout import dropping, places
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
+from linearize.finetune.switches import dropping, places
 from linearize.finetune.tasks import task
 from linearize.finetune.trainer import finetune
 from linearize.finetune.tuner import Tuner
@@ -33,7 +33,7 @@ def test_no_dropout_is_a_model_made_without(bert, glue, tmp_path):
         result = finetune(model, data, config, folder=tmp_path / str(number))
         losses.append([entry["loss"] for entry in result.history if "loss" in entry])
         shares = {getattr(module, name) for module, name in places(model)}
-        assert shares == set(changes.values()), "it is as it was"
+        assert shares == set(changes.values()), "it is restored"
     dropped, not_dropped, never, made_to = losses
     assert not_dropped == never != dropped == made_to
 

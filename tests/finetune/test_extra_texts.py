@@ -1,4 +1,4 @@
-"""Texts without a label beside a task's rows: which are chosen, what is learned from them, and what is refused."""
+"""Texts without a label, added to a task's rows: which are chosen, what is learned from them, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from linearize.errors import ConfigError, DataError
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import check_unlabelled, prepare
-from linearize.finetune.prepared import IGNORED
-from linearize.finetune.selection import hold_out
+from linearize.finetune.prepared import IGNORED, hold_out
 from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune, make_trainer
+from linearize.finetune.trainer import finetune
+from linearize.finetune.tuner import Tuner
 from linearize.finetune.work import describe
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
@@ -115,7 +115,7 @@ def test_pairs_keep_away_from_held_out_rows(bert, glue, tmp_path, tokenizer, nam
     known = {row[key] for row in measured for key in ("sentence1", "sentence2")}
     kept = [place for place, row in enumerate(train) if row["sentence1"] not in known]
     assert 0 < len(kept) <= 64 and len(texts) == len(kept) + 1
-    assert f", 32 pairs made anew, {len(texts)} pairs without a label (all {len(texts)} of" in data.description
+    assert f", 32 new pairs, {len(texts)} pairs without a label (all {len(texts)} of" in data.description
     shared = {places for row in texts if (places := row["sources"])}
     assert len(shared) == len({train[place]["sentence1"] for place in kept})
     held = hold_out(data)
@@ -139,7 +139,7 @@ def test_only_the_teachers_terms_count_for_them(bert, glue, more, tmp_path):
     data = hold_out(data_for("cola", bert, glue, str(more / "songs")))
     teacher, student = pair_of(bert, data)
     config = TuneConfig(labels_from=0.0, labels_ramp=0.0, labels_weight=3.0)
-    trainer = make_trainer(student, data, config, tmp_path / "work", None, teacher.eval())
+    trainer = Tuner(student, data, config, tmp_path / "work", teacher=teacher.eval())
     assert len(trainer.train_dataset) == 52 + 64 and trainer.label_weight() == 3.0
     for module in student.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -157,8 +157,8 @@ def test_only_the_teachers_terms_count_for_them(bert, glue, more, tmp_path):
     trainer.compute_loss(student, labelled)
     both = [float(part) for part in trainer._parts["task"]]
     assert both[0] == pytest.approx(both[1], rel=1e-5), "the labels' loss is that of the rows that have one"
-    alone = make_trainer(student, data, config, tmp_path / "work", None, None)
-    assert len(alone.train_dataset) == 52, "without a teacher nobody learns from them"
+    alone = Tuner(student, data, config, tmp_path / "work")
+    assert len(alone.train_dataset) == 52, "without a teacher they are not used"
 
 
 def test_a_resumed_run_is_exact_and_reads_the_same_texts(bert, glue, more, tmp_path):

@@ -6,18 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from support.tasks import word_tokenizer
+from support.tasks import no_rows, word_tokenizer
 
-from linearize.finetune.interval import balanced_score, chance_level, resampled_scores, score_interval
-from linearize.finetune.metrics.entities import of_counts
-from linearize.finetune.prepared import IGNORED, DataOptions, TaskData, text_facts, tokenise
-from linearize.finetune.task_types.text import metrics_of
-from linearize.finetune.tasks import TASKS, recovery, task
+from linearize.finetune.interval import balanced_score, chance_level, percentiles, resampled_scores
+from linearize.finetune.metrics import entities
+from linearize.finetune.prepared import IGNORED, DataOptions, text_facts, tokenise
+from linearize.finetune.tasks import TASKS, recovery
 
 
-def rows(name, **changes):
-    chosen = task(name, **changes)
-    return TaskData(chosen, [], [], len, metrics_of(chosen), "no rows")
+def score_interval(name, predictions, labels, **options):
+    return percentiles(resampled_scores(no_rows(name), predictions, labels, **options))
 
 
 def logits(guesses, classes=2):
@@ -29,28 +27,23 @@ def test_the_interval_of_an_accuracy_is_that_of_the_binomial():
     labels = chance.integers(2, size=400)
     guesses = np.where(chance.random(400) < 0.8, labels, 1 - labels)
     share = float(np.mean(guesses == labels))
-    low, high = score_interval(rows("sst2"), logits(guesses), labels)
+    low, high = score_interval("sst2", logits(guesses), labels)
     half = 1.96 * math.sqrt(share * (1 - share) / 400)
     assert low == pytest.approx(share - half, abs=0.01) and high == pytest.approx(share + half, abs=0.01)
-    assert (low, high) == score_interval(rows("sst2"), logits(guesses), labels)
+    assert (low, high) == score_interval("sst2", logits(guesses), labels)
 
 
 def test_no_interval_where_nothing_varies():
     labels = np.array([0, 1] * 10)
-    assert score_interval(rows("sst2"), logits(labels), labels, resamples=20) == (1.0, 1.0)
+    assert score_interval("sst2", logits(labels), labels, resamples=20) == (1.0, 1.0)
 
 
 def test_windows_are_drawn_with_their_counts():
     """A perplexity is over tokens: a window counts as much as it has of them."""
-
-    def perplexity(sums, labels):
-        return {"perplexity": math.exp(sums[:, 0].sum() / sums[:, 1].sum())}
-
-    data = TaskData(TASKS["causal-lm"], [], [], len, perplexity, "no rows")
     sums = np.array([[10.0, 5.0], [6.0, 3.0], [2.0, 1.0]])
-    low, high = score_interval(data, sums, np.zeros((3, 4)), resamples=50)
+    low, high = score_interval("chat", sums, np.zeros((3, 4)), resamples=50)
     assert low == pytest.approx(math.exp(2)) and high == pytest.approx(math.exp(2))
-    assert chance_level(data, np.zeros((3, 4))) is None
+    assert chance_level(no_rows("chat"), np.zeros((3, 4))) is None
 
 
 @pytest.mark.parametrize(
@@ -65,14 +58,11 @@ def test_windows_are_drawn_with_their_counts():
     ],
 )
 def test_chance(name, labels, expected):
-    assert chance_level(rows(name), np.array(labels)) == pytest.approx(expected)
+    assert chance_level(no_rows(name), np.array(labels)) == pytest.approx(expected)
 
 
 def test_chance_of_tags_is_the_most_frequent_one():
-    data = TaskData(
-        task("token-classification", labels=("O", "B-A"), score=("accuracy",)), [], [], len,
-        lambda guess, true: {"accuracy": float(np.mean(guess[true != IGNORED] == true[true != IGNORED]))}, "",
-    )  # fmt: skip
+    data = no_rows("token-classification", labels=("O", "B-A"), score=("token_accuracy",))
     assert chance_level(data, np.array([[0, 0, 1, IGNORED], [0, IGNORED, IGNORED, IGNORED]])) == pytest.approx(0.75)
 
 
@@ -106,34 +96,33 @@ def test_the_ends_hardly_move_with_the_seed():
     """With 500 resamples an end moved by 2 points with the seed."""
     labels = np.array([0] * 24 + [1] * 40)
     guesses = np.array([0, 1] * 32)
-    ends = [score_interval(rows("sst2"), logits(guesses), labels, seed=seed) for seed in range(4)]
+    ends = [score_interval("sst2", logits(guesses), labels, seed=seed) for seed in range(4)]
     # A row of 64 is 1.6 points, and an end is one of these values.
     assert np.ptp(ends, axis=0).max() <= 1 / 64
 
 
-def test_macro_f1_is_measured_where_classes_are_uneven(monkeypatch):
-    chosen = task("text-classification", labels=("a", "b"))
-    data = TaskData(chosen, [], [], len, metrics_of(chosen), "no rows")
+def test_macro_f1_is_measured_where_classes_are_uneven():
+    data = no_rows("text-classification", labels=("a", "b"))
     labels = np.array([0] * 24 + [1] * 40)
     constant = logits(np.ones(64, dtype=int))
-    found = balanced_score(data, data.compute_metrics(constant, labels), constant, labels)
+    found = balanced_score(data, data.type.compute_metrics(constant, labels), constant, labels)
     # The constant answer has 40 / 52 in one of two classes; guessing in proportion has 1/2.
     assert found.score == pytest.approx(40 / 104) and found.chance == 0.5
     even = np.array([0, 1] * 32)
-    assert balanced_score(data, data.compute_metrics(constant, even), constant, even) is None
-    assert balanced_score(rows("sst2"), {"accuracy": 0.5}, constant, labels) is None
+    assert balanced_score(data, data.type.compute_metrics(constant, even), constant, even) is None
+    assert balanced_score(no_rows("sst2"), {"accuracy": 0.5}, constant, labels) is None
 
 
 def test_entities_are_drawn_by_the_sentence():
     """Their F1 on drawn rows is that of the rows themselves, from counts that are taken once."""
-    counts = {name: np.array(values) for name, values in {
-        "hits": [1, 0, 2], "predicted": [1, 1, 2], "true": [2, 0, 2], "right": [3, 1, 4], "tokens": [4, 2, 4],
-    }.items()}  # fmt: skip
-    data = TaskData(
-        TASKS["token-classification"], [], [], len, lambda *_: {}, "", by_unit=lambda *_: counts, of_means=of_counts
-    )
-    found = resampled_scores(data, None, None, resamples=5, seed=3)
+    labels = np.array([[1, 2, 0, 1], [0, 0, 1, IGNORED], [1, 0, 1, 0]])
+    guesses = np.array([[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0]])
+    data = no_rows("token-classification", labels=("O", "B-A", "I-A"))
+    (counts,) = data.type.units(guesses, labels)
+    # Right, predicted and true entities; right tokens, and all that count.
+    assert counts.tolist() == [[1, 1, 2, 3, 4], [0, 1, 1, 1, 3], [2, 2, 2, 4, 4]]
+    found = resampled_scores(data, guesses, labels, resamples=5, seed=3)
     chance = np.random.default_rng(3)
     for score in found:
         drawn = chance.integers(3, size=3)
-        assert score == pytest.approx(of_counts({k: v[drawn].sum() for k, v in counts.items()})["entity_f1"])
+        assert score == pytest.approx(entities(counts[drawn])["entity_f1"])

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.tasks import no_rows as rows
 from support.tiny import original
 from transformers import AutoModelForSequenceClassification
 
 import linearize
 from linearize.errors import ConfigError
 from linearize.finetune.load import label_order, load_for_task
-from linearize.finetune.prepared import TaskData
-from linearize.finetune.tasks import task
 
 IDS = torch.arange(1, 9)[None]
-
-
-def rows(name, **changes):
-    return TaskData(task(name, **changes), [], [], len, len, "no rows")
 
 
 def save(folder, labels, *, converted=False):

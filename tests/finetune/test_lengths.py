@@ -1,4 +1,4 @@
-"""How long rows are where nobody says it, and what is said of them: every kind of task that reads text."""
+"""The default length of rows, and what is reported of it, for every type of task that reads text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from linearize.errors import ConfigError, DataError
 from linearize.events import Noted
 from linearize.finetune.config import DataOptions
 from linearize.finetune.interval import resampled_scores
-from linearize.finetune.lengths import NO_LIMIT, WINDOW, length_limit, whole_length
+from linearize.finetune.lengths import NO_LIMIT, length_limit, whole_length
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
+from linearize.finetune.task_types.language import WINDOW
 from linearize.finetune.tasks import TASKS, task
 from linearize.finetune.trainer import measure_with_interval
 from linearize.jobs.evaluate import evaluate_checkpoint
@@ -66,7 +67,7 @@ def test_the_limit_is_the_smaller_one_of_model_and_tokenizer(bert, gpt2, tmp_pat
 
 
 def test_evaluate_reads_what_model_and_data_allow(classifier, tmp_path):
-    """Rows were cut at 128 tokens, or at what the model takes, and nobody said at which."""
+    """Rows were cut at 128 tokens, or at what the model takes, without a report."""
     made = EvaluateJob.of(model=classifier, task="text-classification", dataset=str(tmp_path / "reviews"), device="cpu")
     found = evaluate_checkpoint(made)
     # 31, 38 and 40 words are 33, 40 and 42 tokens, of which 32 are read.
@@ -111,7 +112,7 @@ def questions(tmp_path):
 
 def test_questions_are_not_cut_but_split(bert, tmp_path):
     data = prepared("question-answering", bert, questions(tmp_path), 12)
-    # [CLS] is the [SEP] context [SEP]: 5 tokens beside the context of 4 to 15 words.
+    # [CLS] is the [SEP] context [SEP]: 5 tokens besides the context of 4 to 15 words.
     assert data.facts["questions"] == 12 and data.facts["longest_row"] == 20 and data.facts["max_length"] == 12
     assert data.facts["split_share"] == round(8 / 12, 4) and data.facts["cut_share"] == 0.0
     assert data.facts["rows"] == len(data.validation) > 12
@@ -129,8 +130,8 @@ def test_questions_have_an_interval_over_questions(bert, tmp_path):
     assert low <= found.score <= high and found.score == pytest.approx(found.metrics["span_f1"])
     # By hand: means over questions that are drawn with replacement.
     logits = [np.random.default_rng(seed).normal(size=(found.rows, 12)) for seed in (0, 1)]
-    units = data.by_unit(logits, None)["span_f1"]
-    assert units.mean() == pytest.approx(data.compute_metrics(logits, None)["span_f1"]) and 0 < units.mean() < 1
+    units = data.type.units(logits, None)[0][:, 1]
+    assert units.mean() == pytest.approx(data.type.compute_metrics(logits, None)["span_f1"]) and 0 < units.mean() < 1
     chance = np.random.default_rng(7)
     expected = [units[chance.integers(12, size=12)].mean() for _ in range(5)]
     assert resampled_scores(data, logits, None, resamples=5, seed=7) == pytest.approx(expected)
@@ -142,7 +143,7 @@ def test_language_models(bert, gpt2, tmp_path):
         (tmp_path / "set").mkdir(exist_ok=True)
         (tmp_path / "set" / f"{split}.txt").write_text(" ".join(words(50)))
     masked = prepared("masked-lm", bert, tmp_path / "set", 16)
-    # Three windows of 14 tokens beside two special ones: 42 of 50.
+    # Three windows of 14 tokens besides two special ones: 42 of 50.
     assert masked.facts == {"context": 16, "mask_share": 0.15, "left_out_share": round(8 / 50, 4)}
     causal = prepared("causal-lm", gpt2, tmp_path / "set", WINDOW, auto=True)
     assert causal.facts["context"] == 50 and len(causal.validation) == 1
@@ -183,8 +184,8 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
     longer = found(tmp_path / "llama", 24)
     assert longer.facts["context"] == 24 and longer.figures["tokens"] == 59
     assert longer.notes == (
-        "Rows have up to 24 tokens, but LlamaForCausalLM was made for 16: its rotary positions go on, and what lies "
-        "behind was never trained.",
+        "Rows have up to 24 tokens, but LlamaForCausalLM was made for 16: its rotary positions continue, but it was "
+        "never trained on those after that.",
     )
     assert found(tmp_path / "llama", 16).notes == ()
     with pytest.raises(ConfigError, match="takes at most 32 tokens"):
@@ -193,7 +194,7 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
 
 @pytest.mark.parametrize("kernel", [None, "hedgehog"])
 def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, gpt2, kernel, capsys):
-    """They were refused, and a converted one could not be converted anew for longer rows."""
+    """They were refused, and a converted one could not be converted again for longer rows."""
     folder = causal_folder(tmp_path / "llama", 16)
     if kernel is not None:
         original_folder, folder = folder, tmp_path / "linear"

@@ -7,13 +7,13 @@ import pytest
 import torch
 from finetune.conftest import write
 from support.checkpoints import WORDS
+from support.tasks import no_rows
 from transformers import AutoModel, AutoTokenizer
 
 from linearize.cli import main
 from linearize.errors import ConfigError, DataError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.metrics import metric
-from linearize.finetune.metrics.retrieval import by_chance, ranks
+from linearize.finetune.metrics import ranks, retrieval
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import task
@@ -42,12 +42,13 @@ def test_ranks_count_those_that_are_as_near_or_nearer(monkeypatch):
     assert list(ranks(queries, texts)) == expected
     assert len(set(expected)) > 1
     # The length of an embedding is no matter, and neither are the blocks; the same text twice is not found.
-    monkeypatch.setattr("linearize.finetune.metrics.retrieval.BLOCK", 3)
+    monkeypatch.setattr("linearize.finetune.metrics.BLOCK", 3)
     assert list(ranks(3 * queries, texts / 7)) == expected
     assert list(ranks(np.eye(3)[[0, 1, 1]], np.eye(3)[[0, 1, 1]])) == [1, 2, 2]
-    found = metric("retrieval").compute(predictions=[1, 4, 20, 10], references=[1] * 4)
+    found = retrieval(np.array([1, 4, 20, 10]))
     assert found == {"recall_at_1": 0.25, "recall_at_10": 0.75, "mrr": pytest.approx((1 + 1 / 4 + 1 / 20 + 1 / 10) / 4)}
-    assert by_chance(20)["recall_at_1"] == 1 / 20 and by_chance(20)["recall_at_10"] == 1 / 2
+    (chance,) = no_rows("retrieval").type.chance_metrics(np.arange(20))
+    assert chance["recall_at_1"] == 1 / 20 and chance["recall_at_10"] == 1 / 2
 
 
 @pytest.mark.parametrize("options", [DataOptions(max_length=64), DataOptions(max_length=6, chunks=True)])

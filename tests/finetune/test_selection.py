@@ -1,4 +1,4 @@
-"""Honest selection: rows held out of training choose what is kept, validation rows nothing; texts paired anew."""
+"""Rows held out of training choose the kept state, validation rows never do; new pairs of the training texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tasks import WORDS, write
+from support.tasks import WORDS, measured, write
 
 from linearize.adapters import LoraConfig
 from linearize.data.pairs import paired_anew
@@ -15,10 +15,9 @@ from linearize.errors import DataError
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import IGNORED, DataOptions, Rows
-from linearize.finetune.selection import hold_out, selection_size
+from linearize.finetune.prepared import IGNORED, DataOptions, Rows, hold_out, selection_size
 from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune, measure_task
+from linearize.finetune.trainer import finetune
 from linearize.finetune.tuner import Tuner
 
 SHORT = DataOptions(max_length=16)
@@ -117,7 +116,7 @@ def test_what_it_began_with_is_kept_where_nothing_is_better(bert, glue, tmp_path
     data = data_for("cola", bert, glue)
     model = load_for_task(bert, data)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = measure_task(model, data)
+    expected = measured(model, data, tmp_path, 64)
     result = finetune(model, data, too_fast(lora=lora), folder=tmp_path / "work")
     assert result.best_step == 0 < result.steps and result.metrics == expected
     first = result.history[0]
@@ -199,7 +198,7 @@ def test_half_of_the_pairs_made_anew_share_words():
 @pytest.mark.parametrize("name", ["mrpc", "stsb"])
 def test_rows_made_anew_have_no_label_and_no_held_out_text(bert, glue, name):
     data = data_for(name, bert, glue, replace(SHORT, extra_pairs=1.5))
-    assert len(data.extra) == 96 and "96 pairs made anew" in data.description
+    assert len(data.extra) == 96 and "96 new pairs" in data.description
     split = hold_out(data)
     held = set(split.selection.places)
     assert 0 < len(split.extra) < 96 and not any(held & set(row["sources"]) for row in split.extra.rows)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from support.tasks import measured
 from transformers import AutoModel, AutoTokenizer
 
 from linearize.cli import main
 from linearize.errors import ConfigError
 from linearize.finetune.config import TuneConfig
-from linearize.finetune.metrics import metric
+from linearize.finetune.metrics import METRICS
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune, measure_task
+from linearize.finetune.trainer import finetune
 
 
-def test_the_score_is_the_rank_correlation_of_cosines(bert, glue):
+def test_the_score_is_the_rank_correlation_of_cosines(bert, glue, tmp_path):
     tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
     data = prepare(task("similarity"), tokenizer, DataOptions(max_length=16), data=str(glue))
-    found = measure_task(model, data, batch_size=7)
+    found = measured(model, data, tmp_path)
     cosines, labels = [], []
     for row in data.validation.rows:
         vectors = []
@@ -30,7 +32,7 @@ def test_the_score_is_the_rank_correlation_of_cosines(bert, glue):
         cosines.append(float(torch.cosine_similarity(*vectors, dim=0)))
         labels.append(row["labels"])
     for name in ("spearman", "pearson"):
-        expected = metric(name).compute(predictions=cosines, references=labels)[name]
+        expected = METRICS[name](cosines, np.array(labels))[name]
         assert found[name] == pytest.approx(expected, abs=1e-4)
 
 

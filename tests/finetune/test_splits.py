@@ -1,4 +1,4 @@
-"""Which rows a task is measured on, and what is said of a split that is not there."""
+"""Which rows a task is measured on, and the error for a missing split."""
 
 from __future__ import annotations
 

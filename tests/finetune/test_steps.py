@@ -11,11 +11,11 @@ from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
 from linearize.errors import ConfigError
-from linearize.finetune.checks import check_checkpointing, checkpointing
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
+from linearize.finetune.switches import check_checkpointing, checkpointing
 from linearize.finetune.tasks import task
 from linearize.finetune.trainer import finetune
 

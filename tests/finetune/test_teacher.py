@@ -18,12 +18,11 @@ from linearize.errors import CheckpointError, ConfigError
 from linearize.finetune.config import DataOptions, LoraConfig, TuneConfig
 from linearize.finetune.load import load_for_task, load_processor
 from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import IGNORED
-from linearize.finetune.selection import hold_out
-from linearize.finetune.tasks import task
+from linearize.finetune.prepared import IGNORED, hold_out
+from linearize.finetune.tasks import TASKS, task
 from linearize.finetune.teacher import check_processor, check_teacher, load_teacher
-from linearize.finetune.trainer import finetune, make_trainer
-from linearize.finetune.tuner import KERNEL_RATE, label_loss, output_loss
+from linearize.finetune.trainer import finetune
+from linearize.finetune.tuner import KERNEL_RATE, Tuner
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
 
@@ -53,7 +52,7 @@ def batch_of(data, count=6):
 
 def trainer_for(student, data, teacher, tmp_path, config=CONFIG):
     data = hold_out(data, config.selection_rows, seed=config.seed)
-    trainer = make_trainer(student, data, config, tmp_path / "work", None, teacher.eval())
+    trainer = Tuner(student, data, config, tmp_path / "work", teacher=teacher.eval())
     trainer.state.max_steps = 10
     return trainer, data
 
@@ -132,7 +131,7 @@ def test_kernels_have_a_rate_of_their_own(bert, glue, tmp_path, given, taught, e
     if lora is not None:
         add_lora(student, lora)
     config = replace(CONFIG, kernel_learning_rate=given, weight_decay=0.1)
-    trainer = make_trainer(student, data, config, tmp_path / "work", None, teacher if taught else None)
+    trainer = Tuner(student, data, config, tmp_path / "work", teacher=teacher if taught else None)
     optimizer = trainer.create_optimizer()
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
@@ -159,7 +158,7 @@ def test_resume_with_a_teacher_is_exact(bert, glue, tmp_path, lora):
             raise KeyboardInterrupt
 
     whole, expected = run(tmp_path / "whole")
-    # 52 rows and what is left of 32 pairs made anew, in batches of 8.
+    # 52 rows and what is left of 32 new pairs, in batches of 8.
     assert expected.steps > 2 * 7
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", on_log=stop)
@@ -253,8 +252,8 @@ def test_every_kind_of_task_has_a_teacher(name, base, make, request, tmp_path):
     fields = {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")}
     with torch.no_grad():
         mine, theirs = student.eval()(**fields), teacher(**fields)
-        assert float(output_loss(data.task.kind, theirs, theirs, batch)) == pytest.approx(0.0, abs=1e-7)
-        assert float(output_loss(data.task.kind, mine, theirs, batch)) > 1e-9
+        assert float(data.type.teacher_loss(theirs, theirs, batch)) == pytest.approx(0.0, abs=1e-7)
+        assert float(data.type.teacher_loss(mine, theirs, batch)) > 1e-9
 
 
 def test_only_places_with_a_prediction_count():
@@ -272,11 +271,11 @@ def test_only_places_with_a_prediction_count():
         p, q = two.log_softmax(-1), one.log_softmax(-1)
         return float(torch.stack([(p[b, t].exp() * (p[b, t] - q[b, t])).sum() for b, t in places]).mean())
 
-    found = output_loss("token-classification", out(one), out(two), {"labels": labels})
+    found = TASKS["token-classification"].type.teacher_loss(out(one), out(two), {"labels": labels})
     assert float(found) == pytest.approx(kl([(0, 0), (0, 1), (0, 3), (1, 1), (1, 2)]), rel=1e-5)
-    found = output_loss("causal-lm", out(one), out(two), {"labels": labels})
+    found = TASKS["causal-lm"].type.teacher_loss(out(one), out(two), {"labels": labels})
     assert float(found) == pytest.approx(kl([(0, 0), (0, 2), (1, 0), (1, 1)]), rel=1e-5)
-    assert float(label_loss("classification", torch.randn(3, 2), torch.full((3,), IGNORED))) == 0.0
+    assert float(TASKS["sst2"].type.label_loss(out(torch.randn(3, 2)), {"labels": torch.full((3,), IGNORED)})) == 0.0
 
 
 def test_a_job_with_a_teacher(bert, glue, tmp_path):
@@ -292,7 +291,7 @@ def test_a_job_with_a_teacher(bert, glue, tmp_path):
     assert record["teacher"] == "teacher" and record["options"]["kernel_learning_rate"] == 1e-4
     assert record["selection"]["by"] == "divergence from the teacher and loss on the labels"
     assert record["selection"]["rows"] == 12
-    assert "64 pairs made anew" in record["data"]
+    assert "64 new pairs" in record["data"]
 
 
 @pytest.fixture

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tasks import WORDS, photos, write
+from support.tasks import WORDS, measured, photos, write
 
 import linearize
 from linearize.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.errors import CheckpointError, ConfigError, DataError, LinearizeError, TrainingError, UnknownNameError
-from linearize.finetune.checkpoints import last_checkpoint
 from linearize.finetune.config import TuneConfig
 from linearize.finetune.lengths import usual_length
 from linearize.finetune.load import load_for_task, load_processor
@@ -28,7 +27,8 @@ from linearize.finetune.prepare import prepare
 from linearize.finetune.prepared import DataOptions
 from linearize.finetune.task_types.language import strided
 from linearize.finetune.tasks import TASKS, main_metric, recovery, task
-from linearize.finetune.trainer import finetune, measure_task
+from linearize.finetune.trainer import finetune
+from linearize.finetune.work import last_checkpoint
 from linearize.jobs.config import InitJob
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
@@ -129,7 +129,7 @@ def test_causal_perplexity_counts_every_token_once(gpt2, tmp_path):
     for stride in (None, 5):
         data = data_for("causal-lm", gpt2, tmp_path / "set", DataOptions(max_length=16, stride=stride))
         model = load_for_task(gpt2, data).eval()
-        found[stride] = measure_task(model, data, batch_size=3)
+        found[stride] = measured(model, data, tmp_path)
         assert found[stride]["tokens"] == 60 * 7 - 1
         assert data.facts == {"context": 16, "stride": stride or 15, "words": 60 * 8}
     # By hand: one window after the other, everything in fp64.
@@ -386,12 +386,12 @@ def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path)
     assert any(name.endswith(tuple(f"{e}.weight" for e in expected)) for name in moved)
     assert any("linear_attention" in name for name in moved) == bool(kernel)
     assert not any("embedding" in name or "wte" in name for name in moved)
-    assert measure_task(model, data) == pytest.approx(result.metrics, abs=1e-6)
+    assert measured(model, data, tmp_path) == pytest.approx(result.metrics, abs=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [None, "hedgehog"])
 def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
-    """On the model as it was it gives, to the bit of the merged weights' rounding, what was saved beside it."""
+    """On the model before tuning it gives what was saved, to the rounding of the merged weights."""
     import peft
 
     base = bert
@@ -439,7 +439,7 @@ def test_kernels_stay_as_they_are_beside_low_rank_updates(bert, glue, tmp_path):
 
 
 def test_states_of_several_processes_are_found_again(tmp_path, monkeypatch):
-    """Each process writes the state of its own random numbers; a resume took such a state for a half-written one."""
+    """Each process writes the state of its random numbers; a resume took such a state for an incomplete one."""
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
     for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "model.safetensors"):
@@ -543,7 +543,7 @@ def test_missing_data(bert, glue, tmp_path):
         data_for("cola", bert, tmp_path / "nowhere")
     with pytest.raises(DataError, match="has no folder 'qnli' for task qnli"):
         data_for("qnli", bert, glue)
-    with pytest.raises(DataError, match="has no data set of its own"):
+    with pytest.raises(DataError, match="has no data set; name one"):
         prepare(task("text-classification"), None)
     with pytest.raises(DataError, match="not in the cache"):
         prepare(task("rte"), load_processor(bert, "text"))

@@ -39,6 +39,24 @@ def causal_folder(folder: Path, positions: int) -> Path:
     return folder
 
 
+def no_rows(name: str, **changes):
+    """The data of a task without rows, for what depends on the task alone."""
+    from linearize.finetune.prepared import Rows, TaskData
+    from linearize.finetune.tasks import task
+
+    chosen = task(name, **changes)
+    return TaskData(chosen.type(chosen), Rows([]), Rows([]), "no rows")
+
+
+def measured(model, data, folder: Path, batch_size: int = 7) -> dict[str, float]:
+    """The task's metrics of a model, without an interval."""
+    from linearize.finetune.config import TuneConfig
+    from linearize.finetune.tuner import Tuner
+
+    config = TuneConfig(eval_batch_size=batch_size)
+    return Tuner(data.type.wrap(model), data, config, folder / "measured").measure()[0]
+
+
 def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,28 +1,20 @@
-"""Conversations: next token of what the assistant says, a row for each conversation.
+"""Conversations: next token of what the assistant says, one row per conversation.
 
-The tokenizer's chat template writes a conversation down; the loss is taken on the assistant's turns alone, as `trl` has
-it. Where they are in the text follows from the template itself: it is asked for the conversation up to each turn.
+The tokenizer's chat template writes the text of a conversation; the loss is taken on the assistant's turns alone, as in
+`trl`. The template itself shows where these are: it is applied to the conversation up to each turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from linearize.errors import ConfigError, DataError
-from linearize.finetune.prepared import (
-    IGNORED,
-    DataOptions,
-    Rows,
-    TaskData,
-    copy_tokenizer,
-    pad_with_labels,
-    row_facts,
-)
-from linearize.finetune.tables import Given, need_columns, open_splits
-from linearize.finetune.task import Task
-from linearize.finetune.task_types.language import causal_by_position, causal_sums, perplexity_of_sums
+from linearize.finetune.prepared import IGNORED, Row, Rows, TaskData, pad_with_labels, row_facts
+from linearize.finetune.tables import Given, need_columns
+from linearize.finetune.task_types.language import CausalType
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,88 +25,81 @@ ASSISTANT = "assistant"
 Message = dict[str, Any]
 
 
-def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
-    """Read conversations: lists of messages with `role` and `content`.
+class Chat(CausalType):
+    """Conversations: lists of messages with `role` and `content`."""
 
-    Raises:
-        DataError: if the column is missing, holds something else, or the assistant says nothing in any row.
-        ConfigError: if the tokenizer has no chat template, or cannot tell where a token stands in the text.
-    """
-    tokenizer = copy_tokenizer(processor)
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "chat: got a tokenizer without a chat template, expected one that can write conversations down; take the "
-            "tokenizer of a chat model, or write the conversations as text and use task causal-lm"
-        )
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError("chat: got a slow tokenizer, expected a fast one, which knows where in the text a token is")
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
-    column = task.columns[0]
-    train, _, left_out = _rows(splits.train, column, tokenizer, options)
-    validation, lengths, left_out_too = _rows(splits.validation, column, tokenizer, options)
-    silent = left_out + left_out_too
-    said = f"; {silent:,} left out, in which the assistant says nothing that fits" if silent else ""
-    return TaskData(
-        task,
-        train,
-        validation,
-        partial(pad_with_labels, tokenizer),
-        perplexity_of_sums,
-        splits.description + said,
-        reduce=causal_sums,
-        by_position=causal_by_position,
-        facts=row_facts(lengths, options),
-    )
+    def prepare(self, given: Given) -> TaskData:
+        """Read conversations.
 
+        Raises:
+            DataError: if the column is missing, holds something else, or the assistant says nothing in any row.
+            ConfigError: if the tokenizer has no chat template, or does not know where in the text a token is.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                "chat: got a tokenizer without a chat template, expected one that can write conversations down; take "
+                "the tokenizer of a chat model, or write the conversations as text and use task causal-lm"
+            )
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError(
+                "chat: got a slow tokenizer, expected a fast one, which knows where in the text a token is"
+            )
+        splits = self.open_tables(given)
+        train, _, left_out = self._rows(splits.train)
+        validation, lengths, left_out_too = self._rows(splits.validation)
+        silent = left_out + left_out_too
+        note = f"; {silent:,} left out, in which the assistant says nothing that fits" if silent else ""
+        facts = row_facts(lengths, self.options)
+        return TaskData(self, train, validation, splits.description + note, facts=facts)
 
-def _rows(
-    table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> tuple[Rows, list[int], int]:
-    """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""
-    need_columns(table, [column], "chat")
-    rows, lengths, silent = [], [], 0
-    for messages in table[column]:
-        ids, spoken = encode(tokenizer, _checked(messages, column))
-        kept = ids[: options.max_length]
-        labels = [token if own else IGNORED for token, own in zip(kept, spoken, strict=False)]
-        # The first token has nothing before it to be predicted from.
-        if not any(label != IGNORED for label in labels[1:]):
-            silent += 1
-            continue
-        lengths.append(len(ids))
-        rows.append({"input_ids": kept, "attention_mask": [1] * len(kept), "labels": labels})
-    if not rows:
-        raise DataError(
-            f"chat: got {silent:,} conversations in which the assistant says nothing within {options.max_length} "
-            f"tokens, expected messages with the role {ASSISTANT!r}; raise max_length, or check column {column!r}"
-        )
-    return Rows(rows), lengths, silent
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return padded conversations and labels [B, T]."""
+        return pad_with_labels(self.tokenizer, rows)
+
+    def _rows(self, table: Dataset) -> tuple[Rows, list[int], int]:
+        """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""
+        column, most = self.task.columns[0], self.options.max_length
+        need_columns(table, [column], "chat")
+        rows, lengths, silent = [], [], 0
+        for messages in table[column]:
+            ids, spoken = encode(self.tokenizer, _checked(messages, column))
+            labels = [token if own else IGNORED for token, own in zip(ids[:most], spoken, strict=False)]
+            # The first token has nothing before it to be predicted from.
+            if not any(label != IGNORED for label in labels[1:]):
+                silent += 1
+                continue
+            lengths.append(len(ids))
+            rows.append({"input_ids": ids[:most], "attention_mask": [1] * len(labels), "labels": labels})
+        if not rows:
+            raise DataError(
+                f"chat: got {silent:,} conversations in which the assistant says nothing within {most} tokens, "
+                f"expected messages with the role {ASSISTANT!r}; raise max_length, or check column {column!r}"
+            )
+        return Rows(rows), lengths, silent
 
 
 def _checked(messages: object, column: str) -> list[Message]:
-    found = messages if isinstance(messages, list) else []
-    good = all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and one.get("content") is not None for one in found
-    )
-    if not good or not found:
+    listed = messages if isinstance(messages, list) else []
+    good = all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None for m in listed)
+    if not good or not listed:
         raise DataError(
             f"chat: got {str(messages)[:60]!r} in column {column!r}, expected a list of messages with 'role' and "
             "'content'; repair the row, or name another column (--columns)"
         )
     # Tables give every message all the fields that any has.
-    return [{name: value for name, value in one.items() if value is not None} for one in found]
+    return [{name: value for name, value in message.items() if value is not None} for message in listed]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-    """Write a conversation down and tokenise it.
+    """Tokenise a conversation as its chat template writes it.
 
     Args:
         tokenizer: fast, with a chat template.
         messages: with `role` and `content`.
 
     Returns:
-        Its tokens, and of each whether it is the assistant's: from behind what the template puts before an answer, to
-        the end of the turn, its end token included.
+        Its tokens, and for each whether it is the assistant's: from the end of what the template puts before an answer
+        to the end of the turn, its end token included.
 
     Raises:
         ConfigError: if the template writes earlier turns differently once later ones follow.

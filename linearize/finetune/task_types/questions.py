@@ -4,134 +4,123 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from linearize.alignment.losses import logits_loss
 from linearize.errors import ConfigError, DataError
-from linearize.finetune.metrics import metric
-from linearize.finetune.metrics.spans import agreement
-from linearize.finetune.prepared import (
-    DataOptions,
-    Predictions,
-    Row,
-    Rows,
-    TaskData,
-    copy_tokenizer,
-    row_facts,
-    tokenise,
-)
-from linearize.finetune.tables import Given, need_columns, open_splits
-from linearize.finetune.task import Task
+from linearize.finetune.metrics import agreement
+from linearize.finetune.prepared import TOKEN_FIELDS, Facts, Predictions, Row, Rows, TaskData, row_facts, tokenise
+from linearize.finetune.tables import Given, need_columns
+from linearize.finetune.task_types.base import TaskType
+from linearize.heads import HEADS
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import BatchEncoding
 
 BEST, LONGEST = 20, 30
 """Starts and ends that are tried per row, and the longest answer in tokens, as in the usual SQuAD scripts."""
+FAR_BELOW = -1e4
+"""Logit of a padded place, which cannot be an answer."""
 
 
-def prepare(task: Task, given: Given, processor: PreTrainedTokenizerBase, options: DataOptions) -> TaskData:
-    """Read questions, texts and answers.
+class QuestionAnswering(TaskType):
+    """Questions with a text each, and the answer's span in the text."""
 
-    Raises:
-        DataError: if a column is missing or answers are of another form than SQuAD's.
-        ConfigError: if the tokenizer does not know its characters.
-    """
-    tokenizer = copy_tokenizer(processor)
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError("question answering: got a slow tokenizer, expected a fast one that knows its characters")
-    splits = open_splits(task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit)
-    held = splits.validation
-    for table in (held, splits.train):
-        _check_texts(task, table)
-    lengths = _whole_lengths(task, held, tokenizer)
-    if options.auto_length:
-        # Rows are padded to this length.
-        options = dataclasses.replace(options, max_length=min(options.max_length, max(lengths, default=2)))
-    validation = _rows(task, held, tokenizer, options)
-    texts, answers = held[task.columns[1]], [entry["text"] for entry in held[str(task.label)]]
-    spans = metric("spans")
+    head = HEADS["question-answering"]
+    columns = 2
+    label_fields = ("start_positions", "end_positions")
 
-    def guessed(predictions: Predictions) -> list[str]:
+    def prepare(self, given: Given) -> TaskData:
+        """Read questions, texts and answers.
+
+        Raises:
+            DataError: if a column is missing or answers do not have SQuAD's form.
+            ConfigError: if the tokenizer does not know its characters.
+        """
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError("question answering: got a slow tokenizer, expected a fast one that knows its characters")
+        splits = self.open_tables(given)
+        held = splits.validation
+        for table in (held, splits.train):
+            self._check_texts(table)
+        whole = tokenise(self.tokenizer, held[self.task.columns[0]], held[self.task.columns[1]], None)
+        lengths = [len(row["input_ids"]) for row in whole]
+        if self.options.auto_length:
+            # Rows are padded to this length.
+            most = min(self.options.max_length, max(lengths, default=2))
+            self.options = dataclasses.replace(self.options, max_length=most)
+        validation = self._rows(held)
+        self.measured = validation.rows
+        self.texts = list(held[self.task.columns[1]])
+        self.answers = [entry["text"] for entry in held[str(self.task.label)]]
+        facts: Facts = row_facts(lengths, self.options)
+        # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
+        facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
+        facts["split_share"] = round(float(np.mean(np.array(lengths) > self.options.max_length)), 4)
+        return TaskData(self, self._rows(splits.train), validation, splits.description, facts=facts)
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return token fields [B, T], which are padded already, and the answers' places [B]."""
+        names = (*TOKEN_FIELDS, *self.label_fields)
+        return {name: torch.tensor([row[name] for row in rows]) for name in names if name in rows[0]}
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return each question's `agreement` [Q, 2], from start and end logits of all rows [R, T]."""
         start, end = (np.asarray(part) for part in predictions[:2])
-        return best_answers(start, end, validation.rows, texts, any(not known for known in answers))
+        guesses = best_answers(start, end, self.measured, self.texts, not all(self.answers))
+        return (np.array([agreement(guess, known) for guess, known in zip(guesses, self.answers, strict=True)]),)
 
-    def compute_metrics(predictions: Predictions, labels: Predictions) -> dict[str, float]:
-        return spans.compute(predictions=guessed(predictions), references=[list(known) for known in answers])
+    @classmethod
+    def teacher_loss(
+        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the mean divergence of the answers' starts and ends from the teacher's."""
+        padded = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0
+        losses = []
+        for name in ("start_logits", "end_logits"):
+            mine, theirs = (getattr(side, name).masked_fill(padded, FAR_BELOW) for side in (student, teacher))
+            losses.append(logits_loss(mine, theirs, temperature=temperature))
+        return torch.stack(losses).mean()
 
-    def by_question(predictions: Predictions, labels: Predictions) -> dict[str, np.ndarray]:
-        found = [agreement(guess, known) for guess, known in zip(guessed(predictions), answers, strict=True)]
-        return {name: np.array([one[name] for one in found]) for name in found[0]}
+    def _check_texts(self, table: Dataset) -> None:
+        question, context = self.task.columns
+        need_columns(table, (question, context, str(self.task.label)), "question answering")
+        for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
+            if not all(isinstance(text, str) for text in texts):
+                raise DataError(
+                    f"question answering: got row {owner} without {question} or {context}, expected both texts"
+                )
 
-    facts = row_facts(lengths, options)
-    # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
-    facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
-    facts["split_share"] = round(float(np.mean(np.array(lengths) > options.max_length)), 4)
-    return TaskData(
-        task,
-        _rows(task, splits.train, tokenizer, options),
-        validation,
-        _collate,
-        compute_metrics,
-        splits.description,
-        facts=facts,
-        by_unit=by_question,
-    )
-
-
-def _whole_lengths(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of every question with its whole text."""
-    rows = tokenise(tokenizer, table[task.columns[0]], table[task.columns[1]], None)
-    return [len(row["input_ids"]) for row in rows]
-
-
-def _check_texts(task: Task, table: Dataset) -> None:
-    """Refuse a table without the columns, or with a row that lacks one of the texts.
-
-    Raises:
-        DataError: naming it.
-    """
-    question, context = task.columns
-    need_columns(table, (question, context, str(task.label)), "question answering")
-    for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"question answering: got row {owner} without {question} or {context}, expected both texts")
-
-
-def _collate(rows: list[Row]) -> dict[str, Tensor]:
-    names = ("input_ids", "attention_mask", "token_type_ids", "start_positions", "end_positions")
-    return {name: torch.tensor([row[name] for row in rows]) for name in names if name in rows[0]}
-
-
-def _rows(task: Task, table: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Rows:
-    question, context = task.columns
-    rows: list[Row] = []
-    columns = (table[question], table[context], table[str(task.label)])
-    for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
-        if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
-            raise DataError(f"question answering: got {task.label} {answer!r}, expected text and answer_start")
-        coded = tokenizer(
-            asked,
-            text,
-            truncation="only_second",
-            max_length=options.max_length,
-            stride=min(options.stride or 128, options.max_length // 4),
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            padding="max_length",
-        )
-        for piece in range(len(coded["input_ids"])):
-            rows.append(_row(coded, piece, owner, answer))
-    return Rows(rows)
+    def _rows(self, table: Dataset) -> Rows:
+        question, context = self.task.columns
+        options = self.options
+        rows: list[Row] = []
+        columns = (table[question], table[context], table[str(self.task.label)])
+        for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
+            if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
+                raise DataError(f"question answering: got {self.task.label} {answer!r}, expected text and answer_start")
+            coded = self.tokenizer(
+                asked,
+                text,
+                truncation="only_second",
+                max_length=options.max_length,
+                stride=min(options.stride or 128, options.max_length // 4),
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                padding="max_length",
+            )
+            rows += [_row(coded, piece, owner, answer) for piece in range(len(coded["input_ids"]))]
+        return Rows(rows)
 
 
 def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
-    """Make one row; an answer that is not wholly inside is answered by the first token."""
+    """Return one row; an answer that is not wholly inside is answered by the first token."""
     inside = [part == 1 for part in coded.sequence_ids(piece)]
     offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
     start = end = 0
@@ -142,15 +131,14 @@ def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -
         ends = [i for i, pair in enumerate(offsets) if pair and pair[0] < last <= pair[1]]
         if begins and ends:
             start, end = begins[0], ends[-1]
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    fields = {name: coded[name][piece] for name in names if name in coded}
+    fields = {name: coded[name][piece] for name in TOKEN_FIELDS if name in coded}
     return {**fields, "start_positions": start, "end_positions": end, "owner": owner, "offsets": offsets}
 
 
 def best_answers(
     start: np.ndarray, end: np.ndarray, rows: Sequence[Row], texts: Sequence[str], empty: bool
 ) -> list[str]:
-    """Choose the best span of each text over its rows: start and end logits [R, T] -> one text per question.
+    """Return the best span of each text over its rows, from start and end logits [R, T].
 
     `empty` says whether "no answer" is one of the choices, as in SQuAD 2.
     """
