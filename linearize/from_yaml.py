@@ -37,9 +37,8 @@ def build(cls: type[Built], values: object, where: str, kind: str = "key") -> Bu
         if key not in fields:
             raise ConfigError(f"{where}: {unknown_name(kind, str(key), fields)}")
         arguments[key] = convert(hints[key], value, f"{where}.{key}")
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in arguments:
+    for name in _required(cls):
+        if name not in arguments:
             raise ConfigError(f"{where}: the key {name!r} is missing; add it")
     try:
         return cls(**arguments)
@@ -50,6 +49,8 @@ def build(cls: type[Built], values: object, where: str, kind: str = "key") -> Bu
 def convert(hint: Any, value: object, where: str) -> Any:
     """Check a value against an annotation and return it as that type.
 
+    A text stands for a section whose only required key is `name`.
+
     Raises:
         ConfigError: if it is of another type.
     """
@@ -59,6 +60,8 @@ def convert(hint: Any, value: object, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _convert_union(inner, value, where)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, str) and _required(hint) == ["name"]:
+            value = {"name": value}
         return value if isinstance(value, hint) else build(hint, value, where)
     if origin is tuple and isinstance(value, list | tuple):
         kinds = [inner[0]] * len(value) if inner[1:] == (Ellipsis,) else inner
@@ -90,6 +93,11 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
         except ConfigError:
             continue
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {' or '.join(map(_expected, wanted))}")
+
+
+def _required(cls: Any) -> list[str]:
+    empty = dataclasses.MISSING
+    return [one.name for one in dataclasses.fields(cls) if one.default is empty and one.default_factory is empty]
 
 
 def _number(value: int | float | str) -> float | None:

@@ -1,4 +1,4 @@
-"""Examples to tensors: what the model's own tokenizer or image processor makes of them."""
+"""Turn examples into tensors, with the model's own tokenizer or image processor."""
 
 from __future__ import annotations
 

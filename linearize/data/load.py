@@ -136,7 +136,7 @@ def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Mo
     try:
         table = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{origin}: got files whose columns do not fit together: {cause(error)}") from error
+        raise DataError(f"{origin}: got files with different columns: {cause(error)}") from error
     names = class_names(table, origin)
     if config.streaming:
         stream = table.to_iterable_dataset() if isinstance(table, Dataset) else table

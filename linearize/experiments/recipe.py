@@ -10,19 +10,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from linearize.attention.factory import check_hybrid
-from linearize.attention.shape import HeadShape
 from linearize.errors import ConfigError, LinearizeError, unknown_name
 from linearize.experiments import schema
-from linearize.experiments.schema import FLOWS, SOFTMAX, TILE, Column, Kernel, Recipe, Row, StageTwo
+from linearize.experiments.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
 from linearize.finetune.config import DataOptions, TuneConfig
 from linearize.finetune.prepare import check_unlabelled
 from linearize.finetune.tasks import Task, task
 from linearize.from_yaml import build, kind_of
 from linearize.parsing import parse_yaml, read_text
-from linearize.registry import Hybrid, kernel_info, make_config
-from linearize.surgery.layers import kept_layers, parse_heads
-from linearize.surgery.positions import METHODS
 
 SUFFIXES = (".yaml", ".yml")
 AVERAGE = "average"
@@ -178,18 +173,8 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
         ConfigError: naming the key.
     """
     recipe = build(Recipe, values, where)
-    if recipe.flow not in FLOWS:
-        raise ConfigError(f"{where}.flow: {unknown_name('flow', recipe.flow, FLOWS)}")
-    for name in ("kernels", "tasks", "seeds"):
-        if not getattr(recipe, name):
-            raise ConfigError(f"{where}.{name}: got none, expected at least one")
-    if (recipe.flow == "transfer") != bool(recipe.sources):
-        raise ConfigError(f"{where}.sources: expected tasks to distil on for flow transfer, and none for other flows")
-    if recipe.flow in ("pretrained", "transfer", "untuned") and not recipe.model.pretrained:
-        raise ConfigError(f"{where}.model.pretrained: got false, expected true for flow {recipe.flow}")
-    if bool(recipe.pretrain) != (recipe.pretrain_task is not None):
-        raise ConfigError(f"{where}.pretrain: expected both pretrain and pretrain_task, or neither")
-    _check_rows(recipe, f"{where}.kernels")
+    for place, row in enumerate(recipe.kernels):
+        build(DataOptions, {**recipe.rows, **row.rows}, f"{where}.kernels[{place}].rows")
     jobs = resolve(recipe, where)
     for name, job in jobs.items():
         _check_teacher(recipe, job, f"{where}.tasks.{name}")
@@ -249,7 +234,7 @@ def cells(recipe: Recipe) -> list[Cell]:
     table = []
     for seed in recipe.seeds:
         for name in recipe.columns:
-            for row in recipe.rows_of_table:
+            for row in recipe.kernels:
                 sources: list[Job | None] = [None]
                 if recipe.sources and row.name != SOFTMAX:
                     sources = [jobs[source] for source in recipe.sources if source != name]
@@ -260,9 +245,20 @@ def cells(recipe: Recipe) -> list[Cell]:
 def plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
+    values["kernels"] = [row.name if row == Row(row.name) else plain_row(row) for row in recipe.kernels]
     if isinstance(recipe.tasks, dict):
         # A task without changes stays, as an empty section.
         values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
+    return values
+
+
+def plain_row(row: Row) -> dict[str, object]:
+    """Return a row of the table as plain data. A single layer's kernel without arguments is its name."""
+    values: dict[str, object] = _without_empty(dataclasses.asdict(row))
+    if row.layers:
+        kernels = row.layers.items()
+        named = {n: k.name if k == Kernel(k.name) else _without_empty(dataclasses.asdict(k)) for n, k in kernels}
+        values["layers"] = named
     return values
 
 
@@ -289,62 +285,6 @@ def _check_teacher(recipe: Recipe, job: Job, where: str) -> None:
         check_unlabelled(job.task, job.rows)
     except ConfigError as error:
         raise ConfigError(f"{where}.rows: {error}") from error
-
-
-def _check_rows(recipe: Recipe, where: str) -> None:
-    labels = [row.called for row in recipe.rows_of_table]
-    for place, row in enumerate(recipe.rows_of_table):
-        _check_row(row, f"{where}[{place}]")
-        _check_reading(row, recipe.rows, f"{where}[{place}].rows")
-        if labels.count(row.called) > 1:
-            raise ConfigError(f"{where}: two rows are called {row.called!r}; give one of them another label")
-
-
-def _check_row(row: Row, where: str) -> None:
-    if row.positions != TILE:
-        if row.positions not in METHODS:
-            raise ConfigError(f"{where}: {unknown_name('positions', row.positions, METHODS)}")
-        if row.name == SOFTMAX or "max_length" not in row.rows:
-            raise ConfigError(f"{where}.positions: only a converted model with rows.max_length gets more; leave it out")
-    if row.name == SOFTMAX:
-        if row.arguments() or row.keep_softmax or row.layers or row.softmax_heads:
-            raise ConfigError(f"{where}: softmax takes no arguments and no layers; leave them out")
-        return
-    _check_kernel(row, where)
-    try:
-        if row.softmax_heads is not None:
-            parse_heads(row.softmax_heads)
-        kept_layers(row.keep_softmax, 0)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    for number, kernel in row.single_layers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ConfigError(f"{where}.layers: got {number!r}, expected numbers of layers from 0")
-        if kernel.name != SOFTMAX:
-            _check_kernel(kernel, f"{where}.layers.{number}")
-        elif kernel.arguments():
-            raise ConfigError(f"{where}.layers.{number}: softmax takes no arguments; leave them out")
-
-
-def _check_kernel(kernel: Kernel, where: str) -> None:
-    try:
-        info = kernel_info(kernel.name)
-        config = make_config(info, kernel.args)
-        check_hybrid(info, config, Hybrid.of(kernel.arguments()), HeadShape(1, 1, 1, 1, info.causal))
-    except LinearizeError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if kernel.sinks is not None and (kernel.sinks < 1 or kernel.window is None):
-        raise ConfigError(f"{where}.sinks: got {kernel.sinks}, expected a window with them; add one, or leave it out")
-
-
-def _check_reading(row: Row, rows: Mapping[str, object], where: str) -> None:
-    known = ("max_length", "chunks") if row.name == SOFTMAX else ("max_length",)
-    for name in row.rows:
-        if name not in known:
-            raise ConfigError(f"{where}: {unknown_name(f'key of the rows of {row.name}', name, known)}")
-    build(DataOptions, {**rows, **row.rows}, where)
-    if row.rows and row.called == SOFTMAX:
-        raise ConfigError(f"{where}: softmax that reads other rows needs its own label; add one")
 
 
 def _change(values: dict[str, Any], change: str) -> None:

@@ -1,4 +1,4 @@
-"""The rows of `results.jsonl`, the table made of them, and how a run differs from the recipe it is based on."""
+"""The rows of `results.jsonl`, the table made from them, and how a run differs from the recipe it is based on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from linearize.errors import ConfigError, DataError, first_line
-from linearize.experiments.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
+from linearize.experiments.recipe import AVERAGE, cells, check, load_recipe, plain, plain_row, recipe_names, resolve
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe, Row
 from linearize.finetune.tasks import recovery
 from linearize.parsing import parse_json, parse_yaml, read_text
@@ -295,8 +295,8 @@ def _compare(name: str, original: Recipe, recipe: Recipe) -> Changes:
         for one in (original, recipe)
     )
     rows = _differing(
-        {row.called: _of_row(row) for row in original.rows_of_table},
-        {row.called: _of_row(row) for row in recipe.rows_of_table},
+        {row.called: _of_row(row) for row in original.kernels},
+        {row.called: _of_row(row) for row in recipe.kernels},
         "not a row of the recipe",
     )
     columns = _differing(
@@ -329,7 +329,7 @@ def differences(before: Mapping[str, object], now: Mapping[str, object]) -> tupl
 
 
 def _of_row(row: Row) -> dict[str, object]:
-    return _flat({key: value for key, value in vars(row).items() if key != "note"})
+    return _flat({key: value for key, value in plain_row(row).items() if key != "note"})
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

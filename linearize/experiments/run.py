@@ -19,7 +19,7 @@ from linearize.checkpoint.ownership import remove_weights
 from linearize.data.local import looks_local
 from linearize.errors import CheckpointError, ConfigError, DataError
 from linearize.events import Callback, Event, ignore
-from linearize.experiments.recipe import Cell, cells, plain, resolve
+from linearize.experiments.recipe import Cell, cells, check, plain, resolve
 from linearize.experiments.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.experiments.schema import FREE, SOFTMAX, Recipe
 from linearize.experiments.stages import RECORD, Runner, Stage, softmax_folder, stages_of
@@ -177,7 +177,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
         raise ConfigError(
             f"{str(file)!r} cannot be read ({error}), so its run cannot be resumed; choose another output"
         ) from None
-    before = before if isinstance(before, dict) else {}
+    before = plain(check(before if isinstance(before, dict) else {}, str(file)))
     for key in sorted({*before, *values} - set(FREE)):
         old, new = before.get(key), values.get(key)
         if old != new and not (key in GROWING and _has_grown(old, new)):

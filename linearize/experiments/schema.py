@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from linearize.alignment.config import AlignConfig
+from linearize.attention.factory import check_hybrid
+from linearize.attention.shape import HeadShape
 from linearize.distillation.config import DistillConfig
 from linearize.errors import ConfigError, unknown_name
 from linearize.finetune.config import TuneConfig
 from linearize.options import option
+from linearize.registry import Hybrid, kernel_info, make_config
+from linearize.surgery.layers import kept_layers, parse_heads
+from linearize.surgery.positions import METHODS
 
 FLOWS = ("finetuned", "pretrained", "transfer", "scratch", "untuned")
 """finetuned: tune the softmax model, convert it, distil, tune. pretrained: the same without the first step. transfer:
@@ -52,6 +57,17 @@ class Kernel:
     exact_keys: int | None = None
     scale: str = "none"
 
+    def __post_init__(self) -> None:
+        if self.name == SOFTMAX:
+            if self.arguments():
+                raise ConfigError("softmax takes no arguments; leave them out")
+            return
+        info = kernel_info(self.name)
+        shape = HeadShape(1, 1, 1, 1, info.causal)
+        check_hybrid(info, make_config(info, self.args), Hybrid.of(self.arguments()), shape)
+        if self.sinks is not None and (self.sinks < 1 or self.window is None):
+            raise ConfigError(f"sinks: got {self.sinks}, expected a window with them; add one, or leave it out")
+
     def arguments(self) -> dict[str, object]:
         """The kernel's arguments, including the window and other additions."""
         more = {"window": self.window, "sinks": self.sinks, "exact_keys": self.exact_keys}
@@ -82,20 +98,37 @@ class Row(Kernel):
     align: bool = True
     softmax_heads: str | None = None
     keep_softmax: tuple[int, ...] | str = ()
-    layers: dict[int, str | Kernel] = field(default_factory=dict)
+    layers: dict[int, Kernel] = field(default_factory=dict)
     rows: dict[str, object] = field(default_factory=dict)
     positions: str = TILE
     note: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        softmax = self.name == SOFTMAX
+        if softmax and (self.keep_softmax or self.layers or self.softmax_heads):
+            raise ConfigError("softmax takes no arguments and no layers; leave them out")
+        if self.softmax_heads is not None:
+            parse_heads(self.softmax_heads)
+        kept_layers(self.keep_softmax, 0)
+        for number in self.layers:
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ConfigError(f"layers: got {number!r}, expected numbers of layers from 0")
+        if self.positions not in METHODS:
+            raise unknown_name("positions", self.positions, METHODS)
+        if self.positions != TILE and (softmax or "max_length" not in self.rows):
+            raise ConfigError("positions: only a converted model with rows.max_length gets more; leave it out")
+        known = ("max_length", "chunks") if softmax else ("max_length",)
+        for name in self.rows:
+            if name not in known:
+                raise ConfigError(f"rows: {unknown_name(f'key of the rows of {self.name}', name, known)}")
+        if self.rows and self.called == SOFTMAX:
+            raise ConfigError("rows: softmax that reads other rows needs its own label; add one")
 
     @property
     def called(self) -> str:
         """The row's name."""
         return self.label or self.name
-
-    @property
-    def single_layers(self) -> dict[int, Kernel]:
-        """The layers that have another kernel than the row."""
-        return {number: Kernel(one) if isinstance(one, str) else one for number, one in self.layers.items()}
 
 
 @dataclass(frozen=True)
@@ -255,7 +288,7 @@ class Recipe:
 
     summary: str
     flow: str
-    kernels: tuple[str | Row, ...]
+    kernels: tuple[Row, ...]
     tasks: tuple[str, ...] | dict[str, Column]
     model: Model
     paper: Paper | None = None
@@ -275,10 +308,22 @@ class Recipe:
     device: str = "auto"
     keep_models: bool = True
 
-    @property
-    def rows_of_table(self) -> tuple[Row, ...]:
-        """The rows of the table."""
-        return tuple(Row(one) if isinstance(one, str) else one for one in self.kernels)
+    def __post_init__(self) -> None:
+        if self.flow not in FLOWS:
+            raise ConfigError(f"flow: {unknown_name('flow', self.flow, FLOWS)}")
+        for name in ("kernels", "tasks", "seeds"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}: got none, expected at least one")
+        if (self.flow == "transfer") != bool(self.sources):
+            raise ConfigError("sources: expected tasks to distil on for flow transfer, and none for other flows")
+        if self.flow in ("pretrained", "transfer", "untuned") and not self.model.pretrained:
+            raise ConfigError(f"model.pretrained: got false, expected true for flow {self.flow}")
+        if bool(self.pretrain) != (self.pretrain_task is not None):
+            raise ConfigError("pretrain: expected both pretrain and pretrain_task, or neither")
+        labels = [row.called for row in self.kernels]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"kernels: two rows are called {twice!r}; give one of them another label")
 
     @property
     def columns(self) -> dict[str, Column]:

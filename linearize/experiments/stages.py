@@ -64,11 +64,11 @@ class Stage:
         folder: the result's folder, inside the run's.
         job: the task, with its rows and options.
         seed: of everything random.
-        base: the stage whose result is taken; None: the recipe's own model.
-        row: the row of the table whose kernels are put in; None: none are.
+        base: the stage whose result is the model; None: the recipe's own model.
+        row: the row of the table whose kernels are put in; None: the model keeps its own attention.
         tune: the options of tuning.
         teacher: the stage whose result guides the tuning.
-        longest: tokens per row that a conversion reads at most.
+        longest: most tokens per row that a conversion reads.
     """
 
     do: Literal["tune", "convert", "measure"]
@@ -280,7 +280,7 @@ def lengthen(model: PreTrainedModel, processor: Processor, row: Row) -> Processo
 
 def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
     """Put the kernels of a row of the table into a model."""
-    layers = {number: (kernel.name, kernel.arguments()) for number, kernel in row.single_layers.items()}
+    layers = {number: (kernel.name, kernel.arguments()) for number, kernel in row.layers.items()}
     return put_in_kernels(
         model,
         row.name,

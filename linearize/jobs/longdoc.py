@@ -70,8 +70,8 @@ class LongdocResult:
         data: one line about the data.
         rows: how many rows were measured.
         longest_row: tokens of the longest one.
-        sides: original cut, original in chunks (if rows are longer and the task reads one text), linear cut alike,
-            linear at full length.
+        sides: original cut, original in chunks (if rows are longer and the task reads one text), linear with the same
+            cut, linear at full length.
         differences: the linear model at full length minus each of the others, on the same rows.
         chance: the score of the best answer that ignores the input.
         notes: what a reader must know.
@@ -95,7 +95,7 @@ class LongdocResult:
 
 
 def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
-    """Tune a model, convert it for long documents, tune that alike, compare; all or nothing.
+    """Tune a model, convert it for long documents, tune that with the same options, and compare both; all or nothing.
 
     Finished steps are kept in `<output>.work` until the result is saved. With `resume`, an interrupted run continues
     there, at its last state.
@@ -261,7 +261,7 @@ def verdict(
 ) -> str:
     """Say in one or two sentences whether the linear model at full length is worth it.
 
-    It comes first whether anything was learned: guesses cannot be ranked.
+    If nothing was learned, that is the verdict: guesses cannot be ranked.
     """
     failed = [side.name for side in sides if not side.learned]
     if failed and not (sides[0].learned or sides[-1].learned):

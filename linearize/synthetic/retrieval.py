@@ -56,7 +56,7 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     texts = [text for text in texts if len(text) >= config.shortest]
     if len(texts) < 2:
         wanted = f" of {config.shortest} characters or more" if config.shortest else ""
-        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two to make pairs of")
+        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two for pairs")
     order = np.random.default_rng(config.seed).permutation(len(texts))
     cut = [_cut(texts[i], config.overlap) for i in order]
     made: list[dict[str, object]] = []

@@ -74,7 +74,7 @@ def test_models_from_scratch_can_be_built(name):
         if config["model_type"] != "vit":
             config |= {"vocab_size": 64, "pad_token_id": 0}
         labels = 10 if job.task.head.per_label else None
-        for kernel in recipe.rows_of_table:
+        for kernel in recipe.kernels:
             model = fresh_model(config, job.task, labels)
             if kernel.name != SOFTMAX:
                 # Of the two layers that are left, no more than one stays.
@@ -146,7 +146,7 @@ def test_kernels_of_single_layers(tiny, write):
     from linearize.experiments.stages import convert
 
     layers = {0: "softmax", 1: {"name": "hedgehog", "args": {"tied": False}, "window": 4}}
-    row = load(tiny, write, kernels=["softmax", {"name": "elu", "layers": layers}]).rows_of_table[1]
+    row = load(tiny, write, kernels=["softmax", {"name": "elu", "layers": layers}]).kernels[1]
     model = convert(original("bert", **SMALLER, num_hidden_layers=3), row, 0)
     assert [layer["kernel"] for layer in model.config.linearize["layers"]] == ["softmax", "hedgehog", "elu"]
     assert model.config.linearize["layers"][1]["window"] == 4

@@ -442,7 +442,7 @@ def test_half_written_results_are_shown(finished, tmp_path):
 def test_changes(tiny, write):
     name = write(tiny)
     recipe = load_recipe(name, ["kernels=[t2r as it is,elu]", "tasks=[cola]", "finetune.learning_rate=1e-5", "seeds=3"])
-    assert [kernel.called for kernel in recipe.rows_of_table] == ["t2r as it is", "elu"]
-    assert recipe.rows_of_table[0].distil is False and recipe.seeds == (3,)
+    assert [kernel.called for kernel in recipe.kernels] == ["t2r as it is", "elu"]
+    assert recipe.kernels[0].distil is False and recipe.seeds == (3,)
     assert recipe.finetune["learning_rate"] == "1e-5" and cells(recipe)[0].job.finetune.learning_rate == 1e-5
     assert list(recipe.columns) == ["cola"] and recipe.figures["softmax"] == {"cola": 58.8}
