@@ -247,6 +247,6 @@ def show_search(out: Console, result: SearchResult) -> None:
         how = f"{result.gain:.1%} below" if result.gain >= WORTH else "as large as"
         plan = f"The plan's error is {how} that of {result.reference} everywhere"
         out.print(f"{plan}, at {result.points[0].share:.3g} of softmax's time.")
-    out.print(f"Search: {result.steps} steps, {result.tried} plans tried in swaps, {result.seconds:.0f} s.")
+    out.print(f"Search: {result.steps} steps, {result.tried} plans tried, {result.seconds:.0f} s.")
     if result.noisy:
         out.print("The machine was noisy while costs were measured; measure them again with --remeasure.")

@@ -1,8 +1,9 @@
-"""Measure speed and memory, softmax (SDPA) beside kernels: one attention, decoding, whole models, stage one."""
+"""Measure speed and memory of kernels next to softmax (SDPA): one attention, decoding, whole models."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,13 @@ from linearize.bench.options import HOW, WHAT, BenchOptions
 from linearize.cli._backends import add_explain, explain_layers
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.cli.native import add_native, prepare_native
+from linearize.errors import ConfigError
 from linearize.options import options_of
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.status import Status
 
-    from linearize.bench.goals import GoalsResult
     from linearize.bench.job import BenchResult
     from linearize.bench.rows import Row, Variant
     from linearize.events import Event
@@ -30,22 +31,18 @@ EPILOG = """examples:
   linearize bench google/vit-base-patch16-224 --image-size 224,384,512
   linearize bench bert-base --lengths 128,4096,16384
   linearize bench bert-base --train --lengths 2048,4096 --batch-tokens 4096
-  linearize bench --stage-one --layers 4 --lengths 512,2048
-  linearize bench --alignment --lengths 512,2048
-  linearize bench --goals --json
   linearize bench ./roberta-base-hedgehog --json --plot speed.png
   linearize bench --config mine.yaml --device cpu
 
 Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
-folder, converted or not; `bert-base` stands for BERT's sizes with random weights, and needs no network. A model of
-images is measured at sizes in pixels. MODEL --decode decodes with a whole causal model, beside softmax with its cache,
-and says what each keeps between two tokens.
+folder, converted or not; `bert-base` has BERT's sizes with random weights, and needs no network. A model of images is
+measured at sizes in pixels. MODEL --decode decodes with a whole causal model, compares it with softmax and its cache,
+and shows what each keeps between two tokens.
 
 Softmax and kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose state
-softmax's turn has pushed out of the caches, has a column of its own. Memory is the peak above what was there before, on
-the CPU in a process of its own for each figure. The native op is compiled first where it is not there (`linearize
-native`), and used unless --no-native says no. Columns: seconds (median, and the distance of the quartiles over it) and
-MiB."""
+softmax's turn has pushed out of the caches, has a separate column. Memory is the peak above what was there before, on
+the CPU in a separate process for each figure. The native op is compiled first if it is missing (`linearize native`),
+and used unless --no-native is given. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--decode",
         action="store_true",
-        help="one token behind a context (--lengths): the attentions of all layers, or all of MODEL",
+        help="one token after a context (--lengths): the attentions of all layers, or all of MODEL",
     )
-    add("--goals", action="store_true", help="every figure that this project promises, and whether it is reached here")
-    add("--alignment", action="store_true", help="one step of the alignment, beside its bare passes")
     add("--train", action="store_true", help="a training step of the whole MODEL: forward, backward and AdamW")
-    add("--stage-one", action="store_true", help="one step of stage one, beside the full-matrix way and the least work")
     add = groups[HOW].add_argument
     add("--plot", metavar="FILE.png", help="draw time and memory against length")
     add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
@@ -71,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from linearize.bench.goals import GoalsResult, run_goals
     from linearize.bench.job import run_bench
     from linearize.bench.plot import check_picture, write_plot
     from linearize.cli._output import console, print_json
@@ -85,26 +78,16 @@ def run(args: argparse.Namespace) -> int:
         explain_suites(out, options)
     progress = Progress(out)
     try:
-        result = run_goals(options, progress) if args.goals else run_bench(options, progress)
+        result = run_bench(options, progress)
     finally:
         progress.stop()
     show(out, result)
     if args.plot:
         write_plot(result.rows, args.plot)
         out.print(f"Picture: {args.plot}", markup=False)
-    if isinstance(result, GoalsResult):
-        show_goals(out, result)
     if args.json:
         print_json(result.to_dict())
     return 0
-
-
-FREE = (
-    *("model", "kernel", "kernel_arg", "window", "sinks", "lengths", "image_size", "causal", "backward"),
-    *("features_given", "decode", "train", "stage_one", "alignment", "heads", "head_dim", "batch", "batch_tokens"),
-    *("layers", "dtype", "memory", "plot", "explain_backend"),
-)
-"""Options that have no meaning beside --goals."""
 
 
 def options_from(args: argparse.Namespace) -> BenchOptions:
@@ -113,47 +96,39 @@ def options_from(args: argparse.Namespace) -> BenchOptions:
     Raises:
         ConfigError: for options that do not go together, or text that cannot be read.
     """
-    own = options_of(BenchOptions)
-    # Flags of this verb alone are there in any case, options only where they were given.
-    given = {name: value for name, value in vars(args).items() if name in own or value not in (None, False)}
+    known = options_of(BenchOptions)
+    # Flags of this verb alone are always set, options only if they were given.
+    given = {name for name, value in vars(args).items() if name in known or value not in (None, False)}
     return replace(take_options(args, BenchOptions), suite=_suite(given))
 
 
-def _suite(given: dict[str, object]) -> str:
+def _suite(given: Collection[str]) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
-    if "goals" in given:
-        _refuse(given, FREE, "--goals measures what its table says")
+    attention = ("causal", "backward", "features_given")
     if "decode" in given:
-        own: tuple[str, ...] = ("train", "stage_one", "alignment", "causal", "backward", "features_given", "image_size")
-        own += ("heads", "head_dim") if "model" in given else ()
-        _refuse(given, own, "--decode measures one token")
+        _refuse(given, ("train", *attention, "image_size"), "--decode measures one token")
+        if "model" in given:
+            _refuse(given, ("heads", "head_dim"), "--decode measures one token")
         return "decode-model" if "model" in given else "decode"
-    if {"model", "train", "stage_one", "alignment"} & given.keys():
-        names = ("causal", "backward", "features_given", "heads", "head_dim")
-        _refuse(given, names, "a whole model is measured as it is")
+    if "model" in given or "train" in given:
+        _refuse(given, (*attention, "heads", "head_dim"), "a whole model is measured as it is")
         if "train" in given:
-            _refuse(given, ("stage_one", "alignment", "image_size"), "--train measures a step of its own")
-            return "train"
-        if "stage_one" in given:
-            _refuse(given, ("alignment",), "--stage-one measures another step")
-        return "stage-one" if "stage_one" in given else "alignment" if "alignment" in given else "model"
+            _refuse(given, ("image_size",), "--train measures a training step")
+        return "train" if "train" in given else "model"
     _refuse(given, ("layers",), "one attention is measured")
     if "features_given" in given:
         _refuse(given, ("kernel", "kernel_arg", "window", "sinks"), "with --features-given no kernel is measured")
     return "attention"
 
 
-def _refuse(given: dict[str, object], names: tuple[str, ...], why: str) -> None:
-    from linearize.errors import ConfigError
-
+def _refuse(given: Collection[str], names: tuple[str, ...], why: str) -> None:
     for name in names:
         if name in given:
-            option = {"model": "MODEL", "memory": "--no-memory"}.get(name, f"--{name.replace('_', '-')}")
-            raise ConfigError(f"bench: {why}; leave {option} out")
+            raise ConfigError(f"bench: {why}; leave --{name.replace('_', '-')} out")
 
 
 class Progress:
-    """What is being measured: a turning sign on a terminal, plain lines elsewhere."""
+    """Shows what is being measured: with a spinner on a terminal, as plain lines elsewhere."""
 
     def __init__(self, out: Console) -> None:
         self.out = out
@@ -177,7 +152,7 @@ class Progress:
         self.status.update(escape(event.what))
 
     def stop(self) -> None:
-        """Take the sign off the screen."""
+        """Remove the spinner."""
         if self.status is not None:
             self.status.stop()
             self.status = None
@@ -190,11 +165,10 @@ def explain_suites(out: Console, options: BenchOptions) -> None:
         LinearizeError: one of its children, for everything the user can put right.
     """
     from linearize.attention.interface import linear_attentions
-    from linearize.bench.attention import SizedSuite
-    from linearize.bench.job import LENGTHS, checked, make_suites
+    from linearize.bench.job import LENGTHS, check_lengths, checked, make_suites
     from linearize.bench.machine import DTYPES
-    from linearize.bench.suite import check_lengths
-    from linearize.bench.whole_model import OfModel
+    from linearize.bench.model_suites import OfModel
+    from linearize.bench.suites import SizedSuite
 
     options = checked(options)
     longest = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)[-1]
@@ -212,42 +186,27 @@ def explain_suites(out: Console, options: BenchOptions) -> None:
         explain_layers(out, layers, tokens, options.device, DTYPES[options.dtype])
 
 
-def show(out: Console, result: BenchResult | GoalsResult) -> None:
-    """Print the tables and what they mean."""
-
+def show(out: Console, result: BenchResult) -> None:
+    """Print the tables, from which length on kernels are faster, and the machine."""
     by_what: dict[str, list[Row]] = {}
     for row in result.rows:
         by_what.setdefault(row.what, []).append(row)
     for what, rows in by_what.items():
         out.print(_table(what, sorted(rows, key=lambda row: row.tokens)))
-    for found in result.crossovers:
-        out.print(f"Faster than {found.reference} from: {found.text} ({found.what})", markup=False)
-    for note in getattr(result, "notes", ()):
+    for crossover in result.crossovers:
+        out.print(f"Faster than {crossover.reference} from: {crossover.text} ({crossover.what})", markup=False)
+    for note in result.notes:
         out.print(note, markup=False)
     machine = result.machine
     peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
     out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
     if machine.device == "cpu":
-        said = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
-        out.print(f"Native op: {said}.", markup=False)
+        use = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
+        out.print(f"Native op: {use}.", markup=False)
     else:
-        said = "used (LINEARIZE_FLA=0 leaves it alone)" if machine.fla else "not there (extra: gpu)"
-        out.print(f"flash-linear-attention: {said}.", markup=False)
+        use = "used (LINEARIZE_FLA=0 leaves it alone)" if machine.fla else "not there (extra: gpu)"
+        out.print(f"flash-linear-attention: {use}.", markup=False)
     out.print(f"Noise: {result.noise.text}.", markup=False)
-
-
-def show_goals(out: Console, result: GoalsResult) -> None:
-    """Print what was promised, what was measured, and whether that is reached."""
-    from linearize.cli._output import table
-
-    rows = [
-        [v.what, v.goal, "-" if v.measured is None else f"{v.measured:.2f} {v.unit}", v.verdict]
-        for v in result.verdicts
-    ]
-    passed = sum(v.verdict == "pass" for v in result.verdicts)
-    noisy = "; too noisy to be trusted" if result.noise.too_noisy else ""
-    title = f"Goals: {passed} of {len(rows)} reached{noisy}"
-    out.print(table(title, ["what, against SDPA in the same run", "goal", "measured", ""], rows, right=(1, 2)))
 
 
 SHOWN = {
@@ -265,7 +224,7 @@ SHOWN = {
 
 
 def _table(what: str, rows: list[Row]) -> Group:
-    """One line per length: seconds (and their spread) of each variant, the ratio, memory of each variant."""
+    """Return one line per length: seconds (and their spread) of each variant, the ratio, memory of each variant."""
     from linearize.cli._output import table
 
     first = rows[0]

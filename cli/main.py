@@ -60,6 +60,15 @@ EPILOG = """examples:
 
 linearize VERB --help explains a verb."""
 
+REMOVED = {
+    "--swaps": "the whole model chooses between the best plans and one kernel in every layer",
+    "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
+    "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
+    "--goals": "run python -m benchmarks.goals in a checkout",
+    "--alignment": "run python -m benchmarks.steps alignment in a checkout",
+    "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",
+}
+"""Options of earlier versions, and what to do instead."""
 INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 """The disk, the quota or a limit on files: errors that need no traceback."""
@@ -80,6 +89,8 @@ class Parser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]
+            if name in REMOVED and name not in options:
+                raise ConfigError(f"option {name} was removed; leave it out: {REMOVED[name]}")
             if name.startswith("--") and name not in options:
                 near = get_close_matches(name, options, n=1, cutoff=0.5)
                 hint = f" Did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Choose the kernel of every layer: how close each candidate comes, what it costs, and the best plan of them."""
+"""Choose the kernel of every layer by how close each candidate comes and what it costs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ EPILOG = """examples:
   linearize search roberta-base --budget cost=0.25 --length 8192  # a quarter of softmax's time at 8,192 tokens
   linearize search roberta-base --budget softmax=1,time=30m       # one layer may stay softmax; half an hour
   linearize search gpt2 --candidates hedgehog,hedgehog:window=32,flexformer_n:frequencies=32 --plot points.png
-  linearize search roberta-base --candidates flexformer_n,t2r --widths 96     # features by the rank of each layer
   linearize convert roberta-base --plan plan.yaml                 # carry a plan out, perhaps edited
   linearize convert roberta-base --kernel auto                    # search and convert in one
 
 Candidates of all layers learn in one pass of the frozen model: all of them some steps, the better half of each layer
-twice as many, and so on. Costs are measured here, beside softmax, and remembered in the cache folder. Then plans within
-the budget are tried on the whole model, on held-out data, as figures of single layers misrank. Ctrl-C keeps the best
-plan so far; --save-every N keeps states for --resume."""
+twice as many, and so on. Costs are measured here, next to softmax, and remembered in the cache folder. Then the best
+plans within the budget, and each kernel in every layer, are tried on the whole model on held-out data, as errors of
+single layers misrank. A window among the candidates is tried without its kernel too. Ctrl-C keeps the best plan so far;
+--save-every N keeps states for --resume."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -175,7 +175,7 @@ def _seconds_per_batch(folder: Path) -> float:
     import torch
     from transformers import AutoModel
 
-    from linearize.bench.timing import seconds_of
+    from linearize.bench.meter import seconds_of
     from linearize.loading import quiet
 
     with quiet(), torch.inference_mode():

@@ -2,11 +2,11 @@
 
     python scripts/gpu_check.py --output gpu-results
 
-Runs the steps of `plan` one after the other, each a command of its own, and writes into the output folder what each
-printed as JSON, `tests.json`, and `summary.json`: device, versions, and for every step its exit code and seconds. A
-step that fails does not keep the next ones from running; the exit code is then 1. All together are allowed ten
-minutes; what is left after that is not started, and the summary says so. Without a CUDA device the plan is printed,
-nothing is run, and the exit code is 0.
+Runs the steps of `plan` one after the other, each as a separate command. The output folder then holds the JSON that
+each step printed, `tests.json`, and `summary.json`: device, versions, and every step's exit code and seconds. If a step
+fails, the next ones still run, and the exit code is 1. All steps together have ten minutes; those that are left after
+that are not started, and the summary lists them. Without a CUDA device the plan is printed, nothing is run, and the
+exit code is 0.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class Step:
         what: for people.
         words: arguments for Python.
         limit: seconds after which it is killed.
-        needs: module without which it is left out, or None.
     """
 
     name: str
     what: str
     words: tuple[str, ...]
     limit: float = 120.0
-    needs: str | None = None
 
     @property
     def line(self) -> str:
@@ -82,7 +80,7 @@ def plan(output: Path, *, model: str | None) -> list[Step]:
     for name, options in suites.items():
         words = ["bench", "--device", "cuda", "--kernel", "hedgehog", "--kernel", "flexformer_n", *options]
         words += ["--lengths", LENGTHS, "--repeats", "20", "--json"]
-        steps.append(Step(f"bench-{name}", "beside SDPA, 512 to 32,768 tokens", (*COMMAND_LINE, *words)))
+        steps.append(Step(f"bench-{name}", "compared with SDPA, 512 to 32,768 tokens", (*COMMAND_LINE, *words)))
     return steps
 
 
@@ -94,7 +92,7 @@ def _conversion(output: Path, model: str) -> Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the plan, or say what it would be."""
+    """Run the plan, or print it if there is no device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="gpu-results", metavar="DIR", help="folder for the JSON (gpu-results)")
     output = Path(parser.parse_args(argv).output).absolute()
@@ -117,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_all(steps: Sequence[Step], output: Path, minutes: float = MINUTES) -> list[dict[str, Any]]:
-    """Run steps in order until the time is up; what would begin after that gets no exit code."""
+    """Run steps in order until the time is up; the steps after that get no exit code."""
     start, results = time.monotonic(), []
     for number, step in enumerate(steps, 1):
         left = minutes * 60 - (time.monotonic() - start)
@@ -125,14 +123,14 @@ def run_all(steps: Sequence[Step], output: Path, minutes: float = MINUTES) -> li
         began = time.monotonic()
         code = run_step(step, output, min(left, step.limit)) if left > 0 else None
         seconds = time.monotonic() - began
-        said = {0: "well", None: "not started, the time is up"}.get(code, f"exit code {code}")
-        print(f"    {said}, {seconds:.0f} s", flush=True)
+        outcome = {0: "well", None: "not started, the time is up"}.get(code, f"exit code {code}")
+        print(f"    {outcome}, {seconds:.0f} s", flush=True)
         results.append({"name": step.name, "line": step.line, "code": code, "seconds": round(seconds, 1)})
     return results
 
 
 def run_step(step: Step, output: Path, limit: float) -> int:
-    """Run one step; its stdout becomes NAME.json where that is JSON, all else NAME.log. 124: it took too long."""
+    """Run one step; its stdout becomes NAME.json if it is JSON, all else NAME.log. 124: it took too long."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
@@ -143,8 +141,8 @@ def run_step(step: Step, output: Path, limit: float) -> int:
     except subprocess.TimeoutExpired as late:
         code, out, err = 124, _text(late.stdout), _text(late.stderr)
     try:
-        found = json.loads(out)
-        (output / f"{step.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        figures = json.loads(out)
+        (output / f"{step.name}.json").write_text(json.dumps(figures, indent=2) + "\n")
         out = ""
     except ValueError:
         pass
@@ -155,8 +153,8 @@ def run_step(step: Step, output: Path, limit: float) -> int:
     return code
 
 
-def _text(said: str | bytes | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 def summary_of_tests(junit: Path) -> dict[str, Any]:
@@ -194,12 +192,12 @@ def cuda_device() -> Mapping[str, Any] | None:
 
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(0)
     from linearize.attention.backends.fla import chunk_kernel
 
+    properties = torch.cuda.get_device_properties(0)
     return {
-        "name": found.name,
-        "memory_gib": round(found.total_memory / 2**30, 1),
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,

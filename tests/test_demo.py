@@ -12,7 +12,7 @@ from linearize.jobs.config import DemoJob
 
 
 def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("linearize.bench.measure.in_fresh_process", in_forked_process)
+    monkeypatch.setattr("linearize.bench.memory.in_fresh_process", in_forked_process)
     monkeypatch.setattr(demo, "SIZES", {"batch_size": 8, "holdout": 8})
     out = tmp_path / "demo"
     assert main(["demo", "--steps", "4", "--tokens", "700", "--output", str(out), "--json"]) == 0

@@ -1,1 +1,1 @@
-"""Speed and memory of converted models, measured beside softmax in the same run."""
+"""Measure the speed and memory of kernels and converted models next to softmax, in the same run."""

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+
 from linearize.attention.factory import default_scale
-from linearize.bench.alignment import AlignmentSuite
-from linearize.bench.attention import AttentionSizes, AttentionSuite
-from linearize.bench.decode import DecodeSuite
-from linearize.bench.decode_model import DecodeModelSuite
-from linearize.bench.machine import Machine, Noise, NoiseWatch, check_dtype, describe, peak_rate
-from linearize.bench.measure import measure, threads
+from linearize.bench.machine import Machine, check_dtype, describe, peak_rate
+from linearize.bench.memory import memory_of, out_of_memory
+from linearize.bench.meter import Call, Noise, NoiseWatch, in_turns, seconds_of
+from linearize.bench.model_suites import DecodeModelSuite, ModelSuite, OfModel, TrainSuite
 from linearize.bench.models import BERT_BASE, BenchModel
 from linearize.bench.options import BenchOptions
-from linearize.bench.rows import Crossover, Row, crossovers
-from linearize.bench.stage_one import StageOneSuite
-from linearize.bench.suite import Suite, check_image_sizes, check_lengths
-from linearize.bench.train import TrainSuite
-from linearize.bench.whole_model import ModelSuite, OfModel
+from linearize.bench.rows import Crossover, Row, Variant, crossovers
+from linearize.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
 from linearize.errors import ConfigError, unknown_name
 from linearize.events import Callback, Event, Started, ignore
+from linearize.loading import check_device
 from linearize.registry import PLAIN, Hybrid, kernel_info, make_config
 
 LENGTHS = {
@@ -30,20 +30,13 @@ LENGTHS = {
     "decode-model": (8192, 32768),
     "model": (128, 512, 4096),
     "train": (512, 2048, 4096),
-    "stage-one": (512, 2048),
-    "alignment": (512, 2048),
 }
-"""What is measured, and at which lengths unless asked otherwise."""
-
-OF_MODELS: dict[str, Callable[[BenchModel], Suite]] = {
+"""The suites, and their default lengths."""
+OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "model": ModelSuite,
     "train": TrainSuite,
     "decode-model": DecodeModelSuite,
-    "stage-one": StageOneSuite,
-    "alignment": AlignmentSuite,
 }
-IN_BATCHES = ("model", "train")
-"""Those whose batch may be counted in tokens: stage one, the alignment and decoding are measured on what they say."""
 KERNEL = "hedgehog"
 
 
@@ -56,10 +49,10 @@ class Measured(Event):
 
 @dataclass
 class BenchResult:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        machine: on what.
+        machine: the machine.
         noise: how quiet it was.
         rows: one per kernel and length.
         crossovers: from which length on the kernel is faster.
@@ -69,16 +62,16 @@ class BenchResult:
     machine: Machine
     noise: Noise
     rows: list[Row]
-    crossovers: list[Crossover]
+    crossovers: list[Crossover] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
-            "machine": self.machine.to_dict(),
+            "machine": asdict(self.machine),
             "noise": self.noise.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
-            "crossovers": [asdict(found) for found in self.crossovers],
+            "crossovers": [asdict(crossover) for crossover in self.crossovers],
             "notes": self.notes,
         }
 
@@ -88,7 +81,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
 
     Args:
         options: what to measure.
-        on_event: called with what happens.
+        on_event: called with every event.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right, before anything is measured.
@@ -99,50 +92,58 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
     notes: list[str] = []
     with threads(options.threads):
         suites: Iterable[Suite] = make_suites(options, lengths[-1])
-        # Of several, each is made again when it is measured, so that no model is kept longer than that.
+        # Several suites are made again when they are measured, so that only one model at a time is in memory.
         suites = suites if several else list(suites)
         for suite in suites:
             suite.check()
             notes += [suite.note] if suite.note else []
         if several:
             suites = make_suites(options, lengths[-1])
-        tasks = ((suite, tokens) for suite in suites for tokens in _lengths_of(suite, lengths))
-        machine, noise, rows = run_tasks(tasks, options, on_event)
-    return BenchResult(machine, noise, rows, crossovers(rows), list(dict.fromkeys(notes)))
+        result = run_tasks(((s, tokens) for s in suites for tokens in _lengths_of(s, lengths)), options, on_event)
+    return replace(result, crossovers=crossovers(result.rows), notes=list(dict.fromkeys(notes)))
 
 
 def _lengths_of(suite: Suite, lengths: Sequence[int]) -> Sequence[int]:
-    """Return at which lengths a suite is measured: a picture has one, which follows from its size."""
-    pictures = isinstance(suite, OfModel) and suite.model.image_size is not None
-    return (suite.model.tokens,) if pictures else lengths  # type: ignore[attr-defined]
+    """Return the lengths at which a suite is measured: a picture has one, which follows from its size."""
+    return (suite.model.tokens,) if isinstance(suite, OfModel) and suite.model.image_size is not None else lengths
 
 
 def checked(options: BenchOptions) -> BenchOptions:
     """Check what does not depend on the suite, and name the device.
 
     Raises:
-        ConfigError: for an unknown suite, a device that is not there, a type that it lacks, a wrong number.
+        ConfigError: for an unknown suite, a missing device, or a type that it lacks.
     """
-    from linearize.loading import check_device
-
     if options.suite not in LENGTHS:
         raise unknown_name("suite", options.suite, LENGTHS)
-    for name in ("repeats", "threads", "batch", "batch_tokens", "heads", "head_dim", "layers"):
-        value = getattr(options, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536):
-            raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected a whole number from 1 to 65536")
-    if options.batch_tokens is not None and (options.suite not in IN_BATCHES or options.batch != 1):
-        other = "measure a MODEL's forward, or --train" if options.suite not in IN_BATCHES else "leave batch out"
+    if options.batch_tokens is not None and (options.suite not in ("model", "train") or options.batch != 1):
+        # Decoding is measured on as many sequences as it says.
+        other = "leave batch out" if options.suite in ("model", "train") else "measure a MODEL's forward, or --train"
         raise ConfigError(f"batch-tokens: got {options.batch_tokens}, which says how many sequences; {other}")
     if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:
-        check_image_sizes(options.image_sizes)
+        bad = [n for n in options.image_sizes if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16]
+        if bad or not options.image_sizes:
+            raise ConfigError(f"image-size: got {bad[0] if bad else 'none'}, expected pixels such as 224,384,512")
         if options.suite != "model" or options.lengths is not None:
             other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
-            raise ConfigError(f"image-size: got it where nothing is measured by the size of pictures; {other}")
+            raise ConfigError(f"image-size: only a MODEL's forward is measured by the size of pictures; {other}")
     device = check_device(options.device)
     return replace(options, device=device, dtype=check_dtype(options.dtype, device))
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return lengths ascending, each once.
+
+    Raises:
+        ConfigError: if there are no lengths, or one is not a positive whole number.
+    """
+    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
+    if bad or not lengths:
+        got = repr(bad[0]) if bad else "none"
+        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
+    return sorted(set(lengths))
 
 
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
@@ -152,33 +153,30 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
             yield _suite(options, kernel, longest, size)
 
 
-def _hybrid(options: BenchOptions, kernel: str) -> Hybrid:
-    """Return what the options add to a kernel, its scales as `convert` would choose them."""
-    info = kernel_info(kernel)
-    scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
-    return Hybrid(options.window, options.sinks, options.exact_keys, scale)
-
-
 def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | None) -> Suite:
+    info = kernel_info(kernel)
+    # Scales by default as `convert` chooses them.
+    scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
+    hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
     named: dict[str, Any] = {
         "kernel": kernel,
         "kernel_args": dict(options.kernel_args),
-        "hybrid": _hybrid(options, kernel),
+        "hybrid": hybrid,
         "batch": options.batch,
         "dtype": options.dtype,
         "device": options.device,
     }
     if options.suite in OF_MODELS:
-        # A token is decoded behind its context.
-        longest += options.suite == "decode-model"
-        named |= {
-            "batch_tokens": options.batch_tokens,
-            "layers": options.layers,
-            "longest": longest,
-            "image_size": image_size,
-        }
-        model = BenchModel(options.model or BERT_BASE, **named)
-        if model.converted and (options.kernels or options.kernel_args or _hybrid(options, kernel) != PLAIN):
+        model = BenchModel(
+            options.model or BERT_BASE,
+            **named,
+            batch_tokens=options.batch_tokens,
+            layers=options.layers,
+            # A token is decoded after its context.
+            longest=longest + (options.suite == "decode-model"),
+            image_size=image_size,
+        )
+        if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
         return OF_MODELS[options.suite](model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
@@ -192,19 +190,18 @@ def run_tasks(
     options: BenchOptions,
     on_event: Callback,
     remember: Callable[[tuple[Suite, int]], bool] | None = None,
-) -> tuple[Machine, Noise, list[Row]]:
+) -> BenchResult:
     """Measure suites at lengths, and the machine before, between and after.
 
     Args:
         tasks: suites and lengths.
         options: device, type and repeats.
-        on_event: called with what happens.
-        remember: says which of them are measured for memory too; None: as the options say, for all.
+        on_event: called with every event.
+        remember: tells which of them are measured for memory too; None: all or none, as the options say.
     """
     on_event(Started("measuring the machine"))
     machine = describe(options.device, options.dtype)
     watch = NoiseWatch(options.device)
-    watch.probe()
     rates = {options.dtype: machine.peak}
     rows = []
     for suite, tokens in tasks:
@@ -216,4 +213,49 @@ def run_tasks(
         on_event(Measured(row))
         rows.append(row)
         watch.probe()
-    return machine, watch.stop(), rows
+    return BenchResult(machine, watch.stop(), rows)
+
+
+def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = None, memory: bool = True) -> Row:
+    """Measure all variants of a suite at one length: memory first, then time in turns.
+
+    Args:
+        suite: what to measure.
+        tokens: the length.
+        rate: the machine's operations per second.
+        repeats: turns; None: chosen from how long they take.
+        memory: whether peak memory is measured too.
+
+    Raises:
+        LinearizeError: if a variant fails for another reason than memory that runs out, which is a result.
+    """
+    tried = suite.memory_variants if memory else suite.may_run_out_of_memory
+    variants = dict.fromkeys(suite.variants, Variant()) | {name: memory_of(suite, name, tokens) for name in tried}
+    calls: dict[str, Call] = {}
+    warm_up = 0.0
+    for name in suite.variants:
+        if variants[name].problem is None:
+            try:
+                calls[name] = suite.prepare(name, tokens)
+                warm_up += seconds_of(calls[name])
+            except (RuntimeError, MemoryError) as error:
+                calls.pop(name, None)
+                variants[name] = out_of_memory(error)
+    for name, timing in in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls).items():
+        variants[name] = Variant(timing, variants[name].bytes)
+    calls.clear()
+    gc.collect()
+    row = Row(suite.name, suite.what, tokens, suite.pair, variants)
+    return replace(row, figures=suite.figures(row, rate))
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads while the block runs; None: as many as before."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,33 +1,42 @@
-"""Models to measure: a checkpoint, a converted one, or only the sizes of a known architecture with random weights."""
+"""Models to measure: a checkpoint, a converted one, or BERT's sizes with random weights."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import BertConfig, BertModel, PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.bench.machine import DTYPES
-from linearize.bench.timing import Call
+from linearize.bench.meter import Call
 from linearize.errors import ConfigError, UnsupportedModelError
+from linearize.loading import load_converted, load_model, model_type, move
+from linearize.modeling.config import base_config_class
 from linearize.registry import PLAIN, Hybrid
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from linearize.surgery.apply import convert
+from linearize.surgery.positions import (
+    current_image_size,
+    current_length,
+    extend_image_size,
+    extend_positions,
+    runs_beyond_limit,
+)
+from linearize.teacher.observe import run_body
 
 BERT_BASE = "bert-base"
-"""The name that stands for BERT's sizes (12 layers, 12 heads of size 64), random weights and no network."""
+"""The name of a model of BERT's sizes (12 layers, 12 heads of size 64) with random weights; needs no network."""
 
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model and its linear form.
+    """A model and its linear form; both are loaded when they are first asked for, and not pickled.
 
     Attributes:
         model: Hub name or folder of a checkpoint, converted or not, or `BERT_BASE`.
@@ -38,7 +47,7 @@ class BenchModel:
         longest: longest input that it will get; learned positions are extended to it.
         image_size: pixels of the pictures, height and width; None: a text model.
         batch: sequences per input.
-        batch_tokens: as many sequences instead as have so many tokens, one at least.
+        batch_tokens: if given, a batch has as many sequences as have so many tokens, at least one.
         dtype: type of the weights.
         device: where it runs.
     """
@@ -55,31 +64,24 @@ class BenchModel:
     dtype: str = "float32"
     device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        if isinstance(self.hybrid, dict):
-            # As plain data, from another process.
-            object.__setattr__(self, "hybrid", Hybrid.of(self.hybrid))
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def of(
         cls, model: PreTrainedModel, folder: str | None, *, longest: int = 512, image_size: int | None = None
     ) -> BenchModel:
-        """Take a converted model that is loaded already.
+        """Make one of a converted model that is loaded already.
 
         Args:
             model: the model.
-            folder: where it is saved, for processes that load it again; None: there are none.
+            folder: where it is saved, for processes that load it again; None: no other process measures it.
             longest: longest input that it will get.
             image_size: pixels of the pictures that it reads; None: it reads text.
         """
-        dtype = str(model.dtype).removeprefix("torch.")
-        made = cls(
-            folder or type(model).__name__,
-            longest=longest,
-            image_size=image_size,
-            dtype=dtype,
-            device=str(model.device),
-        )
+        dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
+        name = folder or type(model).__name__
+        made = cls(name, longest=longest, image_size=image_size, dtype=dtype, device=device)
         # What these cached properties would load.
         made.__dict__.update(converted=True, linear=model)
         return made
@@ -89,7 +91,6 @@ class BenchModel:
         """Whether it is a converted checkpoint."""
         if self.model == BERT_BASE:
             return False
-        from linearize.loading import model_type
 
         return model_type(self.model) == "linearize"
 
@@ -103,16 +104,18 @@ class BenchModel:
 
     @cached_property
     def original(self) -> PreTrainedModel:
-        """The softmax model, long enough; not for converted checkpoints.
+        """The softmax model, extended to the longest input; not for converted checkpoints.
 
         Raises:
-            UnsupportedModelError: if it is no text model, or its positions cannot be extended.
+            UnsupportedModelError: if it reads other inputs, or its positions cannot be extended.
             CheckpointError: if it cannot be loaded.
         """
-        from linearize.loading import move
-        from linearize.surgery.positions import current_length, extend_image_size, extend_positions, runs_beyond_limit
-
-        model = self._bert() if self.model == BERT_BASE else self._loaded()
+        if self.model == BERT_BASE:
+            model: PreTrainedModel = self._bert()
+        else:
+            loaded = load_model(self.model)
+            self._check_reads(loaded.modality)
+            model = loaded.model
         length = current_length(model)
         if self.image_size is not None:
             extend_image_size(model, self.image_size)
@@ -121,17 +124,8 @@ class BenchModel:
         return move(model.eval(), self.device, DTYPES[self.dtype])
 
     def _bert(self) -> PreTrainedModel:
-        from transformers import BertConfig, BertModel
-
         torch.manual_seed(0)
         return BertModel(BertConfig(num_hidden_layers=self.layers or 12), add_pooling_layer=False)
-
-    def _loaded(self) -> PreTrainedModel:
-        from linearize.loading import load_model
-
-        loaded = load_model(self.model)
-        self._check_reads(loaded.modality)
-        return loaded.model
 
     def _check_reads(self, modality: str) -> None:
         if modality == ("text" if self.image_size is None else "image"):
@@ -151,15 +145,13 @@ class BenchModel:
 
     @property
     def note(self) -> str | None:
-        """What is to be said of inputs that the model was not made for; None where there are none."""
-        from linearize.surgery.positions import current_length
-
+        """What a reader must know of inputs that the model was not made for; None if there are no such inputs."""
         length = None if self.image_size is not None else current_length(self.linear)
         if length is None or length >= self.longest:
             return None
         return (
-            f"{self.model} was made for {length:,} tokens: its rotary positions go on, but what lies behind was never "
-            "trained. What it costs is the same."
+            f"{self.model} was made for {length:,} tokens: its rotary positions continue beyond them, but were never "
+            "trained there. Its cost is the same."
         )
 
     @property
@@ -169,14 +161,12 @@ class BenchModel:
         Raises:
             UnsupportedModelError: if they are not known.
         """
-        from linearize.surgery.positions import current_length
-
-        found = current_length(self.linear)
-        if found is None:
+        length = current_length(self.linear)
+        if length is None:
             raise UnsupportedModelError(
                 f"bench: the tokens of a picture of {self.model!r} are not known; choose another"
             )
-        return found
+        return length
 
     @cached_property
     def linear(self) -> PreTrainedModel:
@@ -185,13 +175,9 @@ class BenchModel:
         Raises:
             ConfigError: if a converted checkpoint takes shorter inputs only, or the kernel does not fit.
         """
-        from linearize.surgery.apply import convert
-
         if not self.converted:
             hybrid = {name: getattr(self.hybrid, name) for name in ("window", "sinks", "exact_keys", "scale")}
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **hybrid).eval()
-        from linearize.loading import load_converted, move
-
         loaded = load_converted(self.model, device=self.device)
         self._check_reads(loaded.modality)
         self._check_size(loaded.model)
@@ -199,8 +185,6 @@ class BenchModel:
 
     def _check_size(self, model: PreTrainedModel) -> None:
         """Refuse inputs of a size that a converted checkpoint does not take."""
-        from linearize.surgery.positions import current_image_size, current_length, runs_beyond_limit
-
         length, size = current_length(model), current_image_size(model)
         if self.image_size is not None:
             if size is not None and size != (self.image_size, self.image_size):
@@ -219,53 +203,37 @@ class BenchModel:
         """Make an input of so many tokens, or a picture."""
         if self.image_size is not None:
             channels = getattr(self.linear.config, "num_channels", None) or 3
-            return {
-                "pixel_values": torch.zeros(self.batch, channels, self.image_size, self.image_size).to(
-                    self.device, DTYPES[self.dtype]
-                )
-            }
+            shape = (self.batch, channels, self.image_size, self.image_size)
+            return {"pixel_values": torch.zeros(shape, device=self.device, dtype=DTYPES[self.dtype])}
         rows = self.batch if self.batch_tokens is None else max(1, self.batch_tokens // tokens)
         return {"input_ids": torch.full((rows, tokens), 5, device=self.device)}
 
-    def softmax_forward(self, tokens: int) -> Call:
-        """Return a forward of the softmax model; of a converted checkpoint, whose own weights compute softmax."""
-        if self.converted:
-            return self.observed_forward(tokens, lambda *_: None)
-        return _forward(self.original, self.inputs(tokens))
+    def forward(self, tokens: int, *, model: PreTrainedModel | None = None, observer: Observer | None = None) -> Call:
+        """Return a forward without the head.
 
-    def linear_forward(self, tokens: int) -> Call:
-        """Return a forward of the linear model."""
-        return _forward(self.linear, self.inputs(tokens))
+        Args:
+            tokens: of the input.
+            model: the model that runs; None: the linear one.
+            observer: what its converted layers compute instead of their kernels, if given.
+        """
+        model, inputs = model or self.linear, self.inputs(tokens)
+        observed = [] if observer is None else list(linear_attentions(model).values())
 
-    def observed_forward(self, tokens: int, observer: Observer) -> Call:
-        """Return a forward of the linear model whose layers compute what `observer` says."""
-        layers = list(linear_attentions(self.linear).values())
-        forward = _forward(self.linear, self.inputs(tokens))
-
-        def call() -> None:
+        @torch.no_grad()
+        def forward() -> None:
             try:
-                for layer in layers:
+                for layer in observed:
                     layer.observer = observer
-                forward()
+                run_body(model, inputs)
             finally:
-                for layer in layers:
+                for layer in observed:
                     layer.observer = None
 
-        return call
-
-
-def _forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Call:
-    from linearize.teacher.observe import run_body
-
-    @torch.no_grad()
-    def forward() -> None:
-        run_body(model, inputs)
-
-    return forward
+        return forward
 
 
 def values_only(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Observe by doing no attention at all: each token gets its own value, [B, K, T, V] -> [B, H, T, V]."""
+    """Observe by computing no attention at all: each token gets its own value, [B, K, T, V] -> [B, H, T, V]."""
     return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] != k.shape[1] else v
 
 
@@ -275,10 +243,6 @@ def softmax_model(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: if transformers has no class for it.
     """
-    import transformers
-
-    from linearize.modeling.config import base_config_class
-
     name = type(model).__name__.removeprefix("Linearized")
     base: type[PreTrainedModel] | None = getattr(transformers, name, None)
     if base is None:

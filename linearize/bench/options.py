@@ -1,21 +1,23 @@
-"""What a user may ask of `bench`; importing this loads nothing heavy."""
+"""Options of `bench`; importing this loads nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from linearize import kernel_options
-from linearize.options import option, parse_image_sizes, parse_lengths
+from linearize.options import check, option, parse_image_sizes, parse_lengths
 
 WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
 FEATURES = 128
-"""Size of given features unless asked otherwise."""
+"""Size of given features by default."""
+SIZE: dict[str, Any] = {"low": 1, "high": 65536}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What a user may ask for.
+    """What is measured, and how.
 
     Attributes:
         suite: one of `linearize.bench.job.LENGTHS`.
@@ -34,7 +36,7 @@ class BenchOptions:
     exact_keys: int = kernel_options.exact_keys()
     scale: str | None = kernel_options.scale()
     lengths: tuple[int, ...] | None = option(
-        None, "tokens, or contexts to decode behind; by default the suite's own", metavar="N,N", parse=parse_lengths
+        None, "tokens, or contexts to decode after; by default the suite's own", metavar="N,N", parse=parse_lengths
     )
     image_sizes: tuple[int, ...] | None = option(
         None,
@@ -43,13 +45,19 @@ class BenchOptions:
         metavar="N,N",
         parse=parse_image_sizes,
     )
-    heads: int = option(12, "heads", group=SIZES, metavar="H")
-    head_dim: int = option(64, "size of a head", group=SIZES, metavar="D")
-    batch: int = option(1, "sequences", group=SIZES, metavar="B")
+    heads: int = option(12, "heads", group=SIZES, metavar="H", **SIZE)
+    head_dim: int = option(64, "size of a head", group=SIZES, metavar="D", **SIZE)
+    batch: int = option(1, "sequences", group=SIZES, metavar="B", **SIZE)
     batch_tokens: int | None = option(
-        None, "as many sequences as have so many tokens, one at least; of whole models", group=SIZES, metavar="N"
+        None,
+        "as many sequences as have so many tokens, at least one; of whole models",
+        group=SIZES,
+        metavar="N",
+        **SIZE,
     )
-    layers: int | None = option(None, "layers to decode through, or of bert-base (12)", group=SIZES, metavar="L")
+    layers: int | None = option(
+        None, "layers to decode through, or of bert-base (12)", group=SIZES, metavar="L", **SIZE
+    )
     causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
     backward: bool = option(False, "forward and backward", group=WHAT)
     features: int | None = option(
@@ -60,9 +68,13 @@ class BenchOptions:
         nargs="?",
         const=FEATURES,
         metavar="F",
+        **SIZE,
     )
     dtype: str = option("float32", "float32, bfloat16 or float16", group=HOW, metavar="T")
     device: str = option("cpu", "cpu, cuda, cuda:1, mps or auto", group=HOW, metavar="D")
-    repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW)
-    threads: int | None = option(None, "threads of torch on the CPU; by default its own choice", group=HOW)
+    repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW, **SIZE)
+    threads: int | None = option(None, "threads of torch on the CPU; by default its own choice", group=HOW, **SIZE)
     memory: bool = option(True, "measure peak memory too; without it time only", shown="yes", group=HOW)
+
+    def __post_init__(self) -> None:
+        check(self, "bench")

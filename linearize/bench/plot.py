@@ -1,4 +1,4 @@
-"""The picture: time and memory against length, both axes logarithmic, softmax beside kernels."""
+"""The picture: time and memory of softmax and kernels against length, both axes logarithmic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linearize.bench.rows import Row
+from linearize.bench.rows import Row, ratio
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
 from linearize.parsing import check_file, write_file
 
@@ -23,7 +23,7 @@ def check_picture(path: str, *, overwrite: bool) -> None:
     """Refuse a file that no picture can be written to, before anything is measured.
 
     Raises:
-        ConfigError: as `check_file`.
+        ConfigError: if it is not the name of a new PNG file.
     """
     check_file(path, "--plot", (".png",), overwrite=overwrite)
 
@@ -34,7 +34,7 @@ def write_plot(rows: Sequence[Row], path: str) -> None:
 
 
 def time_and_memory(rows: Sequence[Row]) -> Figure:
-    """Draw seconds and peak memory against length: the reference of each kind once, and every one of ours.
+    """Draw seconds and peak memory against length: the reference once, and ours of every kind.
 
     Args:
         rows: of one suite; a variant that did not run has no point.
@@ -43,7 +43,7 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
     panels = figure.subplots(1, 2)
     for axes, label, value in (
         (panels[0], "seconds", lambda row, variant: row.seconds(variant)),
-        (panels[1], "peak memory, MiB", lambda row, variant: _mebibytes(row.memory(variant))),
+        (panels[1], "peak memory, MiB", lambda row, variant: ratio(row.memory(variant), 2**20)),
     ):
         _panel(axes, rows, value)
         axes.set_xscale("log", base=2)
@@ -60,7 +60,7 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
 
 
 def plain_decades(axes: Axes) -> None:
-    """Make the y axis logarithmic with numbers as people write them, at 1, 2 and 5 where decades alone are few."""
+    """Make the y axis logarithmic with plain numbers, at 1, 2 and 5 if there are only few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")
@@ -94,11 +94,7 @@ def _panel(axes: Axes, rows: Sequence[Row], value: Callable[[Row, str], float | 
 
 
 def short_names(kinds: Sequence[str]) -> list[str]:
-    """Leave out of each name, parts between commas, what all of them share; one name alone becomes empty."""
+    """Remove from each name the parts (between commas) that all names share; a single name becomes empty."""
     parts = [kind.split(", ") for kind in kinds]
     shared = set(parts[0]).intersection(*parts[1:]) if parts else set()
     return [", ".join(part for part in mine if part not in shared) for mine in parts]
-
-
-def _mebibytes(count: int | None) -> float | None:
-    return None if count is None else count / 2**20

@@ -1,4 +1,4 @@
-"""What is measured: one row per length, one variant per way of doing it; and where one way overtakes the other."""
+"""Measurements: one row per length with a variant per way to compute it, and from which length on one is faster."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from linearize.bench.timing import Timing
+from linearize.bench.meter import Timing
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of doing it.
+    """One way to compute it.
 
     Attributes:
-        timing: None where it did not run.
-        bytes: peak memory above what was there before, or None where it was not measured.
+        timing: None if it did not run.
+        bytes: peak memory above what was there before, or None if it was not measured.
         problem: why it did not run, such as "out of memory".
     """
 
     timing: Timing | None = None
     bytes: int | None = None
     problem: str | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Median time of a call."""
-        return None if self.timing is None else self.timing.seconds
-
-    @property
-    def first(self) -> float | None:
-        """Median time of a turn's first call."""
-        return None if self.timing is None else self.timing.first
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
@@ -53,7 +43,7 @@ class Row:
     Attributes:
         suite: what kind of measurement.
         what: the same with kernel, direction and type, for people.
-        tokens: length of the input; of the context, where one token is decoded.
+        tokens: length of the input; of the context, if one token is decoded.
         pair: names of the two variants that are compared: the reference, and ours.
         variants: all that were measured, by name.
         figures: what follows from them, by name.
@@ -68,7 +58,7 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """The reference's time over ours; None where one of them did not run."""
+        """The reference's time over ours; None if one of them did not run."""
         return self.times(self.pair[0])
 
     def times(self, variant: str, over: str | None = None) -> float | None:
@@ -77,7 +67,13 @@ class Row:
 
     def seconds(self, variant: str) -> float | None:
         """Return a variant's median time, or None."""
-        return self.variants[variant].seconds if variant in self.variants else None
+        timing = self.variants[variant].timing if variant in self.variants else None
+        return None if timing is None else timing.seconds
+
+    def first(self, variant: str) -> float | None:
+        """Return the median time of a turn's first call, or None."""
+        timing = self.variants[variant].timing
+        return None if timing is None else timing.first
 
     def memory(self, variant: str) -> int | None:
         """Return a variant's peak memory in bytes, or None."""
@@ -100,23 +96,23 @@ class Row:
 
 
 def mebibytes(count: int | None) -> str:
-    """Write a peak of memory in MiB; "-" where it was not measured."""
+    """Write a peak of memory in MiB; "-" if it was not measured."""
     return "-" if count is None else f"{count / 2**20:.0f}"
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """Divide; None where either is missing or the divisor is zero."""
+    """Divide; None if either is missing or the divisor is zero."""
     return None if one is None or not other else one / other
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """From which length on ours is the faster one.
+    """The length from which on ours is faster.
 
     Attributes:
         what: of which measurement.
         reference: what it is faster than.
-        tokens: the length, interpolated; None where it lies outside the measured ones.
+        tokens: the length, interpolated; None if it is outside the measured ones.
         text: for people: "about 1,234 tokens", "below 512", "above 16,384", "not measured".
     """
 
@@ -127,14 +123,14 @@ class Crossover:
 
 
 def crossover(what: str, reference: str, speedups: Mapping[int, float | None]) -> Crossover:
-    """Find the length at which the speedup passes 1 for the last time, on straight lines of log speedup on log length.
+    """Return the length at which the speedup passes 1 for the last time, interpolating its log over the log of length.
 
     Args:
         what: of which measurement.
         reference: what the speedups are over.
-        speedups: by length; None where a variant did not run.
+        speedups: by length; None if a variant did not run.
     """
-    points = sorted((tokens, ratio) for tokens, ratio in speedups.items() if ratio is not None and ratio > 0)
+    points = sorted((tokens, speedup) for tokens, speedup in speedups.items() if speedup is not None and speedup > 0)
     if not points:
         return Crossover(what, reference, None, "not measured")
     if points[-1][1] < 1:
@@ -148,8 +144,8 @@ def crossover(what: str, reference: str, speedups: Mapping[int, float | None]) -
 
 
 def crossovers(rows: Sequence[Row]) -> list[Crossover]:
-    """Find them for every kind of measurement that has rows of more than one length."""
-    found: dict[tuple[str, str], dict[int, float | None]] = {}
+    """Return them for every kind of measurement that has rows of more than one length."""
+    speedups: dict[tuple[str, str], dict[int, float | None]] = {}
     for row in rows:
-        found.setdefault((row.what, row.pair[0]), {})[row.tokens] = row.speedup
-    return [crossover(*names, speedups) for names, speedups in found.items() if len(speedups) > 1]
+        speedups.setdefault((row.what, row.pair[0]), {})[row.tokens] = row.speedup
+    return [crossover(*names, by_length) for names, by_length in speedups.items() if len(by_length) > 1]

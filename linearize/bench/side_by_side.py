@@ -1,6 +1,6 @@
-"""Converted checkpoints beside their own frozen softmax (SDPA): time in turns, memory in separate processes.
+"""Converted models next to their own softmax (SDPA): time in turns, memory in separate processes.
 
-Both variants are the same weights and the same forward: the softmax variant is what the layers compute while observed.
+Both variants have the same weights and the same forward: an observer makes the layers compute softmax.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.bench.machine import Noise, NoiseWatch
-from linearize.bench.measure import peak_memory
+from linearize.bench.memory import peak_memory
+from linearize.bench.meter import Noise, NoiseWatch, in_turns
+from linearize.bench.model_suites import ModelSuite
 from linearize.bench.models import BenchModel
 from linearize.bench.rows import Row, Variant
-from linearize.bench.timing import Call, Timing, in_turns
-from linearize.bench.whole_model import ModelSuite
 from linearize.errors import LinearizeError
 
 if TYPE_CHECKING:
@@ -51,12 +50,12 @@ class Comparison:
 
     @classmethod
     def of(cls, row: Row) -> Comparison:
-        """Take it from a row whose variants both ran."""
-        timings = [row.variants[variant].timing for variant in VARIANTS]
-        softmax, linear = (timing for timing in timings if timing is not None)
-        memory = [row.memory(variant) for variant in VARIANTS]
+        """Make it of a row whose variants both ran."""
+        softmax, linear = (row.variants[variant].timing for variant in VARIANTS)
+        assert softmax is not None and linear is not None
+        memory = row.memory("softmax"), row.memory("linear")
         spreads = softmax.spread, linear.spread
-        return cls(row.tokens, softmax.seconds, linear.seconds, memory[0], memory[1], linear.repeats, *spreads)
+        return cls(row.tokens, softmax.seconds, linear.seconds, *memory, linear.repeats, *spreads)
 
     @property
     def speedup(self) -> float:
@@ -89,27 +88,25 @@ def measure_speed(models: Mapping[str, Timed], repeats: int = TURNS) -> tuple[di
         repeats: forwards per variant; medians are returned.
 
     Returns:
-        One row per length, by model, with the memory where there is a folder; and how quiet the machine was.
+        One row per length, by model, with the memory of models that have a folder; and how quiet the machine was.
     """
     suites, memory = {}, {}
-    for name, one in models.items():
-        path = None if one.folder is None else str(Path(one.folder).absolute())
-        longest = max(one.lengths, default=1)
-        suites[name] = ModelSuite(BenchModel.of(one.model, path, longest=longest, image_size=one.image_size))
+    for name, timed in models.items():
+        path = None if timed.folder is None else str(Path(timed.folder).absolute())
+        longest = max(timed.lengths, default=1)
+        suites[name] = ModelSuite(BenchModel.of(timed.model, path, longest=longest, image_size=timed.image_size))
         for variant in VARIANTS:
-            memory[name, variant] = {} if path is None else _memory(suites[name], variant, one.lengths)
+            memory[name, variant] = {} if path is None else _memory(suites[name], variant, timed.lengths)
     watch = NoiseWatch(next(iter(suites.values())).device if suites else "cpu")
     rows: dict[str, list[Row]] = {name: [] for name in models}
-    for tokens in sorted({tokens for one in models.values() for tokens in one.lengths}):
+    for tokens in sorted({tokens for timed in models.values() for tokens in timed.lengths}):
+        sides = [(name, variant) for name in models if tokens in models[name].lengths for variant in VARIANTS]
+        calls = {f"{variant} {name}": suites[name].prepare(variant, tokens) for name, variant in sides}
+        timings = in_turns(calls, repeats)
         watch.probe()
-        names = [name for name, one in models.items() if tokens in one.lengths]
-        calls: dict[str, Call] = {}
-        for name in names:
-            calls |= {f"{variant} {name}": suites[name].prepare(variant, tokens) for variant in VARIANTS}
-        times = in_turns(calls, repeats)
-        for name in names:
+        for name in dict.fromkeys(name for name, _ in sides):
             variants = {
-                variant: Variant(Timing.of(times[f"{variant} {name}"]), memory[name, variant].get(tokens))
+                variant: Variant(timings[f"{variant} {name}"], memory[name, variant].get(tokens))
                 for variant in VARIANTS
             }
             suite = suites[name]
@@ -118,7 +115,7 @@ def measure_speed(models: Mapping[str, Timed], repeats: int = TURNS) -> tuple[di
 
 
 def _memory(suite: ModelSuite, variant: str, lengths: Sequence[int]) -> dict[int, int]:
-    """Return peak bytes per length; empty where the process failed, for a report is no place to fail over that."""
+    """Return peak bytes per length; empty if the process fails, as a report does not fail because of its memory."""
     try:
         return peak_memory(suite, variant, lengths)
     except LinearizeError:

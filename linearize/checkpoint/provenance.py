@@ -292,7 +292,7 @@ class Provenance:
         """Return label and value of what the record says about training."""
         rows = []
         if self.search is not None:
-            rows.append(("search", f"{self.search.steps} steps, {self.search.plans_tried} plans tried in swaps"))
+            rows.append(("search", f"{self.search.steps} steps, {self.search.plans_tried} plans tried"))
         if (stage := self.distillation) is not None:
             data = self.dataset or "the built-in data"
             rows.append(("stage one", f"{stage.steps} steps on {data} ({stage.stopped})"))

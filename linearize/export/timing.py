@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize import native
 from linearize.attention.backends.self_test import switched
-from linearize.bench.timing import Timing, in_turns
+from linearize.bench.meter import Timing, in_turns
 from linearize.export.graphs import BATCH, TOKENS, Graph
 from linearize.export.onnx import resized, run, session, state_of
 
@@ -83,5 +83,5 @@ def _pair(what: str, tokens: int | None, torch_call: Callable[[], object], onnx_
                 return torch_call()
 
         calls["alone"] = alone
-    times = {name: Timing.of(seconds) for name, seconds in in_turns(calls, None).items()}
-    return Timed(what, tokens, times["pytorch"], times.get("alone"), times["onnxruntime"])
+    timings = in_turns(calls)
+    return Timed(what, tokens, timings["pytorch"], timings.get("alone"), timings["onnxruntime"])

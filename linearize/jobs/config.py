@@ -226,7 +226,7 @@ class ConvertJob(StageOneJob):
         SearchConfig,
         SEARCH,
         prefix="search",
-        shared=(*SAME, "candidates", "budget", "length", "widths", "query_sample"),
+        shared=(*SAME, "candidates", "budget", "length", "query_sample"),
         leave_out=("folder",),
     )
     plan_out: str | None = option(None, PLAN_OUT, group=SEARCH, metavar="FILE.yaml")
@@ -270,10 +270,9 @@ class ConvertJob(StageOneJob):
             _refuse(chosen, f"--kernel {AUTO} chooses kernel and arguments of every layer; {advice}")
         if self.kernel != AUTO:
             usual = SearchConfig()
-            alike = ("candidates", "budget", "length", "widths")
+            alike = ("candidates", "budget", "length")
             given = {f"--{name}": getattr(self.search, name) != getattr(usual, name) for name in alike}
             given["--search-steps"] = self.search.steps != usual.steps
-            given["--search-swaps"] = self.search.swaps != usual.swaps
             _refuse(
                 {**given, "--plan-out": self.plan_out, "--plot": self.plot},
                 f"nothing is searched without --kernel {AUTO}",

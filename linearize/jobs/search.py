@@ -13,10 +13,8 @@ from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.config import SearchConfig
-from linearize.kernel_search.loop import SearchInterruptedError, search
-from linearize.kernel_search.plot import write_plot
-from linearize.kernel_search.prepare import CARRIER, NO_FSDP
-from linearize.kernel_search.result import SearchResult
+from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
+from linearize.kernel_search.result import SearchResult, write_plot
 from linearize.loading import load_model
 from linearize.modeling.plan import Plan
 from linearize.surgery.inputs import read_inputs

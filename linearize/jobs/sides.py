@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from linearize.bench.machine import NoiseWatch
-from linearize.bench.reading import peak_of_reading
-from linearize.bench.timing import Call, Timing, in_turns
+from linearize.bench.memory import peak_of_reading
+from linearize.bench.meter import Call, NoiseWatch, in_turns
 from linearize.errors import ConfigError
 from linearize.fidelity.ablate import ablated
 from linearize.finetune.chunks import TOKENS
@@ -237,9 +236,8 @@ class Sides:
         timed = [read for read in self.read if read.side.without is None]
         rows = _spread_rows([read.data for read in timed], text=text)
         watch = NoiseWatch(self.setup.device)
-        watch.probe()
         calls = {read.side.name: self._reading(read, rows) for read in timed}
-        timings = {name: Timing.of(times) for name, times in in_turns(calls, TURNS).items()}
+        timings = in_turns(calls, TURNS)
         noise = watch.stop()
         sides = []
         for read in timed:

@@ -1,4 +1,4 @@
-"""The best kernel for every layer: candidates learn in one frozen pass, costs are measured, the whole model decides."""
+"""Choose a kernel for every layer of a model under a budget of time and softmax layers."""
 
 from linearize.kernel_search.config import SearchConfig
 

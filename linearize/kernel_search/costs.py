@@ -1,8 +1,8 @@
-"""What a candidate costs: time and memory of one attention at one length, measured here beside softmax, and remembered.
+"""What a candidate costs: time and memory of one attention at one length, compared with softmax and remembered.
 
-Softmax and all candidates of one size are timed in turns (`linearize.bench.timing`), so that what else the machine does
-falls on all of them alike; a cost is the share of softmax's time in the same turns. Figures lie in the user's cache
-folder, by machine, versions, sizes and arguments, so that a second search has the same ones.
+Softmax and all candidates of one size are timed in turns (`linearize.bench.meter`), so that other work on the machine
+slows all of them alike; a cost is the share of softmax's time in the same turns. Costs are kept in the user's cache
+folder, by machine, versions, sizes and arguments, so that a second search uses the same ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +23,12 @@ import torch
 from linearize import __version__
 from linearize.attention.backends.fla import chunk_kernel
 from linearize.attention.shape import HeadShape
-from linearize.bench.attention import AttentionSizes, AttentionSuite
-from linearize.bench.machine import DTYPES, NoiseWatch, processor_name
-from linearize.bench.measure import memory_of
-from linearize.bench.timing import Call, in_turns, seconds_of
+from linearize.bench.machine import DTYPES, device_name
+from linearize.bench.memory import memory_of
+from linearize.bench.meter import NoiseWatch, in_turns
+from linearize.bench.suites import AttentionSizes, AttentionSuite
 from linearize.events import Callback, Started
+from linearize.kernel_search.candidates import Layout
 from linearize.modeling.plan import SOFTMAX, LayerPlan
 from linearize.native import engine
 from linearize.native.locate import cache_folder
@@ -37,7 +37,7 @@ from linearize.registry import kernel_info, make_config
 
 FILE = "attention-costs.json"
 AIM, LEAST, MOST = 5.0, 5, 50
-"""So many seconds for all turns of a measurement together, but at least and at most so many turns."""
+"""A measurement takes this many seconds for all turns together, with at least and at most this many turns."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Cost:
         share: of softmax's time in the same turns.
         seconds: time of the fastest turn.
         softmax_seconds: softmax's.
-        bytes: peak memory; None where it was not measured.
+        bytes: peak memory; None if it was not measured.
         softmax_bytes: softmax's.
-        noisy: whether the machine was too noisy meanwhile to be trusted.
+        noisy: whether the machine was too noisy to trust the figures.
     """
 
     share: float
@@ -62,119 +62,124 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Where:
-    """What is measured where.
+class Setting:
+    """How costs are measured.
 
     Attributes:
         length: tokens.
-        device: where it runs.
-        dtype: of the inputs, as `linearize.bench.machine.DTYPES` names it.
+        device: where the attention runs.
+        dtype: type of the inputs; others than those of `linearize.bench.machine.DTYPES` are measured in fp32.
         memory: whether peak memory is measured too.
-        remeasure: whether what is known is measured anew.
+        remeasure: whether known costs are measured again.
     """
 
     length: int
     device: str
-    dtype: str
+    dtype: torch.dtype = torch.float32
     memory: bool = True
     remeasure: bool = False
 
+    @property
+    def dtype_name(self) -> str:
+        return next((name for name, known in DTYPES.items() if known == self.dtype), "float32")
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type of numbers that can be measured; of others fp32's."""
-    return next((name for name, known in DTYPES.items() if known == dtype), "float32")
+
+Costs = Mapping[int, Mapping[str, Cost]]
+"""Costs by layer number and label."""
+
+
+def costs_of_layers(layout: Layout, setting: Setting, on_event: Callback) -> Costs:
+    """Measure all candidates in all layers; layers that would have the same attentions are measured together, once."""
+    groups: list[tuple[dict[str, LayerPlan], dict[str, Cost]]] = []
+    costs = {}
+    for number, layer in layout.layers.items():
+        plans = {label: own[number] for label, own in layout.plans.items()}
+        known = (found for others, found in groups if all(others[label].mixer == plans[label].mixer for label in plans))
+        group = next(known, None)
+        if group is None:
+            group = measure_costs(layer.shape, plans, setting, on_event)
+            groups.append((plans, group))
+        costs[number] = group
+    return costs
 
 
 def measure_costs(
-    shape: HeadShape, plans: Mapping[str, LayerPlan], where: Where, on_event: Callback
+    shape: HeadShape, plans: Mapping[str, LayerPlan], setting: Setting, on_event: Callback
 ) -> dict[str, Cost]:
-    """Return the cost of every candidate in an attention of one size, from the cache where it is known.
+    """Return the cost of every candidate in an attention of one size, from the cache if it is known.
 
     Args:
         shape: its sizes.
-        plans: what each candidate is there, by label.
-        where: length, device and type.
-        on_event: called with what is being measured.
+        plans: each candidate's plan, by label.
+        setting: length, device and type.
+        on_event: called before each measurement.
     """
     known = _read()
-    keys = {label: _key(shape, plan, where) for label, plan in plans.items()}
-    missing = [x for x in plans if where.remeasure or not _complete(known.get(keys[x]), where)]
+    keys = {label: _key(shape, plan, setting) for label, plan in plans.items()}
+    measures_memory = setting.memory and (setting.device == "cpu" or setting.device.startswith("cuda"))
+    missing = {}
+    for label, plan in plans.items():
+        cost = known.get(keys[label])
+        if setting.remeasure or cost is None or (cost.bytes is None and measures_memory):
+            missing[label] = plan
     if missing:
-        for label, cost in _measure(shape, {label: plans[label] for label in missing}, where, on_event).items():
+        for label, cost in _measure(shape, missing, setting, on_event).items():
             known[keys[label]] = cost
         _write({key: known[key] for key in keys.values()})
     return {label: known[key] for label, key in keys.items()}
 
 
-def _complete(cost: Cost | None, where: Where) -> bool:
-    """Whether a known cost has all that is asked for; on some devices memory is never measured."""
-    measured = where.memory and (where.device == "cpu" or where.device.startswith("cuda"))
-    return cost is not None and (cost.bytes is not None or not measured)
-
-
-def _measure(shape: HeadShape, plans: Mapping[str, LayerPlan], where: Where, on_event: Callback) -> dict[str, Cost]:
-    """Time softmax and candidates in turns, and measure the memory of each."""
-    suites = {label: suite_of(shape, plan, where) for label, plan in plans.items()}
-    first = next(iter(suites.values()))
-    watch = NoiseWatch(where.device)
-    watch.probe()
-    bytes_of: dict[str, int | None] = dict.fromkeys([SOFTMAX, *suites])
-    if where.memory:
-        for label, suite in [(SOFTMAX, first), *suites.items()]:
-            on_event(Started(f"measuring the memory of {label} at {where.length:,} tokens"))
-            variant = "softmax" if label == SOFTMAX else "linear"
-            bytes_of[label] = memory_of(suite, variant, where.length).bytes
-    on_event(Started(f"timing softmax and {len(plans)} candidates at {where.length:,} tokens"))
-    calls: dict[str, Call] = {SOFTMAX: first.prepare("softmax", where.length)}
-    calls |= {label: suite.prepare("linear", where.length) for label, suite in suites.items()}
-    warm_up = sum(seconds_of(call) for call in calls.values())
-    turns = max(LEAST, min(MOST, int(AIM / max(warm_up, 1e-9))))
-    # The fastest turn: what else the machine does makes a call slower, never faster.
-    times = {name: min(taken) for name, taken in in_turns(calls, turns, warm_up=warm_up).items()}
+def _measure(shape: HeadShape, plans: Mapping[str, LayerPlan], setting: Setting, on_event: Callback) -> dict[str, Cost]:
+    suites = {label: _suite(shape, plan, setting) for label, plan in plans.items()}
+    sides = {SOFTMAX: (next(iter(suites.values())), "softmax")} | {x: (one, "linear") for x, one in suites.items()}
+    watch = NoiseWatch(setting.device)
+    memory: dict[str, int | None] = dict.fromkeys(sides)
+    if setting.memory:
+        for label, (suite, variant) in sides.items():
+            on_event(Started(f"measuring the memory of {label} at {setting.length:,} tokens"))
+            memory[label] = memory_of(suite, variant, setting.length).bytes
+    on_event(Started(f"timing softmax and {len(plans)} candidates at {setting.length:,} tokens"))
+    calls = {label: suite.prepare(variant, setting.length) for label, (suite, variant) in sides.items()}
+    timings = in_turns(calls, aim=AIM, least=LEAST, most=MOST)
     calls.clear()
     gc.collect()
-    noise, softmax = watch.stop(), times[SOFTMAX]
+    noisy = watch.stop().too_noisy
+    # The fastest turn: other work on the machine makes a call slower, never faster.
+    times = {label: timing.fastest for label, timing in timings.items()}
+    softmax = times[SOFTMAX]
     return {
-        label: Cost(
-            times[label] / softmax,
-            times[label],
-            softmax,
-            bytes_of[label],
-            bytes_of[SOFTMAX],
-            noise.too_noisy,
-        )
+        label: Cost(times[label] / softmax, times[label], softmax, memory[label], memory[SOFTMAX], noisy)
         for label in plans
     }
 
 
-def suite_of(shape: HeadShape, plan: LayerPlan, where: Where) -> AttentionSuite:
-    """Return the measurement of one attention in one layer's sizes."""
+def _suite(shape: HeadShape, plan: LayerPlan, setting: Setting) -> AttentionSuite:
     sizes = AttentionSizes(
         plan.kernel,
         plan.arguments,
         plan.hybrid,
         shape.heads,
         shape.head_dim,
-        dtype=where.dtype,
-        device=where.device,
+        dtype=setting.dtype_name,
+        device=setting.device,
         key_heads=shape.key_heads,
         value_dim=shape.value_dim,
     )
     return AttentionSuite(sizes, causal=shape.causal)
 
 
-def _key(shape: HeadShape, plan: LayerPlan, where: Where) -> str:
+def _key(shape: HeadShape, plan: LayerPlan, setting: Setting) -> str:
     """Name a measurement by all that it depends on."""
-    cpu = where.device == "cpu"
+    cpu = setting.device == "cpu"
     facts = {
         "versions": [__version__, torch.__version__],
-        "machine": processor_name() if cpu else torch.cuda.get_device_name(where.device) if _cuda(where) else "",
-        "device": where.device,
+        "machine": device_name(setting.device),
+        "device": setting.device,
         "threads": torch.get_num_threads() if cpu else None,
         "native": cpu and engine() is not None,
-        "fla": chunk_kernel(torch.device(where.device)) is not None,
-        "dtype": where.dtype,
-        "tokens": where.length,
+        "fla": chunk_kernel(torch.device(setting.device)) is not None,
+        "dtype": setting.dtype_name,
+        "tokens": setting.length,
         "shape": asdict(shape),
         "kernel": plan.kernel,
         "config": asdict(make_config(kernel_info(plan.kernel), plan.arguments)),
@@ -184,46 +189,37 @@ def _key(shape: HeadShape, plan: LayerPlan, where: Where) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _cuda(where: Where) -> bool:
-    return where.device.startswith("cuda")
-
-
 def _read() -> dict[str, Cost]:
-    """Return what is known; a file that is damaged, or of another version, counts as none."""
-    file = _file()
-    if file is None:
-        return {}
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        return {key: cost for key, values in read_json(file).items() if (cost := cost_of(values))}
+    """Return the costs in the cache; a damaged file counts as empty."""
+    folder = cache_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            entries = {key: cost_of(values) for key, values in read_json(folder / FILE).items()}
+            return {key: cost for key, cost in entries.items() if cost is not None}
     return {}
 
 
 def cost_of(values: Mapping[str, Any]) -> Cost | None:
-    """Return a cost from plain data; None where it is none."""
-    names = {field.name for field in dataclasses.fields(Cost)}
+    """Return a cost from plain data, or None if the data is damaged."""
     numbers = [values.get(name) for name in ("share", "seconds", "softmax_seconds")]
     counts = [values.get(name) for name in ("bytes", "softmax_bytes")]
     right = all(isinstance(n, float) and math.isfinite(n) and n > 0 for n in numbers)
     right = right and all(n is None or (type(n) is int and n >= 0) for n in counts)
+    names = {field.name for field in dataclasses.fields(Cost)}
     return Cost(**values) if right and set(values) <= names else None
 
 
 def _write(costs: Mapping[str, Cost]) -> None:
-    """Add costs to the file, written beside and renamed; where that cannot be done they are measured again."""
-    file = _file()
-    if file is None:
+    """Add costs to the cache, in a new file that is renamed; if that fails, a later search measures again."""
+    folder = cache_folder()
+    if folder is None:
         return
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    fresh = folder / f"{FILE}.{os.getpid()}"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         entries = {key: asdict(cost) for key, cost in {**_read(), **costs}.items()}
-        beside.write_text(json.dumps(entries, indent=0))
-        beside.replace(file)
+        fresh.write_text(json.dumps(entries, indent=0))
+        fresh.replace(folder / FILE)
     except OSError:
         with contextlib.suppress(OSError):
-            beside.unlink()
-
-
-def _file() -> Path | None:
-    folder = cache_folder()
-    return None if folder is None else folder / FILE
+            fresh.unlink()

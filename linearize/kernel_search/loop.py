@@ -1,57 +1,58 @@
-"""The search from model and data to plan: halving, the whole model, and why."""
+"""The search from model and data to plan: halving on one frozen pass, then a choice by the whole model's output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.fingerprint import fingerprint
 from linearize.distillation.loop import make_accelerator
-from linearize.distillation.run import Batches, Part, Progress, Run
+from linearize.distillation.run import Batches, Part, Progress, Run, frozen
 from linearize.distillation.state import RunState
 from linearize.errors import ConfigError, TrainingError
 from linearize.events import Callback, Noted, Started, ignore
-from linearize.kernel_search.candidates import lay_out, number_of
+from linearize.kernel_search.candidates import Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
-from linearize.kernel_search.prepare import (
-    CARRIER,
-    Given,
-    Prepared,
-    check_processes,
-    held_out_of,
-    open_frozen,
-    prepare,
-)
+from linearize.kernel_search.costs import Cost, Costs, Setting, costs_of_layers
 from linearize.kernel_search.result import (
     SearchResult,
     SearchStep,
     layer_choices,
-    mark_efficient,
+    make_points,
     named_choices,
-    point,
     reasons,
     short,
 )
-from linearize.kernel_search.swaps import Chooser, Chosen
-from linearize.kernel_search.table import Table, rung_steps
-from linearize.kernel_search.trainer import Key, SearchTrainer, errors
-from linearize.kernel_search.whole import Choice, WholeError, WholeModel
+from linearize.kernel_search.table import Choice, Table, rung_steps
+from linearize.kernel_search.trainer import Candidates, Key, SearchTrainer, errors
+from linearize.kernel_search.whole import WholeError, WholeModel
+from linearize.loading import move
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
+from linearize.surgery.apply import apply
 from linearize.surgery.plan import plan as make_plan
 from linearize.surgery.timm import is_timm, wrap
 
 TRAINING = 0.8
 """Share of a limited time that the rungs may take; the rest is for the whole model."""
+CARRIER = "elu"
+"""The kernel of the frozen model, which never runs: it has no parameters and serves every attention."""
+NO_FSDP = (
+    "search: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, or search first "
+    "on one device (linearize search MODEL --plan-out FILE.yaml) and convert with --plan FILE.yaml"
+)
 
 
 class SearchInterruptedError(KeyboardInterrupt):
-    """A Ctrl-C in the middle of a search that has a plan already.
+    """A Ctrl-C during a search that has a plan already.
 
     Attributes:
         plan: the best plan so far.
@@ -77,26 +78,26 @@ def search(
     """Choose the kernel of every layer of a model under a budget.
 
     Args:
-        model: a softmax model, as `linearize.convert` takes it; it stays as it was (but is moved to the accelerator's
-            device). `linearize.apply(model, result.plan)` carries the plan out, `result.load_kernels(model)` then
-            gives its kernels what the search has taught them, and `linearize.distill` goes on.
-        data: where batches come from, e.g. `linearize.data.load_source(...)`.
+        model: a softmax model, as `linearize.convert` takes it; it is moved to the accelerator's device and otherwise
+            unchanged. `linearize.apply(model, result.plan)` carries the plan out, `result.load_kernels(model)` then
+            loads what the search has taught its kernels, and `linearize.distill` continues from there.
+        data: source of batches, e.g. `linearize.data.load_source(...)`.
         config: options.
-        plan: whose converted layers are searched; None: all that can be converted.
-        max_length: longest input that the result shall take, for kernels that depend on it.
+        plan: a plan whose converted layers are searched; None: all that can be converted.
+        max_length: longest input of the result, for kernels that depend on it.
         on_step: called after every step (progress bars, logs).
         on_event: called with `linearize.events.Started` before other things that take long, and with a `Noted` after
             every rung.
-        accelerator: an Accelerate object; one is made where None.
+        accelerator: an Accelerate object; one is made if None.
 
     Returns:
-        The plan, why, and error against cost of all that was tried.
+        The plan, why, and error against cost of all plans that were tried.
 
     Raises:
         UnsupportedModelError: if no attention of the model can be converted.
-        ConfigError: if a candidate cannot serve the model, no plan meets the budget, or an option does not fit the run
-            to be resumed.
-        KeyboardInterrupt: `SearchInterruptedError` with the best plan so far, where there is one.
+        ConfigError: if a candidate cannot serve the model, no plan meets the budget, or an option differs from those of
+            the run to be resumed.
+        KeyboardInterrupt: `SearchInterruptedError` with the best plan so far, if there is one.
 
     Example:
         >>> result = linearize.search(model, data, SearchConfig(budget="cost=0.25", length=4096))
@@ -113,117 +114,143 @@ def search(
             "holdout_batches; linearize.data.load_source makes it of any data set"
         )
     base = plan or make_plan(model, CARRIER, seed=config.seed)
-    # Before anything slow: candidates that do not fit are refused here.
-    lay_out(model, base, config.candidates, softmax=config.softmax_layers > 0, max_length=max_length)
+    layout = lay_out(model, base, config.candidates, softmax=config.softmax_layers > 0, max_length=max_length)
     accelerator = accelerator or make_accelerator(model)
-    check_processes(accelerator)
-    return _Search(model, data, config, Given(base, max_length, on_event), on_step, accelerator).run()
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # All candidates and whole plans are tried on a model that every process has.
+        raise ConfigError(NO_FSDP)
+    held_out = data.holdout_batches()
+    if not held_out:
+        raise ConfigError("search: got no held-out batch to compare candidates on; set some rows aside (--holdout)")
+    move(model, accelerator.device)
+    carrier = carrier_of(model, base)
+    with frozen(carrier):
+        run = _Search(carrier, data, config, layout, max_length, on_step, on_event, accelerator)
+        if run.identifiable:
+            run.identity = fingerprint(model=model, data=data, options=run.options())
+        return run.run(held_out)
+
+
+def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
+    """Return a model that shares the tensors of `model` and whose layers of `base` show q, k and v."""
+    shared: dict[int, object] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
+    plain = [layer.bare(CARRIER) if layer.converted else layer for layer in base.layers]
+    return apply(copy.deepcopy(model, shared), replace(base, layers=tuple(plain)))
 
 
 class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
     """One search: rungs of halving one after the other, then the choice."""
 
     part_name, weights_name, report, progress = "rung", "kernel", SearchStep, Progress
-    prepared: Prepared
+    costs: Costs
     table: Table
-    whole: WholeModel
     limit: float
+    whole: WholeModel
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        carrier: PreTrainedModel,
         data: Batches,
         config: SearchConfig,
-        given: Given,
+        layout: Layout,
+        max_length: int | None,
         on_step: Callable[[SearchStep], None] | None,
+        on_event: Callback,
         accelerator: Accelerator,
     ) -> None:
         super().__init__(data, config, on_step, accelerator)
-        self.original, self.given, self.on_event = model, given, given.on_event
-        self.part: Part[SearchTrainer, Progress] | None = None
-        self.chooser: Chooser | None = None
-        self.best = ""
+        self.carrier, self.layout, self.max_length, self.on_event = carrier, layout, max_length, on_event
+        self.candidates = Candidates(layout, carrier, accelerator.device)
+        self.best: Choice | None = None
 
-    def run(self) -> SearchResult:
-        """Search; the best plan so far goes along with a Ctrl-C."""
-        held_out = held_out_of(self.data)
-        with open_frozen(self.original, self.given.base, self.accelerator) as self.frozen:
-            if self.identifiable:
-                self.identity = fingerprint(model=self.original, data=self.data, options=self.options())
-            saved = self.states.load() if self.states is not None and self.config.resume else None
-            record = None if saved is None else saved.record
-            found = prepare(self.frozen, self.original, self.given, self.config, held_out, self.accelerator, record)
-            self.prepared, self.table, self.whole, self.limit = found, found.table, found.whole, found.limit
-            try:
-                return self._search()
-            except KeyboardInterrupt as interrupt:
-                so_far = self._so_far()
-                if so_far is None:
-                    raise
-                raise SearchInterruptedError(*so_far) from interrupt
+    def run(self, held_out: list[dict[str, Tensor]]) -> SearchResult:
+        """Search; after a Ctrl-C the error carries the best plan so far."""
+        saved = self.load(self.candidates.weights())
+        # A resumed search keeps the costs that it began with.
+        self.costs = self._measure_costs() if saved is None else _saved_costs(saved)
+        self.table = Table.of(self.layout, self.costs)
+        self.limit = self.table.limit(self.config)
+        self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
+        try:
+            return self._search(saved)
+        except KeyboardInterrupt as interrupt:
+            if self.best is None:
+                raise
+            why = reasons(self.best, self.table)
+            raise SearchInterruptedError(self.layout.plan(self.best, why), why) from interrupt
 
-    def _search(self) -> SearchResult:
-        saved = self.load(self.prepared.bench.weights())
+    def _measure_costs(self) -> Costs:
+        """Measure in the main process; the others get its figures."""
+        costs: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            config, device = self.config, str(self.accelerator.device)
+            dtype = next(self.carrier.parameters()).dtype
+            setting = Setting(config.length, device, dtype, config.memory, config.remeasure)
+            costs[0] = costs_of_layers(self.layout, setting, self.on_event)
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(costs)
+        return dict(costs[0])
+
+    def _search(self, saved: RunState | None) -> SearchResult:
         first = 0
         if saved is not None:
             first = saved.record["rung"]
             self.table.load(saved.record["table"])
-            self.best = saved.record["best"]
             self.whole.known = {tuple(x): WholeError(**error) for x, error in saved.record["known"]}
-        rungs = self.table.rounds()
-        for number in range(first, rungs):
-            self._rung(number, saved)
+            if self.table.measured:
+                self.best = self.table.best(self.limit, self.config.softmax_layers)
+        for number in range(first, self.table.rungs):
+            part = self._rung(number, saved)
             saved = None
-        assert self.part is not None
-        if not self.table.measured:
-            self._record_errors(list(self.prepared.bench.modules), 0)
         try:
-            return self._result(self._choose())
+            return self._result(self._choose(), part)
         except KeyboardInterrupt:
-            self._save(self.part)
+            self._save(part)
             raise
 
-    def _rung(self, number: int, saved: RunState | None) -> None:
+    def _rung(self, number: int, saved: RunState | None) -> Part[SearchTrainer, Progress]:
         """Train what is left, measure it, and keep the better half of each layer."""
-        steps = rung_steps(self.config.steps, self.table.rounds())
-        keys = [(n, label) for n, row in self.table.rows.items() for label, entry in row.items() if entry.left]
-        options = self.config.learning(max(1, steps[number]), number)
-        trainer = SearchTrainer(self.frozen, self.prepared.bench, keys, options, self.accelerator)
+        rungs = self.table.rungs
+        steps = rung_steps(self.config.steps, rungs)
         before = sum(steps[:number])
+        keys = [(n, label) for n, row in self.table.rows.items() for label, entry in row.items() if entry.left]
+        learning = self.config.learning(max(1, steps[number]), number)
+        trainer = SearchTrainer(self.carrier, self.candidates, keys, learning, self.accelerator)
+        planned = steps[number] if trainer.layers else 0
         if saved is None:
-            part = self.begin(number, before, steps[number] if trainer.layers else 0, trainer, [])
+            part = self.begin(number, before, planned, trainer, [])
         else:
-            part = self.go_on(number, before, steps[number] if trainer.layers else 0, trainer, saved)
+            part = self.go_on(number, before, planned, trainer, saved)
             for loss in [x for x in trainer.layers if list(trainer.key_of[id(x)]) in saved.record["dropped"]]:
                 trainer.drop(loss)
-        self.part = part
         self.train(part, [])
-        for key in trainer.dropped:
-            self.table.rows[key[0]][key[1]].diverged = True
-        for key in keys:
-            self.prepared.bench.modules[key].eval().requires_grad_(False)
-        self._record_errors(keys, before + part.progress.step)
-        if number + 1 < len(steps):
-            self.table.halve(self._fair(), number + 1)
-        self.chooser = Chooser(self.table, self.whole, self.limit, self.config.softmax_layers)
-        choice = self.chooser.additive()
-        self.best = "" if choice is None else short(choice)
+        for n, label in trainer.dropped:
+            self.table.rows[n][label].diverged = True
+        self._measure_errors(keys, before + part.progress.step)
+        if number + 1 < rungs:
+            kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
+            # What a linear layer may take if all of them take the same share of softmax's time.
+            self.table.halve((self.limit - kept) / (1 - kept), number + 1)
+        self.best = self.table.best(self.limit, self.config.softmax_layers)
         left = f"{self.table.left} candidates of {len(self.table.rows)} layers left"
-        self.on_event(Noted(f"Search, rung {number + 1} of {len(steps)}: {left}; best so far: {self.best or 'none'}"))
+        self.on_event(
+            Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {self._best_so_far or 'none'}")
+        )
+        return part
 
-    def _fair(self) -> float:
-        """Return what a linear layer may take if all of them take the same share of softmax's time."""
-        kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
-        return (self.limit - kept) / (1 - kept)
+    @property
+    def _best_so_far(self) -> str:
+        return "" if self.best is None else short(self.best)
 
-    def _record_errors(self, keys: list[Key], steps: int) -> None:
+    def _measure_errors(self, keys: list[Key], steps: int) -> None:
         self.on_event(Started("measuring the candidates on held-out data"))
-        held_out = self.whole.held_out
         options: dict[str, Any] = {"accelerator": self.accelerator, "precision": self.config.precision}
-        for (number, label), error in errors(self.frozen, self.prepared.bench, keys, held_out, **options).items():
+        measured = errors(self.carrier, self.candidates, keys, self.whole.held_out, **options)
+        for (number, label), error in measured.items():
+            self.candidates.modules[number, label].requires_grad_(False)
             entry = self.table.rows[number][label]
             entry.error, entry.steps = error, steps
-            entry.diverged = entry.diverged or error != error or error == float("inf")
+            entry.diverged = entry.diverged or not math.isfinite(error)
 
     def step(
         self,
@@ -231,11 +258,11 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         batches: Iterator[dict[str, Tensor]],
         held_out: list[dict[str, Tensor]],
     ) -> None:
-        """See `Run`."""
+        """Train the candidates of a rung for one step, and end the rung if its share of a limited time is over."""
         trainer, progress, step = part.trainer, part.progress, part.progress.step + 1
         rate = trainer.step(batches, step)
         progress.step = step
-        late = self._late(TRAINING * (part.number + 1) / self.table.rounds())
+        late = self._late(TRAINING * (part.number + 1) / self.table.rungs)
         if step == part.steps or late:
             part.best = trainer.snapshot()
             progress.stopped = "time" if late else ""
@@ -244,17 +271,17 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             part.before + step,
             self.config.steps,
             part.number + 1,
-            self.table.rounds(),
+            self.table.rungs,
             self.table.left - len(trainer.dropped),
             sum(losses) / max(1, len(losses)),
-            self.best,
+            self._best_so_far,
             rate,
             self.seconds,
         )
         self.finish_step(report, trainer)
 
     def _late(self, share: float = 1.0) -> bool:
-        """Tell whether a share of the search's limited time is over: as the main process says."""
+        """Tell whether a share of the search's limited time is over; the main process decides."""
         if self.config.time is None:
             return False
         late = [self.seconds >= share * self.config.time]
@@ -262,112 +289,107 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             broadcast_object_list(late)
         return late[0]
 
-    def _choose(self) -> Chosen:
-        """Let the whole model decide.
+    def _choose(self) -> Choice:
+        """Return the choice with the least error of the whole model.
+
+        Errors of single layers misrank, as their effect on the output depends on all layers after them. So each layer's
+        errors are weighed by the effect of its best candidate alone, and the best choices by plain and by weighed
+        errors are tried on the whole model, together with one kernel in every layer.
 
         Raises:
-            TrainingError: if too many candidates have left the numbers for a plan to meet the budget.
+            TrainingError: if too many candidates have diverged for a plan to meet the budget.
         """
-        chooser = self.chooser = Chooser(self.table, self.whole, self.limit, self.config.softmax_layers)
-        if chooser.additive() is None:
+        plain = self.table.best(self.limit, self.config.softmax_layers)
+        if plain is None:
             raise TrainingError(
-                "search: too many candidates left the numbers (NaN or infinite) for a plan that meets the budget; "
+                "search: too many candidates diverged (NaN or infinite) for a plan that meets the budget; "
                 "check the data for broken inputs, or name other candidates (--candidates)"
             )
         self.on_event(Started("trying plans on the whole model"))
-        chosen = chooser.run(
-            self.config.swaps,
-            lambda count: self.on_event(Started(f"trying plans on the whole model, {count} tried")),
-            self._late,
-        )
-        return chosen
+        choices = [plain, *self.table.uniform(self.limit)]
+        if not self._late():
+            self._weigh()
+            weighed = self.table.best(self.limit, self.config.softmax_layers)
+            choices = [weighed or plain, *choices]
+        self.best = min(zip(self.whole.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
+        return self.best
 
-    def _result(self, chosen: Chosen) -> SearchResult:
-        """Say what was found, with the points of other plans beside it."""
-        chooser, found, part = self.chooser, self.prepared, self.part
-        assert chooser is not None and part is not None and chosen.error is not None
-        why = reasons(chosen, self.table)
-        sweep = [] if self._late() else chooser.sweep()
-        named = named_choices(chosen.choice, self.table, sweep)
-        self.on_event(Started(f"trying {len(named)} plans for the table"))
-        measured = zip(named.items(), self.whole.errors(list(named)), strict=True)
-        points = [point(name, choice, error, self.table, found.costs) for (choice, name), error in measured]
+    def _weigh(self) -> None:
+        """Weigh layers: the whole model's error with only one of them replaced, over the layer's own."""
+        everywhere = [SOFTMAX] * len(self.table.rows)
+        labels = [self.table.best_of(number) for number in self.table.rows]
+        alone = [(*everywhere[:place], label, *everywhere[place + 1 :]) for place, label in enumerate(labels)]
+        for (number, row), label, whole in zip(self.table.rows.items(), labels, self.whole.errors(alone), strict=True):
+            own = (row[label].error or 0.0) ** 2
+            self.table.weights[number] = whole.score / own if own > 0 else 0.0
+
+    def _result(self, choice: Choice, part: Part[SearchTrainer, Progress]) -> SearchResult:
+        """Measure the points of other plans, save a last state, and return the result."""
+        names = named_choices(choice, self.table, [] if self._late() else self.table.sweep())
+        self.on_event(Started(f"trying {len(names)} plans for the table"))
+        self.whole.errors(list(names))
         if self.identity:
             self.state = self.last_state(part)
         self._save(part)
-        figure = "last hidden state"
-        if chosen.error.logits is not None:
-            figure = "logits, share of variance" if self.whole.numbers else "logits, nats"
+        layers = layer_choices(choice, self.layout, self.table)
+        modules = {
+            layer.module: self.candidates.modules[layer.layer, layer.label]
+            for layer in layers
+            if layer.label != SOFTMAX
+        }
         return SearchResult(
-            plan=found.layout.plan(chosen.choice, why),
-            layers=layer_choices(chosen.choice, found.layout, self.table, why),
-            points=mark_efficient(points),
-            figure=figure,
+            plan=self.layout.plan(choice, {layer.layer: layer.why for layer in layers}),
+            layers=layers,
+            points=tuple(make_points(self.whole.known, names, self.table, self.costs)),
+            figure=self.whole.figure,
             length=self.config.length,
             limit=self.limit,
             budget=self.config.budget,
-            reference=found.layout.reference,
+            reference=self.layout.reference,
             steps=part.before + part.progress.step,
-            tried=chosen.tried,
-            noisy=any(cost.noisy for own in found.costs.values() for cost in own.values()),
+            tried=len(self.whole.known),
+            noisy=any(cost.noisy for row in self.costs.values() for cost in row.values()),
             seconds=self.seconds,
-            kernels=self._kernels(chosen.choice),
+            kernels={
+                name: {key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
+                for name, module in modules.items()
+            },
             history=self.history,
-            ranks=found.ranks,
             state=self.state,
         )
 
-    def _kernels(self, choice: Choice) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the parameters and buffers of a choice's kernels, by module."""
-        found = {}
-        for layer, label in zip(self.prepared.layout.layers, choice, strict=True):
-            if label != SOFTMAX:
-                state = self.prepared.bench.modules[number_of(layer), label].state_dict()
-                found[layer.module] = {name: tensor.detach().clone() for name, tensor in state.items()}
-        return found
-
-    def _so_far(self) -> tuple[Plan, dict[int, str]] | None:
-        """Return the best plan so far with its reasons, or None where no candidate was measured yet."""
-        if self.chooser is None or not self.table.measured:
-            return None
-        best = self.chooser.best
-        if best is None:
-            choice = self.chooser.additive()
-            if choice is None:
-                return None
-            best = Chosen(choice)
-        why = reasons(best, self.table)
-        return self.prepared.layout.plan(best.choice, why), why
-
     def options(self) -> dict[str, object]:
-        """See `Run`."""
-        free = {"memory", "remeasure"}
-        found = {name: value for name, value in super().options().items() if name not in free}
-        return found | {"data": getattr(self.data, "description", None), "max_length": self.given.max_length}
+        """Return the options that have to be the same when a run is resumed."""
+        own = {name: value for name, value in super().options().items() if name not in ("memory", "remeasure")}
+        return own | {"data": getattr(self.data, "description", None), "max_length": self.max_length}
 
     def begin(
         self, number: int, before: int, steps: int, trainer: SearchTrainer, held_out: list[dict[str, Tensor]]
     ) -> Part[SearchTrainer, Progress]:
-        """See `Run`: candidates are measured at the end of a rung only."""
+        """Begin a rung; nothing is measured before its end."""
         return Part(number, before, steps, trainer, Progress(), trainer.snapshot())
 
     def weights(self, part: Part[SearchTrainer, Progress]) -> dict[str, Tensor]:
-        """See `Run`: all candidates, those that learn no more among them."""
-        return {name: tensor.detach() for name, tensor in self.prepared.bench.weights().items()}
+        """Return the weights of all candidates, also of those that no longer learn."""
+        return {name: tensor.detach() for name, tensor in self.candidates.weights().items()}
 
     def record(self, part: Part[SearchTrainer, Progress]) -> dict[str, object]:
-        """See `Run`."""
+        """Return the plain data of a state."""
         return super().record(part) | {
             "table": self.table.to_dict(),
-            "costs": {str(n): {x: vars(cost) for x, cost in own.items()} for n, own in self.prepared.costs.items()},
-            "best": self.best,
+            "costs": {str(n): {x: vars(cost) for x, cost in row.items()} for n, row in self.costs.items()},
             "dropped": [list(key) for key in sorted(part.trainer.dropped)],
             "known": [[list(choice), vars(error)] for choice, error in self.whole.known.items()],
         }
 
     def last_state(self, part: Part[SearchTrainer, Progress]) -> RunState | None:
-        """See `Run`."""
-        return self.state_of(part) if part.number + 1 == self.table.rounds() else None
+        """Return the state of the finished search; None if `part` is not its last rung."""
+        return self.state_of(part) if part.number + 1 == self.table.rungs else None
+
+
+def _saved_costs(saved: RunState) -> Costs:
+    record: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
+    return {int(number): {label: Cost(**values) for label, values in row.items()} for number, row in record.items()}
 
 
 __all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]

@@ -1,25 +1,32 @@
-"""What a search has found: the plan, why each layer has its kernel, and error against cost of all that was tried."""
+"""What a search returns: the plan, why each layer has its kernel, and error against cost of all plans it tried."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from linearize.distillation.run import Report
-from linearize.kernel_search.candidates import Layout, number_of
-from linearize.kernel_search.costs import Cost
-from linearize.kernel_search.swaps import Chosen
-from linearize.kernel_search.table import Table
-from linearize.kernel_search.whole import Choice, WholeError
+from linearize.fidelity import plots_style
+from linearize.kernel_search.candidates import Layout
+from linearize.kernel_search.costs import Costs
+from linearize.kernel_search.table import TOLERANCE, Choice, Table
+from linearize.kernel_search.whole import WholeError
 from linearize.modeling.plan import SOFTMAX, Plan
+from linearize.parsing import write_file
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from linearize.distillation.state import RunState
+
+WORTH, LEAST = 0.01, 1e-6
+"""A mixed plan is worth it if its error is smaller by this share, and by this much: less is the rounding of sums."""
+PLAN, EVERYWHERE = "the plan", " everywhere"
+"""Parts of the names of points."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,10 @@ class SearchStep(Report):
         rungs: how many there are.
         candidates_left: how many learn, over all layers.
         loss: mean loss over them.
-        losses: none: there are too many.
-        held_out: none: errors are measured when a rung is over.
         best: the best plan so far in short; empty before the first rung is over.
         seconds: since the start, earlier parts of a resumed run included.
+        losses: always empty: there are too many.
+        held_out: always None: errors are measured at the end of a rung.
     """
 
     stage: ClassVar[str] = "search"
@@ -64,15 +71,15 @@ class Point:
     """One choice for all layers: how far the whole model's output is, and what its attentions cost.
 
     Attributes:
-        name: what it is.
+        name: "the plan", "luna everywhere" or "closest at cost 0.1".
         kernels: labels and how many layers have each.
-        error: whole model against its original: divergence of the logits in nats, or of a model without a head the
-            relative error of its last hidden state.
+        error: whole model compared with its original: divergence of the logits in nats, or of a model without a head
+            the relative error of its last hidden state.
         hidden: relative error of the last hidden state.
         cosine: mean cosine of the pooled outputs.
         share: of the time of all attentions under softmax.
         seconds: of all attentions, one sequence of the measured length.
-        bytes: peak memory of the largest attention; None where it was not measured.
+        bytes: peak memory of the largest attention; None if it was not measured.
         efficient: whether no other point is both closer and cheaper.
     """
 
@@ -85,6 +92,11 @@ class Point:
     seconds: float
     bytes: int | None = None
     efficient: bool = False
+
+    def beats(self, other: Point) -> bool:
+        """Whether this point is closer or cheaper than another, and not worse in either."""
+        mine, its = (self.error, self.share), (other.error, other.share)
+        return mine != its and mine[0] <= its[0] and mine[1] <= its[1]
 
 
 @dataclass(frozen=True)
@@ -114,25 +126,24 @@ class LayerChoice:
 
 @dataclass
 class SearchResult:
-    """What a search has found.
+    """What a search returns.
 
     Attributes:
-        plan: the plan that was chosen; `linearize.apply` carries it out.
+        plan: the chosen plan; `linearize.apply` carries it out.
         layers: each layer's choice.
         points: error against cost of the plan and of others, the plan first.
         figure: what a point's `error` is: "logits, nats", "logits, share of variance" or "last hidden state".
         length: tokens at which costs were measured.
         limit: of the cost, as a share of softmax's.
-        budget: as it was asked for.
+        budget: as the user gave it.
         reference: the label that plans are compared with.
         steps: optimizer steps done.
-        tried: plans that greedy swaps tried.
+        tried: plans that were tried on the whole model.
         noisy: whether the machine was too noisy while costs were measured.
         seconds: duration.
         kernels: trained parameters and buffers of the chosen kernels by module, for `load_kernels`.
         history: one record per step.
-        ranks: effective ranks by layer number, where widths were chosen by them.
-        state: what a run that is resumed needs to give this result at once, or None.
+        state: what a resumed run needs to give this result at once, or None.
     """
 
     plan: Plan
@@ -149,7 +160,6 @@ class SearchResult:
     seconds: float
     kernels: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     history: list[SearchStep] = field(default_factory=list, repr=False)
-    ranks: Mapping[int, float] | None = None
     state: RunState | None = field(default=None, repr=False)
 
     @property
@@ -159,27 +169,27 @@ class SearchResult:
 
     @property
     def gain(self) -> float | None:
-        """How much smaller the error is than with the reference everywhere, as a share; None where that has none."""
-        reference = f"{self.reference} everywhere"
-        errors = [one.error for one in self.points if one.name in (reference, f"the plan, {reference}")]
+        """How much smaller the error is than with the reference everywhere, as a share; None if that has no error."""
+        reference = f"{self.reference}{EVERYWHERE}"
+        errors = [point.error for point in self.points if point.name in (reference, f"{PLAN}, {reference}")]
         return 1 - self.points[0].error / errors[0] if errors and errors[0] > 0 else None
 
     @property
     def uniform(self) -> Point | None:
-        """One kernel in every layer that is as good as the plan: no dearer, and not further by `WORTH` or more."""
+        """The cheapest kernel that is as good as the plan in every layer: within the limit and within `WORTH`."""
         plan, *others = self.points
         alike = [
-            one
-            for one in others
-            if one.name.endswith(" everywhere")
-            and one.name != f"{SOFTMAX} everywhere"
-            and one.share <= self.limit * (1 + 1e-9)
-            if one.error - plan.error < max(LEAST, WORTH * one.error)
+            point
+            for point in others
+            if point.name.endswith(EVERYWHERE)
+            and point.name != f"{SOFTMAX}{EVERYWHERE}"
+            and point.share <= self.limit * TOLERANCE
+            and point.error - plan.error < max(LEAST, WORTH * point.error)
         ]
-        return min(alike, key=lambda one: one.share, default=None)
+        return min(alike, key=lambda point: point.share, default=None)
 
     def load_kernels(self, model: PreTrainedModel) -> None:
-        """Give a model that the plan was applied to what the search has taught its kernels."""
+        """Load what the search has taught the kernels into a model that the plan was applied to."""
         from linearize.attention.interface import linear_attentions
 
         layers = linear_attentions(model.base_model)
@@ -202,12 +212,7 @@ class SearchResult:
             "plans_tried": self.tried,
             "noisy": self.noisy,
             "seconds": self.seconds,
-            **({} if self.ranks is None else {"ranks": {str(n): rank for n, rank in self.ranks.items()}}),
         }
-
-
-WORTH, LEAST = 0.01, 1e-6
-"""A gain is worth a mixed plan if it is this share of the error, and this much: less is the rounding of sums."""
 
 
 def short(choice: Sequence[str]) -> str:
@@ -215,104 +220,119 @@ def short(choice: Sequence[str]) -> str:
     return ", ".join(f"{count} x {label}" for label, count in Counter(choice).most_common())
 
 
-def mark_efficient(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Mark the points that no other one beats in error and cost."""
-    from dataclasses import replace
-
-    def beaten(one: Point) -> bool:
-        return any(
-            other.error <= one.error
-            and other.share <= one.share
-            and (other.error, other.share) != (one.error, one.share)
-            for other in points
+def make_points(
+    errors: Mapping[Choice, WholeError], names: Mapping[Choice, str], table: Table, costs: Costs
+) -> list[Point]:
+    """Return the points of named choices, in their order."""
+    points = []
+    for choice, name in names.items():
+        seconds, memory = 0.0, []
+        for row, label in zip(costs.values(), choice, strict=True):
+            cost = row[table.reference if label == SOFTMAX else label]
+            seconds += cost.softmax_seconds * (1.0 if label == SOFTMAX else cost.share)
+            memory.append(cost.softmax_bytes if label == SOFTMAX else cost.bytes)
+        known = [count for count in memory if count is not None]
+        largest = max(known) if len(known) == len(memory) else None
+        error = errors[choice]
+        points.append(
+            Point(
+                name,
+                short(choice),
+                error.error,
+                error.hidden,
+                error.cosine,
+                table.cost(choice),
+                seconds,
+                largest,
+            )
         )
-
-    return tuple(replace(one, efficient=not beaten(one)) for one in points)
-
-
-def point(
-    name: str, choice: Sequence[str], error: WholeError, table: Table, costs: Mapping[int, Mapping[str, Cost]]
-) -> Point:
-    """Return the point of a choice."""
-    seconds, memory = 0.0, []
-    for (number, own), label in zip(costs.items(), choice, strict=True):
-        some = next(iter(own.values()))
-        seconds += some.softmax_seconds * (1.0 if label == SOFTMAX else table.rows[number][label].share)
-        memory.append(some.softmax_bytes if label == SOFTMAX else own[label].bytes)
-    largest = None if any(count is None for count in memory) else max(count for count in memory if count is not None)
-    return Point(
-        name,
-        short(choice),
-        error.error,
-        error.hidden,
-        error.cosine,
-        table.cost(choice),
-        seconds,
-        largest,
-    )
+    return [replace(point, efficient=not any(other.beats(point) for other in points)) for point in points]
 
 
 def named_choices(chosen: Choice, table: Table, sweep: Sequence[Choice]) -> dict[Choice, str]:
-    """Name the choices whose points are shown: the plan, one kernel everywhere, softmax, and the best at other costs.
-
-    One kernel everywhere: the reference, and whatever learned to the end in all layers.
-    """
-    layers = len(table.rows)
-    found = {chosen: "the plan"}
+    """Name the choices that are shown: the plan, one kernel everywhere, softmax, and the best at other costs."""
+    names = {chosen: PLAN}
     for label in dict.fromkeys([table.reference, SOFTMAX, *table.everywhere()]):
-        choice, name = (label,) * layers, f"{label} everywhere"
-        found[choice] = f"the plan, {name}" if choice == chosen else name
+        choice, name = (label,) * len(table.rows), f"{label}{EVERYWHERE}"
+        names[choice] = f"{PLAN}, {name}" if choice == chosen else name
     for choice in sweep:
-        found.setdefault(choice, f"closest at cost {table.cost(choice):.3g}")
-    return found
+        names.setdefault(choice, f"closest at cost {table.cost(choice):.3g}")
+    return names
 
 
-def layer_choices(choice: Choice, layout: Layout, table: Table, why: Mapping[int, str]) -> tuple[LayerChoice, ...]:
-    """Return each layer's choice with its figures."""
-    found = []
-    for layer, label in zip(layout.layers, choice, strict=True):
-        number = number_of(layer)
+def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerChoice, ...]:
+    """Return each layer's choice with its figures and its reason."""
+    why = reasons(choice, table)
+    choices = []
+    for (number, layer), label in zip(layout.layers.items(), choice, strict=True):
         row = table.rows[number]
         error, share = (0.0, 1.0) if label == SOFTMAX else (row[label].error or 0.0, row[label].share)
         tried = {
-            x: {"error": e.error, "share": e.share, "steps": e.steps, "diverged": e.diverged} for x, e in row.items()
+            x: {name: getattr(entry, name) for name in ("error", "share", "steps", "diverged")}
+            for x, entry in row.items()
         }
         weight = table.weights.get(number, 1.0)
-        found.append(LayerChoice(number, layer.module, label, error, share, weight, why[number], tried))
-    return tuple(found)
+        choices.append(LayerChoice(number, layer.module, label, error, share, weight, why[number], tried))
+    return tuple(choices)
 
 
-def reasons(chosen: Chosen, table: Table) -> dict[int, str]:
-    """Say why each layer has its kernel."""
-    swapped = {number: swap for swap in chosen.swaps for number in swap.numbers}
-    total = table.error(chosen.choice)
-    found = {}
-    for (number, row), label in zip(table.rows.items(), chosen.choice, strict=True):
-        best = table.best_of(number)
-        if label == SOFTMAX:
-            own = row[best].error or 0.0
-            text = f"kept softmax: of {best}, the closest, the layer's output would have the error {own:.3g}"
-            if number in table.weights:
-                text += f", and the whole model's squared error {table.weights[number] * own**2:.3g} by it alone"
-        elif label == best:
-            others = sorted(
-                (e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged
-            )
-            text = f"the closest of {len(row)} candidates: error {row[label].error:.3g}"
-            text += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
-        else:
-            one, other = row[label], row[best]
-            part = table.weights.get(number, 1.0) * (one.error or 0.0) ** 2 / total if total > 0 else 0.0
-            text = (
-                f"at {one.share:.3g} of softmax's time, error {one.error:.3g}, where {best}, the closest, takes "
-                f"{other.share:.3g} for {other.error:.3g}: more than the budget has for this layer ({part:.0%} of the "
-                "plan's error is from here)"
-            )
-            if one.share >= other.share:
-                text = f"error {one.error:.3g}, where {best} has {other.error:.3g}"
-        if number in swapped:
-            swap = swapped[number]
-            was = swap.was[swap.numbers.index(number)]
-            text += f"; in place of {was} as the whole model says: {swap.before:.3g} > {swap.after:.3g}"
-        found[number] = text
-    return found
+def reasons(choice: Choice, table: Table) -> dict[int, str]:
+    """Say why each layer has its kernel, by number."""
+    uniform = len(set(choice)) == 1
+    return {number: _reason(number, label, table, uniform) for number, label in zip(table.rows, choice, strict=True)}
+
+
+def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
+    row, best = table.rows[number], table.best_of(number)
+    least = row[best].error or 0.0
+    if label == SOFTMAX:
+        text = f"kept softmax: of {best}, the closest, the layer's output would have the error {least:.3g}"
+        if number in table.weights:
+            text += f", and the whole model's squared error {table.weights[number] * least**2:.3g} by it alone"
+        return text
+    entry = row[label]
+    if label == best:
+        others = sorted((e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged)
+        text = f"the closest of {len(row)} candidates: error {least:.3g}"
+        return text + (f", next {others[0][1]} with {others[0][0]:.3g}" if others else "")
+    if uniform:
+        return f"error {entry.error:.3g}, {best} {least:.3g}; the whole model is closest with {label} in every layer"
+    if entry.share < row[best].share:
+        return (
+            f"at {entry.share:.3g} of softmax's time, error {entry.error:.3g}; {best}, the closest, has {least:.3g} at "
+            f"{row[best].share:.3g}, more than the budget has for this layer"
+        )
+    return f"error {entry.error:.3g}, {best} {least:.3g}"
+
+
+def write_plot(result: SearchResult, path: str) -> None:
+    """Draw error against time of all points and write the PNG."""
+    write_file(path, "--plot", plots_style.to_png(error_against_time(result))[0])
+
+
+def error_against_time(result: SearchResult) -> Figure:
+    """Draw all points by name; a line joins those that no other one beats."""
+    figure = plots_style.new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    front = sorted((point for point in result.points if point.efficient), key=lambda point: point.seconds)
+    axes.plot(
+        [point.seconds for point in front],
+        [point.error for point in front],
+        color=plots_style.THIRD,
+        linestyle=":",
+        zorder=1,
+    )
+    for point in result.points:
+        plan, softmax = point.name.startswith(PLAN), point.name.startswith(SOFTMAX)
+        colour, marker = (
+            (plots_style.LINEAR, "*") if plan else (plots_style.SOFTMAX, "o") if softmax else (plots_style.THIRD, "s")
+        )
+        size, above, offset = (160, 3, 8) if plan else (40, 2, -10)
+        axes.scatter(point.seconds, point.error, color=colour, marker=marker, s=size, zorder=above)
+        where = (point.seconds, point.error)
+        axes.annotate(point.name, where, xytext=(6, offset), textcoords="offset points", fontsize=7)
+    axes.set_xscale("log")
+    axes.margins(0.18)
+    title = f"Whole model compared with its original ({result.figure})"
+    plots_style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
+    return figure

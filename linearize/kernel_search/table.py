@@ -1,4 +1,4 @@
-"""The figures of all candidates in all layers, and successive halving: the better half of each layer goes on learning.
+"""The figures of all candidates in all layers: successive halving on them, and the best choice under a budget.
 
 Successive halving: Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943.
 """
@@ -8,10 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from linearize.kernel_search.choose import Option
+from linearize.errors import ConfigError
+from linearize.kernel_search.candidates import Layout
+from linearize.kernel_search.config import SearchConfig
+from linearize.kernel_search.costs import Costs
 from linearize.modeling.plan import SOFTMAX
+
+Choice = tuple[str, ...]
+"""One label per layer, or "softmax"."""
+BINS = 2000
+"""If there are more partial choices than this, only the best in each of so many steps of cost is kept."""
+SWEEP = 5
+"""Number of limits of cost for which the table of points shows the best choice."""
+TOLERANCE = 1 + 1e-9
+"""Of sums of costs, which are rounded."""
 
 
 @dataclass
@@ -19,12 +31,12 @@ class Entry:
     """One candidate in one layer.
 
     Attributes:
-        share: of the layer's time under softmax that it takes.
-        error: norm of the difference of the layer's output to softmax's over the norm of softmax's, on held-out data;
-            None where it was not measured yet.
+        share: of the layer's time under softmax.
+        error: norm of the difference between the layer's output and softmax's over the norm of softmax's, on held-out
+            data; None until it is measured.
         steps: optimizer steps that it had.
         left: whether it still learns.
-        diverged: whether its loss or gradient became NaN or infinite.
+        diverged: whether its loss, gradient or error became NaN or infinite.
     """
 
     share: float
@@ -32,6 +44,11 @@ class Entry:
     steps: int = 0
     left: bool = True
     diverged: bool = False
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sorts the closest first, and of equally close ones the cheapest."""
+        return (math.inf if self.error is None or self.diverged else self.error, self.share)
 
 
 @dataclass
@@ -41,8 +58,9 @@ class Table:
     Attributes:
         rows: entries by layer number and label.
         times: each layer's share of the time of all layers under softmax.
-        reference: the label that always stays, as plans are compared with it.
+        reference: the label that plans are compared with; it always stays.
         allowed: labels that may be chosen; the reference may not be among them.
+        weights: how much of a layer's squared error reaches the whole model's score, by number; 1 until measured.
     """
 
     rows: dict[int, dict[str, Entry]]
@@ -50,6 +68,15 @@ class Table:
     reference: str
     allowed: Sequence[str]
     weights: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layout: Layout, costs: Costs) -> Table:
+        """Begin a table: nothing is measured but costs."""
+        times = {number: next(iter(row.values())).softmax_seconds for number, row in costs.items()}
+        total = sum(times.values())
+        rows = {number: {label: Entry(cost.share) for label, cost in row.items()} for number, row in costs.items()}
+        shares = {number: seconds / total for number, seconds in times.items()}
+        return cls(rows, shares, layout.reference, layout.labels)
 
     @property
     def left(self) -> int:
@@ -61,71 +88,113 @@ class Table:
         """Whether every entry has an error."""
         return all(entry.error is not None for row in self.rows.values() for entry in row.values())
 
-    def rounds(self) -> int:
-        """How many rungs there are: each halves what may be chosen, until two are left."""
+    @property
+    def rungs(self) -> int:
+        """How many rungs of halving there are, until two candidates per layer are left."""
         return rungs_of(len(self.allowed))
 
-    def halve(self, fair: float, rung: int) -> None:
-        """Keep the best of each layer (`survivors`), the reference, and the best one that a limit of cost can pay.
+    def halve(self, limit: float, rung: int) -> None:
+        """Keep the better half of each layer, the reference, and the best candidate within an equal share of a limit.
 
         Args:
-            fair: the limit of the cost, as a share of softmax's time, if all layers had the same.
-            rung: the rung to come, from 0.
+            limit: share of a layer's time under softmax that a candidate may take if all layers take the same.
+            rung: the next rung, from 1: after it at most 1 / 2^rung of the candidates are left, two at least.
         """
-        count = survivors(len(self.allowed), rung)
+        count = max(2, math.ceil(len(self.allowed) / 2**rung))
         for row in self.rows.values():
             alive = [label for label, entry in row.items() if entry.left and label in self.allowed]
-            ranked = sorted(alive, key=lambda label: (_error(row[label]), row[label].share, label))
-            kept = {self.reference, *ranked[:count]}
-            payable = [label for label in ranked if row[label].share <= fair * (1 + 1e-9)]
-            kept |= set(payable[:1]) or {min(ranked, key=lambda label: row[label].share)}
+            ranked = sorted(alive, key=lambda label: (row[label].rank, label))
+            payable = [label for label in ranked if row[label].share <= limit * TOLERANCE]
+            cheapest = min(ranked, key=lambda label: row[label].share)
+            kept = {self.reference, *ranked[:count], *(payable[:1] or [cheapest])}
             for label, entry in row.items():
                 entry.left = entry.left and label in kept
-
-    def options(self, *, softmax: bool) -> list[list[Option]]:
-        """Return what every layer can become: costs as shares of all layers' time, squared errors by their weight.
-
-        Args:
-            softmax: whether a layer may stay softmax.
-        """
-        found = []
-        for number, row in self.rows.items():
-            time, weight = self.times[number], self.weights.get(number, 1.0)
-            options = [
-                Option(label, time * entry.share, weight * _error(entry) ** 2)
-                for label, entry in row.items()
-                if label in self.allowed and not entry.diverged
-            ]
-            found.append([*options, Option(SOFTMAX, time, 0.0, True)] if softmax else options)
-        return found
 
     def cost(self, choice: Sequence[str]) -> float:
         """Return the share of all layers' time under softmax that a choice takes."""
         pairs = zip(self.rows.items(), choice, strict=True)
         return sum(self.times[n] * (1.0 if label == SOFTMAX else row[label].share) for (n, row), label in pairs)
 
-    def error(self, choice: Sequence[str]) -> float:
-        """Return the sum of the weighted squared errors of a choice."""
-        pairs = zip(self.rows.items(), choice, strict=True)
-        return sum(0.0 if x == SOFTMAX else self.weights.get(n, 1.0) * _error(row[x]) ** 2 for (n, row), x in pairs)
-
     def best_of(self, number: int) -> str:
         """Return the label of the least error in a layer."""
         row = self.rows[number]
-        return min((x for x in row if x in self.allowed), key=lambda x: (_error(row[x]), row[x].share, x))
+        return min((label for label in row if label in self.allowed), key=lambda label: (row[label].rank, label))
 
     def everywhere(self) -> list[str]:
-        """Return what is worth a look in every layer: the reference, and whatever learned to the end in all of them."""
+        """Return the labels to try in every layer: the reference, and those that learned to the end in all layers."""
         rows = self.rows.values()
         full = [x for x in self.allowed if all(row[x].left and not row[x].diverged for row in rows)]
         return list(dict.fromkeys([self.reference, *full]))
+
+    def uniform(self, limit: float) -> list[Choice]:
+        """Return the choices of one candidate for all layers that learned to the end and meet a limit of cost."""
+        choices = [(label,) * len(self.rows) for label in self.everywhere() if label in self.allowed]
+        return [one for one in choices if not self._diverged(one) and self.cost(one) <= limit * TOLERANCE]
+
+    def _diverged(self, choice: Choice) -> bool:
+        return any(row[label].diverged for row, label in zip(self.rows.values(), choice, strict=True))
+
+    def options(self, *, softmax: bool) -> list[list[Option]]:
+        """Return what every layer can become: costs as shares of all layers' time, squared errors by their weight."""
+        layers = []
+        for number, row in self.rows.items():
+            time, weight = self.times[number], self.weights.get(number, 1.0)
+            options = [
+                Option(label, time * entry.share, weight * entry.rank[0] ** 2)
+                for label, entry in row.items()
+                if label in self.allowed and not entry.diverged
+            ]
+            layers.append([*options, Option(SOFTMAX, time, 0.0, True)] if softmax else options)
+        return layers
+
+    def best(self, limit: float, softmax: int) -> Choice | None:
+        """Return the best choice under a limit of cost and of softmax layers, if errors of layers added up."""
+        return choose(self.options(softmax=softmax > 0), limit, softmax)
+
+    def sweep(self) -> list[Choice]:
+        """Return the best choices without softmax at limits of cost from the cheapest plan's to the dearest one's."""
+        options = self.options(softmax=False)
+        if not all(options):
+            return []
+        low, high = (sum(extreme(one.cost for one in layer) for layer in options) for extreme in (min, max))
+        choices = [choose(options, low + (high - low) * i / (SWEEP - 1)) for i in range(SWEEP)]
+        return list(dict.fromkeys(choice for choice in choices if choice is not None))
+
+    def limit(self, config: SearchConfig) -> float:
+        """Return the most that a plan may take, as a share of the time of all layers under softmax.
+
+        If the budget has no cost, this is the cost of the reference in every layer; each layer that may stay softmax
+        raises it by as much as the dearest of them takes more.
+
+        Raises:
+            ConfigError: if no plan meets the budget; names the nearest one that is met.
+        """
+        reference = {n: self.times[n] * row[self.reference].share for n, row in self.rows.items()}
+        total = sum(reference.values())
+        if config.cost is None:
+            dearer = sorted((max(0.0, self.times[n] - own) for n, own in reference.items()), reverse=True)
+            limit, asked = total + sum(dearer[: config.softmax_layers]), f"the cost of {self.reference} in every layer"
+        else:
+            # Tables show three digits: the reference meets the cost that it is shown with.
+            limit = max(config.cost, total) if f"{total:.3g}" == f"{config.cost:.3g}" else config.cost
+            asked = f"cost={limit:.4g}"
+        cheapest = [min(self.allowed, key=lambda label: row[label].share) for row in self.rows.values()]
+        nearest = self.cost(cheapest)
+        if nearest > limit * TOLERANCE:
+            # Rounded up, so that the cost that is named is met.
+            raise ConfigError(
+                f"budget: no plan meets {asked}: at {config.length:,} tokens the cheapest "
+                f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} of softmax's time; the nearest that is "
+                f"met is --budget cost={nearest * 1.0005 + 5e-5:.4f}, or give a longer --length"
+            )
+        return limit
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data; numbers of layers become text, as JSON has them."""
         return {str(n): {label: asdict(entry) for label, entry in row.items()} for n, row in self.rows.items()}
 
     def load(self, data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        """Read what `to_dict` gave."""
+        """Read what `to_dict` returned."""
         self.rows = {int(n): {label: Entry(**values) for label, values in row.items()} for n, row in data.items()}
 
 
@@ -134,17 +203,77 @@ def rungs_of(candidates: int) -> int:
     return max(1, math.ceil(math.log2(max(1, candidates))))
 
 
-def survivors(candidates: int, rung: int) -> int:
-    """Return how many of a layer's candidates learn in a rung (from 0) by their rank: half as many as in the last."""
-    return min(candidates, max(2, math.ceil(candidates / 2**rung)))
-
-
 def rung_steps(steps: int, rungs: int) -> list[int]:
-    """Share steps out over rungs: twice as many as in the one before, so that all rungs cost about the same."""
-    whole = 2**rungs - 1
-    ends = [round(steps * (2 ** (n + 1) - 1) / whole) for n in range(rungs)]
+    """Distribute steps over rungs: each has twice as many as the one before, so that all rungs cost about the same."""
+    ends = [round(steps * (2 ** (n + 1) - 1) / (2**rungs - 1)) for n in range(rungs)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _error(entry: Entry) -> float:
-    return math.inf if entry.error is None or entry.diverged else entry.error
+class Option(NamedTuple):
+    """What one layer can become.
+
+    Attributes:
+        label: of the candidate, or "softmax".
+        cost: share of the time of all layers under softmax.
+        error: its part of the whole error.
+        softmax: whether the layer stays softmax.
+    """
+
+    label: str
+    cost: float
+    error: float
+    softmax: bool = False
+
+
+class _Partial(NamedTuple):
+    """A choice for the first layers."""
+
+    cost: float
+    error: float
+    softmax: int
+    labels: Choice
+
+
+def choose(layers: Sequence[Sequence[Option]], limit: float, softmax: int = 0) -> Choice | None:
+    """Choose one option per layer: least error, and of equal errors the cheapest.
+
+    This is a knapsack with one choice per layer, solved layer by layer: a partial choice is dropped if another one
+    is no worse in cost, error and number of softmax layers.
+
+    Args:
+        layers: the options of each layer.
+        limit: of the sum of costs.
+        softmax: most layers that may stay softmax.
+
+    Returns:
+        The labels; None if no choice meets the limits.
+    """
+    cheapest = [min((o.cost for o in options if softmax or not o.softmax), default=math.inf) for options in layers]
+    partial = [_Partial(0.0, 0.0, 0, ())]
+    for place, options in enumerate(layers):
+        left = limit * TOLERANCE - sum(cheapest[place + 1 :])
+        longer = [
+            _Partial(p.cost + o.cost, p.error + o.error, p.softmax + o.softmax, (*p.labels, o.label))
+            for p in partial
+            for o in options
+        ]
+        partial = _undominated([p for p in longer if p.softmax <= softmax and p.cost <= left], limit)
+    return min(partial, key=lambda p: (p.error, p.cost, p.labels)).labels if partial else None
+
+
+def _undominated(choices: list[_Partial], limit: float) -> list[_Partial]:
+    kept: list[_Partial] = []
+    # The least error so far by number of softmax layers; what comes later costs as much or more.
+    least: dict[int, float] = {}
+    for one in sorted(choices, key=lambda p: (p.cost, p.error, p.softmax, p.labels)):
+        if all(one.error < least.get(count, math.inf) for count in range(one.softmax + 1)):
+            kept.append(one)
+            least[one.softmax] = one.error
+    if len(kept) <= BINS:
+        return kept
+    best: dict[tuple[int, int], _Partial] = {}
+    for one in kept:
+        place = (int(BINS * one.cost / limit), one.softmax)
+        if place not in best or one.error < best[place].error:
+            best[place] = one
+    return list(best.values())

@@ -1,6 +1,6 @@
-"""All candidates of all layers, trained in one pass of the frozen model per batch; and their errors, measured likewise.
+"""Train all candidates of all layers in one pass of the frozen model per batch, and measure their errors likewise.
 
-Candidates go in turn inside a layer: loss and gradient of each are taken on the spot, and nothing of a layer is kept.
+Inside a layer the candidates take turns: loss and gradient of each are taken on the spot, and no activations are kept.
 """
 
 from __future__ import annotations
@@ -12,32 +12,40 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import observed
+from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.distillation.config import DistillConfig
 from linearize.distillation.observer import KernelTrainer, LayerLoss, layer_loss
 from linearize.distillation.processes import autocast
 from linearize.errors import TrainingError
+from linearize.kernel_search.candidates import Layout
 from linearize.teacher.observe import run_body, softmax_output
 
 Key = tuple[int, str]
 """Number of a layer and label of a candidate."""
 
 
-class Bench:
-    """Every candidate of every layer as a module of its own, beside the host that shows it q, k and v.
+class Candidates:
+    """Every candidate of every layer as a module, with the layer of the frozen model that shows it q, k and v.
 
     Attributes:
-        hosts: the converted layers of the frozen model, by number.
+        hosts: the layers of the frozen model that are searched, by number.
         modules: the candidates.
     """
 
-    def __init__(self, hosts: Mapping[int, LinearAttention], modules: Mapping[Key, LinearAttention]) -> None:
-        self.hosts, self.modules = hosts, modules
-        self.number_of = {id(host): number for number, host in hosts.items()}
+    def __init__(self, layout: Layout, model: PreTrainedModel, device: torch.device) -> None:
+        attentions = linear_attentions(model.base_model)
+        self.hosts = {number: attentions[layer.module] for number, layer in layout.layers.items()}
+        self.number_of = {id(host): number for number, host in self.hosts.items()}
+        self.modules: dict[Key, LinearAttention] = {}
+        for label, plans in layout.plans.items():
+            for number, layer in plans.items():
+                module = LinearAttention(*layer.mixer)
+                module.reset_parameters(layout.base.seed + number)
+                self.modules[number, label] = module.to(device).eval().requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers of all candidates, themselves, by name."""
+        """Return the parameters and buffers of all candidates, not copied, by name."""
         return {
             f"{_name(key)}.{name}": tensor
             for key, module in self.modules.items()
@@ -50,62 +58,61 @@ def _name(key: Key) -> str:
 
 
 class SearchTrainer(KernelTrainer):
-    """Trains some of the candidates together. One that leaves the numbers is dropped, the others go on.
+    """Trains some of the candidates together. One that diverges is dropped, and the others continue.
 
     Attributes:
-        dropped: the candidates that did.
+        dropped: the candidates that diverged.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        bench: Bench,
+        candidates: Candidates,
         keys: Iterable[Key],
         config: DistillConfig,
         accelerator: Accelerator,
     ) -> None:
         losses: list[LayerLoss] = []
         self.key_of: dict[int, Key] = {}
-        self.bench, self.dropped = bench, set[Key]()
+        self.dropped: set[Key] = set()
         for key in keys:
-            module = bench.modules[key]
-            if not any(True for _ in module.parameters()):
-                continue
-            loss = layer_loss(_name(key), module.train().requires_grad_(True), config)
-            loss.host = bench.hosts[key[0]]
-            self.key_of[id(loss)] = key
-            losses.append(loss)
+            module = candidates.modules[key]
+            if any(True for _ in module.parameters()):
+                loss = layer_loss(_name(key), module.train().requires_grad_(True), config)
+                loss.host = candidates.hosts[key[0]]
+                self.key_of[id(loss)] = key
+                losses.append(loss)
         super().__init__(model, losses, config, accelerator)
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
-        """See `KernelTrainer`; there may be nothing to learn."""
+        """Allow for rungs in which nothing is left to learn."""
         return super()._optimizer() if self.layers else (torch.optim.AdamW([{"params": []}]), [(0.0, 0.0)])
 
     def finish_gradient(self, loss: LayerLoss, step: int) -> None:
-        """See `KernelTrainer`; a candidate that has left the numbers gets no gradient any more."""
+        """Make a candidate's gradient that of the mean, and clip it; a candidate that diverged is dropped."""
         try:
             super().finish_gradient(loss, step)
         except TrainingError:
             self.drop(loss)
 
     def drop(self, loss: LayerLoss) -> None:
-        """Go on without a candidate."""
+        """Continue without a candidate."""
         for losses in self.by_host.values():
-            losses[:] = [one for one in losses if one is not loss]
+            losses[:] = [other for other in losses if other is not loss]
         for parameter in loss.layer.parameters():
             parameter.grad = None
-        self.layers = [one for one in self.layers if one is not loss]
+        self.layers = [other for other in self.layers if other is not loss]
         self.dropped.add(self.key_of[id(loss)])
 
     def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
-        """Return nothing to stop by: candidates are compared with each other at the end of a rung, by `errors`."""
+        """Return 0: candidates are measured by `errors`, at the end of a rung, and none is stopped early."""
         return 0.0
 
 
 @torch.no_grad()
 def errors(
     model: PreTrainedModel,
-    bench: Bench,
+    candidates: Candidates,
     keys: Iterable[Key],
     held_out: Iterable[Mapping[str, Tensor]],
     *,
@@ -116,55 +123,44 @@ def errors(
 
     Args:
         model: the frozen model.
-        bench: the candidates.
-        keys: those to measure.
+        candidates: the candidates.
+        keys: those to measure, which are left in evaluation mode.
         held_out: batches.
-        accelerator: says the device.
+        accelerator: names the device.
         precision: of the frozen model.
 
     Returns:
-        The errors, infinite or NaN where an output is. All processes measure all of the data, and find the same.
+        The errors, infinite or NaN if an output is. All processes measure all of the data, so their errors are equal.
     """
-    wanted: dict[int, list[Key]] = {}
+    of_layer: dict[int, list[Key]] = {}
     for key in keys:
-        wanted.setdefault(key[0], []).append(key)
-    error = {key: torch.zeros((), dtype=torch.float64) for found in wanted.values() for key in found}
-    power = {number: torch.zeros((), dtype=torch.float64) for number in wanted}
+        candidates.modules[key].eval()
+        of_layer.setdefault(key[0], []).append(key)
+    error = {key: torch.zeros((), dtype=torch.float64) for row in of_layer.values() for key in row}
+    power = {number: torch.zeros((), dtype=torch.float64) for number in of_layer}
 
     def observe(
         layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        number = bench.number_of[id(layer)]
+        number = candidates.number_of[id(layer)]
         with torch.autocast(device_type=q.device.type, enabled=False):
             target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
             padding = None if mask is None else ~mask[:, None, :, None].bool()
             power[number] += _square_sum(target, padding)
-            for key in wanted.get(number, []):
-                out = bench.modules[key](q, k, v, mask, scaling).float()
+            for key in of_layer[number]:
+                out = candidates.modules[key](q, k, v, mask, scaling).float()
                 error[key] += _square_sum(out - target, padding)
         # The host's own way would make a T x T mask of a causal one with padding.
         return target.to(v.dtype) if layer.shape.causal else None
 
-    modules = [bench.modules[key] for key in error]
-    training = [module.training for module in modules]
-    device = accelerator.device
-    for module in modules:
-        module.eval()
-    try:
-        for batch in held_out:
-            moved = {name: value.to(device) for name, value in batch.items()}
-            with observed(model, observe), autocast(accelerator, precision):
-                run_body(model, moved)
-    finally:
-        for module, mode in zip(modules, training, strict=True):
-            module.train(mode)
+    for batch in held_out:
+        moved = {name: value.to(accelerator.device) for name, value in batch.items()}
+        with observed(model, observe), autocast(accelerator, precision):
+            run_body(model, moved)
     return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
 
 
 def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
-    """Sum squares outside the padding: filled, not multiplied, so that whatever stands there does not come through."""
+    """Sum squares outside the padding, which is filled and not multiplied: it may hold NaN."""
     squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
     return squares.sum().double().cpu()
-
-
-__all__ = ["Bench", "Key", "SearchTrainer", "errors"]

@@ -12,7 +12,7 @@ from linearize.events import Callback, Started, ignore
 from linearize.report.options import ReportOptions, check_lengths
 
 if TYPE_CHECKING:
-    from linearize.bench.machine import Noise
+    from linearize.bench.meter import Noise
     from linearize.bench.rows import Row
     from linearize.checkpoint.inspect import CheckpointInfo
     from linearize.fidelity.maps import LayerMaps

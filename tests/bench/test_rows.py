@@ -4,15 +4,15 @@ import math
 
 import pytest
 
+from linearize.bench.meter import Timing, in_turns, spread
 from linearize.bench.rows import Row, Variant, crossover, crossovers, ratio
-from linearize.bench.timing import Timing, in_turns, spread
 
 
 def row(tokens, softmax, linear, what="x"):
     variants = {
         name: Variant(problem="out of memory")
         if seconds is None
-        else Variant(Timing(seconds, 0.0, 3, seconds), 10 * tokens)
+        else Variant(Timing(seconds, 0.0, 3, seconds, seconds), 10 * tokens)
         for name, seconds in (("softmax", softmax), ("linear", linear))
     }
     return Row("attention", what, tokens, ("softmax", "linear"), variants)
@@ -57,16 +57,20 @@ def test_spread_is_of_the_quartiles():
 
 def test_sides_take_turns():
     order = []
-    times = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
+    sides = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    timings = in_turns(sides, 2)
     assert order == ["a", "b"] * 3
-    assert all(len(values) == 2 and min(values) > 0 for values in times.values())
+    assert all(timing.repeats == 2 and timing.fastest > 0 for timing in timings.values())
     order.clear()
-    times = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, warm_up=0.1, calls=3)
-    assert order == [*"aaabbb"] * 2 and all(len(values) == 6 for values in times.values())
+    timings = in_turns(sides, 2, warm_up=0.1, calls=3)
+    assert order == [*"aaabbb"] * 2 and timings["b"].repeats == 2
+    assert in_turns(sides, warm_up=2.0, aim=10.0)["a"].repeats == 5
+    assert in_turns(sides, warm_up=2.0, aim=0.1, least=4)["a"].repeats == 4
+    assert in_turns(sides, warm_up=1e-9, aim=0.1, most=6)["a"].repeats == 6
 
 
 def test_a_turn_of_several_calls_is_their_mean():
     timing = Timing.of([5.0, 1.0, 3.0, 9.0, 2.0, 4.0, 7.0, 3.0, 5.0], calls=3)
-    assert (timing.seconds, timing.first, timing.repeats) == (5.0, 7.0, 3)
+    assert (timing.seconds, timing.first, timing.repeats, timing.fastest) == (5.0, 7.0, 3, 3.0)
     assert math.isclose(timing.spread, 1.0 / 5.0)
-    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 0.5, 3, 2.0)
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 0.5, 3, 2.0, 1.0)

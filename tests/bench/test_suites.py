@@ -3,36 +3,24 @@
 import copy
 import dataclasses
 import math
-import sys
-from dataclasses import asdict
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from support.tiny import converted, original
-from support.weights_loss import weights_loss
 from transformers.cache_utils import DynamicCache
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.bench import machine
-from linearize.bench import measure as measuring
-from linearize.bench.alignment import AlignmentSuite
-from linearize.bench.attention import AttentionSizes, AttentionSuite
-from linearize.bench.decode import PREFILL, DecodeSuite
-from linearize.bench.decode_model import DecodeModelSuite, set_context
-from linearize.bench.goals import Goal, _judge, goals, run_goals
-from linearize.bench.job import BenchOptions, Measured, run_bench
-from linearize.bench.machine import Noise
-from linearize.bench.measure import measure
+from linearize.bench import machine, memory
+from linearize.bench.job import BenchOptions, Measured, measure, run_bench
 from linearize.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
+from linearize.bench.meter import Noise
+from linearize.bench.model_suites import DecodeModelSuite, ModelSuite, TrainSuite, set_context
 from linearize.bench.models import BenchModel, softmax_model
 from linearize.bench.plot import check_picture, short_names, write_plot
-from linearize.bench.public_op import PublicOpSuite
-from linearize.bench.stage_one import StageOneSuite, naive_loss
-from linearize.bench.train import TrainSuite
-from linearize.bench.whole_model import ModelSuite
-from linearize.distillation.loss import Targets
+from linearize.bench.suites import PREFILL, AttentionSizes, AttentionSuite, DecodeSuite
 from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
 from linearize.ops import naive_attention
 
@@ -50,36 +38,10 @@ def folders(tmp_path_factory):
     return root
 
 
-class _Public:
-    """Stands in for the package: the product by its definition."""
-
-    @staticmethod
-    def causal_dot_product(q, k, v):
-        return (q @ k.transpose(-1, -2)).tril() @ v
-
-
-def test_public_op(monkeypatch):
-    suite = PublicOpSuite(SIZES, features=16)
-    monkeypatch.setattr("linearize.bench.public_op.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install pytorch-fast-transformers"):
-        suite.check()
-    assert [g.figure for g in goals() if "public" in g.what] == [None]
-    monkeypatch.setattr("linearize.bench.public_op.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "fast_transformers", _Public)
-    monkeypatch.setitem(sys.modules, "fast_transformers.causal_product", _Public)
-    suite.check()
-    wanted = PublicOpSuite(AttentionSizes("flexformer_n"))
-    assert [g.tasks for g in goals() if "public" in g.what] == [((wanted, 4096),)]
-    ours, theirs = (suite.prepare(variant, 20)() for variant in ("linear", "fast-transformers"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
-    assert row.speedup == row.seconds("fast-transformers") / row.seconds("linear")
-
-
 def consistent(row):
     reference, ours = row.pair
     ran = [variant for variant in row.variants.values() if variant.timing is not None]
-    assert ran and all(variant.seconds > 0 and variant.timing.spread >= 0 for variant in ran)
+    assert ran and all(variant.timing.seconds > 0 and variant.timing.spread >= 0 for variant in ran)
     assert row.speedup == pytest.approx(row.seconds(reference) / row.seconds(ours))
     assert row.to_dict()["speedup"] == row.speedup
 
@@ -140,6 +102,13 @@ def test_whole_model(folders):
     assert model.original.config.max_position_embeddings == 100
 
 
+def test_a_model_travels_to_a_fresh_process_by_its_name(folders):
+    model = BenchModel(str(folders / "bert"), longest=64)
+    _ = model.linear
+    again = pickle.loads(pickle.dumps(ModelSuite(model)))
+    assert again == ModelSuite(model) and "linear" not in vars(again.model)
+
+
 def test_converted_model_and_its_limit(folders):
     folder = str(folders / "linear")
     consistent(measure(ModelSuite(BenchModel(folder, longest=64)), 64, rate=RATE, repeats=2, memory=False))
@@ -156,32 +125,9 @@ def test_models_that_have_no_length(folders):
         run_bench(BenchOptions("model", str(folders / "none"), lengths=(8,)))
 
 
-@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
-def test_stage_one(folders, kernel, monkeypatch):
-    monkeypatch.setattr(measuring, "in_fresh_process", lambda _, asked: dict.fromkeys(asked["lengths"], 1000))
-    suite = StageOneSuite(BenchModel(str(folders / "bert"), kernel, longest=64))
-    suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=2)
-    consistent(row)
-    assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
-    # Both variants were said to take as much, so nothing is left between them.
-    assert row.figures["memory_ratio"] == row.figures["memory_ratio_above_weights"] == 1.0
-
-
-def test_alignment(folders, monkeypatch):
-    monkeypatch.setattr(measuring, "in_fresh_process", lambda _, asked: dict.fromkeys(asked["lengths"], 1000))
-    suite = AlignmentSuite(BenchModel(str(folders / "bert"), "hedgehog", longest=64))
-    suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=2)
-    consistent(row)
-    # How many times the passes a step takes.
-    assert row.figures["step_over_passes"] == pytest.approx(row.seconds("step") / row.seconds("passes"))
-    assert 0 < row.figures["blockwise_memory_ratio"] < 1
-
-
 @pytest.mark.parametrize("name", ["bert", "linear"])
 def test_a_training_step_is_one_of_softmax_or_of_kernels(folders, monkeypatch, name):
-    monkeypatch.setattr(measuring, "in_fresh_process", lambda _, asked: dict.fromkeys(asked["lengths"], 1000))
+    monkeypatch.setattr(memory, "in_fresh_process", lambda *what: dict.fromkeys(what[3], 1000))
     suite = TrainSuite(BenchModel(str(folders / name), "hedgehog", longest=64, batch_tokens=100))
     suite.check()
     row = measure(suite, 40, rate=RATE, repeats=2)
@@ -202,44 +148,24 @@ def test_a_training_step_is_one_of_softmax_or_of_kernels(folders, monkeypatch, n
     assert not found["no attention"].any() and not torch.allclose(found["softmax"], found["linear"], rtol=0.1, atol=0)
 
 
-def test_the_naive_way_is_the_loss_of_stage_one():
-    layer = next(iter(m for m in converted("bert").modules() if type(m).__name__ == "LinearAttention"))
-    q, k, v = (torch.randn(1, 4, 12, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    naive_loss(layer, q, k, v, None, 0.3)
-    found = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    (phi_q, _), (phi_k, scale) = layer.mixer.mapped(q, k, scaling=0.3)
-    loss = weights_loss(phi_q, phi_k, scale, Targets(q, k, 0.3, False))
-    (loss / (4 * 12)).backward()
-    for one, parameter in zip(found, layer.parameters(), strict=True):
-        torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-6)
-
-
-def test_stage_one_needs_weights_to_learn(folders):
-    with pytest.raises(ConfigError, match="weights to learn"):
-        StageOneSuite(BenchModel(str(folders / "bert"), "elu")).check()
-    with pytest.raises(ConfigError, match="one sequence"):
-        StageOneSuite(BenchModel(str(folders / "bert"), batch=2)).check()
-
-
 def test_memory_is_that_of_the_tensors():
     suite = AttentionSuite(AttentionSizes("elu", heads=4, head_dim=64))
-    taken = measuring.memory_of(suite, "linear", 4096).bytes
+    taken = memory.memory_of(suite, "linear", 4096).bytes
     # The output alone is 4 heads of 4,096 tokens of 64 numbers.
     assert 4 * 4096 * 64 * 4 <= taken < 40 * 4 * 4096 * 64 * 4
 
 
 def test_memory_that_runs_out_is_a_result(monkeypatch):
     huge = AttentionSuite(AttentionSizes("elu", heads=4096))
-    assert measuring.memory_of(huge, "softmax", 1 << 24).problem == "out of memory"
-    with pytest.raises(LinearizeError, match="process of its own failed: KeyError"):
-        in_fresh_process(measuring.measure_memory, {})
+    assert memory.memory_of(huge, "softmax", 1 << 24).problem == "out of memory"
+    with pytest.raises(LinearizeError, match="a separate process failed: TypeError"):
+        in_fresh_process(memory.measure_memory)
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
 
     def none(*_):
         raise OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(measuring, "in_fresh_process", none)
+    monkeypatch.setattr(memory, "in_fresh_process", none)
     row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1)
     assert {variant.problem for variant in row.variants.values()} == {"out of memory"} and row.speedup is None
 
@@ -249,8 +175,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
 def test_memory_counts_what_takes_the_place_of_something_freed():
     """At 1,024 tokens the output alone is 3 MiB; it used to hide, now and then, in what drawing the inputs had left."""
     suite = AttentionSuite(AttentionSizes())
-    request = {"suite": suite.name, "fields": asdict(suite), "variant": "softmax", "lengths": [1024], "threads": 1}
-    found = [in_fresh_process(measuring.measure_memory, request)["1024"] / 2**20 for _ in range(2)]
+    found = [in_fresh_process(memory.measure_memory, suite, "softmax", [1024], 1)["1024"] / 2**20 for _ in range(2)]
     assert min(found) >= 3.0 and max(found) - min(found) < 0.5, found
 
 
@@ -282,21 +207,21 @@ def test_the_job(tmp_path):
 @pytest.mark.parametrize(
     "options, text",
     [
-        (BenchOptions("nothing"), "unknown suite"),
-        (BenchOptions(lengths=(0,)), "lengths: got 0"),
-        (BenchOptions(dtype="float8"), "unknown dtype"),
-        (BenchOptions(device="cuda:77"), "this machine has"),
-        (BenchOptions(repeats=0), "repeats: got 0"),
-        (BenchOptions(heads=0), "heads: got 0"),
-        (BenchOptions(kernels=("nope",)), "unknown kernel"),
-        (BenchOptions(features=0), "features: got 0"),
-        (BenchOptions("decode", layers=0), "layers: got 0"),
-        (BenchOptions("model", "somewhere", layers=3), "layers: a checkpoint has its own"),
+        ({"suite": "nothing"}, "unknown suite"),
+        ({"lengths": (0,)}, "lengths: got 0"),
+        ({"dtype": "float8"}, "unknown dtype"),
+        ({"device": "cuda:77"}, "this machine has"),
+        ({"repeats": 0}, "repeats: got 0"),
+        ({"heads": 65537}, "heads: got 65537"),
+        ({"kernels": ("nope",)}, "unknown kernel"),
+        ({"features": 0}, "features: got 0"),
+        ({"suite": "decode", "layers": True}, "layers: got True"),
+        ({"suite": "model", "model": "somewhere", "layers": 3}, "layers: a checkpoint has its own"),
     ],
 )
 def test_bad_options(options, text):
     with pytest.raises(ConfigError, match=text):
-        run_bench(options)
+        run_bench(BenchOptions(**options))
 
 
 def test_a_type_that_the_device_lacks(monkeypatch):
@@ -309,29 +234,6 @@ def test_noise():
     assert not Noise([1.0, 1.0, 1.01], others=0.0).too_noisy
     assert Noise([1.0, 1.5, 2.0], others=0.0).too_noisy
     assert "too noisy" in Noise([1.0, 1.0], others=1.0).text
-
-
-def test_goals_are_those_of_the_table():
-    table = goals()
-    assert len({goal.what for goal in table}) == len(table) == 23
-    assert sum(goal.figure is None for goal in table) == 3
-
-
-def test_goals_are_judged():
-    def suite(causal):
-        return AttentionSuite(SIZES, causal=causal)
-
-    table = [
-        Goal("easy", 0.0, figure=lambda rows: rows[0].speedup, tasks=((suite(False), 8),)),
-        Goal("hard", 1e9, figure=lambda rows: rows[0].speedup, tasks=((suite(False), 8),)),
-        Goal("limit", 1e9, most=True, figure=lambda rows: rows[1].seconds("linear"), tasks=((suite(False), 8),) * 2),
-        Goal("later", 2.0),
-    ]
-    result = run_goals(BenchOptions(repeats=1), table=table)
-    assert [verdict.verdict for verdict in result.verdicts] == ["pass", "missed", "pass", "not built"]
-    assert len(result.rows) == 1 and result.to_dict()["goals"][0]["goal"] == ">= 0 x"
-    lost = Goal("lost", 1.0, figure=lambda rows: None, tasks=((suite(False), 8),))
-    assert _judge(lost, [(suite(False), 8)], result.rows).verdict == "not measured"
 
 
 def test_pictures(tmp_path):
@@ -347,7 +249,7 @@ def test_spread_of_no_probe_is_a_number():
 
 
 def test_decoding_with_a_whole_model(folders):
-    """The steps are those of the models themselves behind a real context, and what is kept has its exact size."""
+    """The steps are those of the models themselves after a real context, and what is kept has its exact size."""
     suite = DecodeModelSuite(BenchModel(str(folders / "gpt2"), longest=41))
     suite.check()
     row = measure(suite, 40, rate=RATE, repeats=1)
@@ -362,7 +264,7 @@ def test_decoding_with_a_whole_model(folders):
     assert "first_speedup" in row.figures and row.variants["softmax"].bytes is None
 
 
-def test_a_context_of_made_up_keys_is_behind_the_token():
+def test_a_context_of_made_up_keys_is_before_the_token():
     """The token's position is that of the context, with one of as many tokens as are read also the logits."""
     model = original("gpt2", "AutoModelForCausalLM")
     suite = DecodeModelSuite(BenchModel("gpt2", longest=PREFILL + 1))

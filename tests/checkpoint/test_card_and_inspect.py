@@ -90,7 +90,7 @@ def test_a_card_shows_the_plan_of_a_search_and_why(tmp_path):
     assert r"| softmax everywhere \* | 2 x softmax | 0 | 1 |" in rows
     assert "t2r everywhere" not in text and "broken" not in text
     assert r"| hedgehog |  | the closest \| of 8 |" in text and "| softmax |  | kept: why not |" in text
-    assert "| search | 300 steps, 21 plans tried in swaps |" in text
+    assert "| search | 300 steps, 21 plans tried |" in text
     inspected = dict(inspect_checkpoint(tmp_path / "out").rows())
     assert inspected["search, the plan"].endswith("error 0.25 (logits, nats), 0.125 of softmax's time")
     assert inspected["why layer 1"] == "kept: why not"

@@ -74,7 +74,10 @@ def test_a_tuned_model_is_measured_in_chunks_and_a_longer_one_tuned_at_its_lengt
         ({"name": "hedgehog", "rows": {"chunks": True}}, r"kernels\[0\]: rows: .*chunks"),
         ({"name": "softmax", "rows": {"max_length": 8}}, "needs its own label"),
         ({"name": "softmax", "rows": {"limit": 3}}, r"kernels\[0\]: rows: .*limit"),
-        ({"name": "softmax", "label": "cut", "rows": {"max_length": "long"}}, r"kernels\[0\]\.rows\.max_length: got 'long'"),
+        (
+            {"name": "softmax", "label": "cut", "rows": {"max_length": "long"}},
+            r"kernels\[0\]\.rows\.max_length: got 'long'",
+        ),
         ({**LINEAR, "positions": "stretch"}, "unknown positions 'stretch'"),
         ({"name": "hedgehog", "positions": "interpolate"}, "only a converted model with rows.max_length gets more"),
         ({**CHUNKS, "positions": "interpolate"}, "only a converted model with rows.max_length gets more"),

@@ -12,7 +12,7 @@ from support.tasks import WORDS, no_rows, word_tokenizer, write
 from support.tiny import SMALLER, converted, original
 
 import linearize
-from linearize.bench import reading
+from linearize.bench import memory
 from linearize.cli import main
 from linearize.errors import ConfigError, LinearizeError
 from linearize.finetune import interval
@@ -170,11 +170,11 @@ def test_from_the_command_line(place, few_draws, capsys, monkeypatch):
 
 
 def test_peak_memory_is_measured_in_a_process_of_its_own(place, monkeypatch):
-    found = reading.peak_of_reading(str(place / "linear"), HEAD, 4, 12)
+    found = memory.peak_of_reading(str(place / "linear"), HEAD, 4, 12)
     assert found is not None and 0 <= found < 10**9
 
-    def failing(function, request):
-        raise LinearizeError(f"{function.__name__} failed on {request['tokens']} tokens")
+    def failing(function, *arguments):
+        raise LinearizeError(f"{function.__name__} failed on {arguments}")
 
-    monkeypatch.setattr(reading, "in_fresh_process", failing)
-    assert reading.peak_of_reading(str(place / "linear"), HEAD, 4, 12) is None
+    monkeypatch.setattr(memory, "in_fresh_process", failing)
+    assert memory.peak_of_reading(str(place / "linear"), HEAD, 4, 12) is None

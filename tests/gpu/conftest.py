@@ -1,4 +1,4 @@
-"""The device that these tests run on: the CPU always, and a CUDA device where there is one (`make gpu`)."""
+"""The device that these tests run on: always the CPU, and a CUDA device if there is one (`make gpu`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
-    """cpu, and cuda behind the mark `gpu`."""
+    """cpu, and cuda with the mark `gpu`."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device; `make gpu` runs this where there is one")
     return torch.device(request.param)

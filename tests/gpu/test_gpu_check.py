@@ -1,4 +1,4 @@
-"""What `make gpu` would run: each step is a command that exists; the runner goes on behind failures and keeps time."""
+"""What `make gpu` would run: each step is a command that exists; the runner continues after failures and keeps time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step(name, code, *arguments):
     return check.Step(name, "a test", ("-c", code, *arguments))
 
 
-def test_the_runner_goes_on_behind_a_failure(tmp_path, capsys):
+def test_the_runner_continues_after_a_failure(tmp_path, capsys):
     steps = [
         step("good", "print('{\"a\": 1}')"),
         step("bad", "import sys; print('text'); sys.exit('no')"),
@@ -77,7 +77,7 @@ def test_results_of_pytest_become_json(tmp_path):
 
 
 def test_a_bench_step_runs_on_the_cpu_as_well(monkeypatch, capsys):
-    """The same line with the device and the sizes exchanged, in this process."""
+    """The same line with another device and other sizes, in this process."""
     from linearize.cli import main
 
     monkeypatch.setattr("linearize.bench.machine.peak_rate", lambda *_: 1e11)

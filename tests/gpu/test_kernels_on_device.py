@@ -14,7 +14,7 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
 
 def close(found, wanted, dtype):
-    """The difference's norm is small beside that of what is wanted."""
+    """The difference's norm is small compared with that of the expected value."""
     wanted = wanted.detach().float().cpu()
     assert (found.detach().float().cpu() - wanted).norm() <= LIMITS[dtype] * wanted.norm()
 

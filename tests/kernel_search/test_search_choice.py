@@ -1,27 +1,19 @@
-"""Choosing under limits, successive halving, widths, budgets and candidates: no model is run."""
+"""Choosing under limits, successive halving, budgets and candidates: no model is run."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from linearize.errors import ConfigError
-from linearize.kernel_search.candidates import parse_candidate, parse_candidates
-from linearize.kernel_search.choose import Option, choose
+from linearize.kernel_search.candidates import parse_candidate, parse_candidates, windows_alone
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.costs import Cost, cost_of
-from linearize.kernel_search.limits import cost_limit
-from linearize.kernel_search.result import Point, SearchResult
-from linearize.kernel_search.swaps import Chooser
-from linearize.kernel_search.table import Entry, Table, rung_steps
-from linearize.kernel_search.whole import WholeError
-from linearize.kernel_search.widths import effective_rank, share_out, width_argument
-from linearize.registry import kernel_info
+from linearize.kernel_search.result import Point, SearchResult, reasons
+from linearize.kernel_search.table import Entry, Option, Table, choose, rung_steps
 
 
 @pytest.mark.parametrize("softmax", [0, 1, 2])
@@ -52,7 +44,7 @@ def table():
 
 def test_halving_keeps_the_better_half_the_reference_and_what_can_be_paid():
     found = table()
-    assert found.rounds() == 2
+    assert found.rungs == 2
     found.rows[1]["a"].error = float("nan")
     found.rows[1]["a"].diverged = True
     found.halve(0.06, 1)
@@ -67,7 +59,7 @@ def test_every_rung_has_half_the_candidates_of_the_last():
     labels = tuple("abcdefgh")
     found = Table({0: {x: Entry(0.1, n / 10) for n, x in enumerate(labels)}}, {0: 1.0}, "h", labels)
     left = []
-    for rung in range(1, found.rounds()):
+    for rung in range(1, found.rungs):
         found.halve(1.0, rung)
         left.append("".join(x for x, entry in found.rows[0].items() if entry.left))
     assert left == ["abcdh", "abh"]
@@ -78,31 +70,35 @@ def test_costs_and_errors_of_a_choice():
     found = table()
     assert found.cost(("a", "softmax")) == pytest.approx(0.5 * 0.3 + 0.5)
     found.weights = {0: 2.0, 1: 3.0}
-    assert found.error(("b", "d")) == pytest.approx(2 * 0.2**2 + 3 * 0.4**2)
-    assert [option.label for option in found.options(softmax=True)[0]] == ["a", "b", "d", "softmax"]
+    first, second = found.options(softmax=True)
+    assert [option.label for option in first] == ["a", "b", "d", "softmax"]
+    assert [option.error for option in first] == pytest.approx([2 * 0.1**2, 2 * 0.2**2, 2 * 0.4**2, 0.0])
+    assert second[2].error == pytest.approx(3 * 0.4**2) and second[2].cost == pytest.approx(0.5 * 0.05)
     copy = table()
     copy.load(found.to_dict())
     assert copy.rows == found.rows
 
 
-def test_one_kernel_everywhere_is_tried_too():
-    """No swap of one layer leads from the best by figures of layers to what the whole model finds best."""
-    rows = {n: {"a": Entry(0.2, 0.1), "b": Entry(0.2, 0.2), "c": Entry(0.3, 0.05)} for n in (0, 1)}
-    errors = {"aa": 0.5, "ab": 0.6, "ba": 0.6, "bb": 0.1, "cc": 0.0}
+def test_one_kernel_everywhere_within_the_limit_is_tried_too():
+    found = table()
+    assert found.uniform(0.3) == [("a", "a"), ("b", "b"), ("d", "d")]
+    found.rows[1]["a"].diverged = True
+    assert found.uniform(0.25) == [("b", "b"), ("d", "d")]
 
-    class Whole:
-        def __init__(self):
-            self.known = {}
 
-        def errors(self, choices):
-            found = [WholeError(math.sqrt(errors.get("".join(choice), 1.0)), 1.0) for choice in choices]
-            self.known |= dict(zip(choices, found, strict=True))
-            return found
-
-    table = Table(rows, {0: 0.5, 1: 0.5}, "b", ("a", "b", "c"))
-    chosen = Chooser(table, Whole(), 0.25, 0).run(None, lambda count: None, lambda: False)
-    # What is closest of all takes more than the limit.
-    assert chosen.choice == ("b", "b") and not chosen.swaps
+def test_why_a_layer_has_its_kernel():
+    found = table()
+    assert reasons(("a", "d"), found) == {
+        0: "the closest of 4 candidates: error 0.1, next b with 0.2",
+        1: "at 0.05 of softmax's time, error 0.4; a, the closest, has 0.1 at 0.3, more than the budget has for this "
+        "layer",
+    }
+    assert reasons(("b", "b"), found)[0] == "error 0.2, a 0.1; the whole model is closest with b in every layer"
+    found.weights = {0: 2.0}
+    assert reasons(("softmax", "a"), found)[0] == (
+        "kept softmax: of a, the closest, the layer's output would have the error 0.1, and the whole model's squared "
+        "error 0.02 by it alone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,8 +153,17 @@ def test_wrong_candidates(texts, words):
 
 
 def test_one_candidate_is_enough_where_layers_may_stay_softmax():
-    assert [one.label for one in parse_candidates(["softmax", "hedgehog"], softmax=True)] == ["hedgehog"]
-    assert parse_candidate("luna:channels=4:window=8").arguments == {"channels": "4", "window": "8"}
+    assert list(parse_candidates(["softmax", " hedgehog"], softmax=True)) == ["hedgehog"]
+    assert parse_candidate("luna:channels=4:window=8") == ("luna", {"channels": "4", "window": "8"})
+
+
+def test_a_window_is_a_candidate_without_its_kernel_too():
+    texts = ["hedgehog:window=8:sinks=2", "t2r:window=8:sinks=2:exact_keys=3", "luna:window=4", "elu"]
+    found = windows_alone(parse_candidates(texts, softmax=False))
+    assert found == {
+        "none:window=8:sinks=2": ("none", {"window": "8", "sinks": "2"}),
+        "none:window=4": ("none", {"window": "4"}),
+    }
 
 
 def test_damaged_costs_count_as_none():
@@ -166,34 +171,6 @@ def test_damaged_costs_count_as_none():
     assert cost_of(good) == Cost(0.5, 0.1, 0.2, 3, 4, False)
     for change in ({"share": -1.0}, {"share": "0.5"}, {"seconds": float("nan")}, {"bytes": 1.5}, {"more": 1}):
         assert cost_of(good | change) is None
-
-
-def test_effective_rank():
-    assert float(effective_rank(torch.eye(6, dtype=torch.float64))) == pytest.approx(6)
-    assert float(effective_rank(torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])).double())) == pytest.approx(2)
-
-
-def test_widths_share_the_total_by_rank():
-    assert share_out({0: 10.0, 1: 20.0, 2: 30.0}, 64) == {0: 32, 1: 64, 2: 96}
-    found = share_out({0: 1.0, 1: 7.3, 2: 11.1, 3: 9.9}, 48)
-    assert sum(found.values()) == 4 * 48 and all(x % 8 == 0 and x > 0 for x in found.values())
-    assert found[0] < found[1] <= found[3] <= found[2]
-    assert share_out({0: 5.0, 1: 5.0}, 32) == {0: 32, 1: 32}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "given", "argument"),
-    [
-        ("flexformer_n", {}, ("frequencies", 2)),
-        ("t2r", {}, ("features", 1)),
-        ("luna", {}, ("channels", 8)),
-        ("t2r", {"features": "8"}, None),
-        ("hedgehog", {}, ("features", 1)),
-        ("elu", {}, None),
-    ],
-)
-def test_the_argument_of_a_width(kernel, given, argument):
-    assert width_argument(kernel_info(kernel), given) == argument
 
 
 def point(name, error, share):
@@ -219,10 +196,7 @@ def test_a_uniform_kernel_that_is_as_good_is_named(points, uniform):
 
 def test_a_reference_meets_the_budget_that_it_is_shown_with():
     """0.0667 of softmax's time, as a table has it, was refused where the reference takes 0.06674."""
-    cost = SimpleNamespace(softmax_seconds=1.0, share=0.06674)
-    layout = SimpleNamespace(reference="elu", labels=["elu"])
-    config = SimpleNamespace(cost=0.0667, softmax_layers=0, length=128)
-    assert cost_limit(layout, {0: {"elu": cost}, 1: {"elu": cost}}, config) == pytest.approx(0.06674)
-    config.cost = 0.06
+    found = Table({n: {"elu": Entry(0.06674)} for n in (0, 1)}, {0: 0.5, 1: 0.5}, "elu", ("elu",))
+    assert found.limit(SearchConfig(budget="cost=0.0667")) == pytest.approx(0.06674)
     with pytest.raises(ConfigError, match=r"no plan meets cost=0\.06"):
-        cost_limit(layout, {0: {"elu": cost}}, config)
+        found.limit(SearchConfig(budget="cost=0.06"))

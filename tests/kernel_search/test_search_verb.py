@@ -1,4 +1,4 @@
-"""`linearize search`, `convert --kernel auto` and `--plan`: what is written, what goes on, and what is refused."""
+"""`linearize search`, `convert --kernel auto` and `--plan`: what is written, resumed and refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_search_and_convert_in_one(place, capsys):
             one for one in card.splitlines() if f"`{layer['module']}` | {layer['label'].partition(':')[0]}" in one
         )
         assert layer["why"].partition(":")[0].replace("_", r"\_") in row
-    # The kernels began with what the search had taught them: one step of stage one did not start anew.
+    # The kernels began with what the search had taught them: stage one did not start from scratch.
     assert made["distillation"]["before"]["mean"]["output_error"] < 1
     errors = [layer["output_error"] for layer in made["distillation"]["before"]["layers"]]
     assert errors == pytest.approx([layer["error"] for layer in searched["layers"]], rel=1e-3)
@@ -126,7 +126,7 @@ def test_models_of_images_and_those_that_write(name, tmp_path, monkeypatch, caps
 @pytest.mark.usefixtures("given_costs")
 def test_the_bill_of_a_search(place, capsys):
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    line = (*CONVERT[:2], *QUICK, "--search-steps", 300, "--search-swaps", 3, "--budget", "softmax=1")
+    line = (*CONVERT[:2], *QUICK, "--search-steps", 300, "--budget", "softmax=1")
     line = (*line, "--distill-steps", 40, "--align-steps", 0, "--dry-run")
     code, out, err = run(capsys, "convert", "bert", *line, "--json")
     assert code == 0, err
@@ -141,13 +141,13 @@ def test_the_bill_of_a_search(place, capsys):
 
 @pytest.mark.usefixtures("given_costs")
 def test_ctrl_c_and_resume(place, capsys, monkeypatch):
-    from linearize.kernel_search.swaps import Chooser
+    from linearize.kernel_search.loop import _Search
 
     line = ("convert", "bert", *CONVERT, "--save-every", 2)
     whole = run(capsys, *line, "--output", "whole")
     assert whole[0] == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Chooser, "weigh", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(_Search, "_weigh", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         code, _, err = run(capsys, *line, "--output", "made")
     assert code == 130 and "linearize convert bert --plan made.plan.yaml" in err and "--resume" in err
     assert sorted(path.name for path in place.iterdir() if path.name.startswith("made")) == [
@@ -175,8 +175,9 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("search bert --plan-out nowhere/plan.yaml", "make the folder first"),
         ("search bert --plot points.svg", "expected the name of a .png file"),
         ("search nowhere", "nowhere"),
-        ("search bert --candidates t2r,elu --widths 4 --steps 0", "steps: got 0"),
-        ("search bert --candidates relu,elu --widths 4", "no candidate's number of features can be chosen"),
+        ("search bert --candidates t2r,elu --steps 0", "steps: got 0"),
+        ("search bert --widths 4", "option --widths was removed; leave it out: name numbers of features"),
+        ("convert bert --kernel auto --search-swaps 4", "option --search-swaps was removed; leave it out"),
         ("convert bert --kernel auto --layers 0=elu", "--layers: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --window 4", "--window: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --kernel-arg a=1", "--kernel-arg: --kernel auto chooses kernel and arguments"),

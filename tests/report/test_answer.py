@@ -12,8 +12,8 @@ from support.checkpoints import WORDS, tokenizer
 from support.tiny import converted, original
 
 import linearize
+from linearize.bench.meter import Timing
 from linearize.bench.rows import Row, Variant
-from linearize.bench.timing import Timing
 from linearize.checkpoint.provenance import Provenance
 from linearize.finetune.config import DataOptions
 from linearize.finetune.prepare import prepare
@@ -207,8 +207,8 @@ def test_lengths_are_those_it_was_taught_on():
 def test_the_sentence_says_only_what_is_known():
     def timed(tokens, seconds, spread=0.1):
         sides = {
-            "softmax": Variant(Timing(seconds, spread, 7, seconds)),
-            "linear": Variant(Timing(1.0, spread, 7, 1.0)),
+            "softmax": Variant(Timing(seconds, spread, 7, seconds, seconds)),
+            "linear": Variant(Timing(1.0, spread, 7, 1.0, 1.0)),
         }
         return Row("model", "", tokens, ("softmax", "linear"), sides)
 

@@ -9,7 +9,7 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.bench import machine, side_by_side
+from linearize.bench import meter, side_by_side
 from linearize.report.paired import best_by, fastest, mean_difference
 
 
@@ -75,7 +75,7 @@ def test_compare_says_so(tmp_path, capsys, monkeypatch):
     make_original(tmp_path / "bert")
     for name, kernel in (("one", "hedgehog"), ("same", "hedgehog"), ("elu", "elu")):
         make_text(tmp_path / name, kernel=kernel)
-    monkeypatch.setattr(machine.Noise, "too_noisy", property(lambda noise: False))
+    monkeypatch.setattr(meter.Noise, "too_noisy", property(lambda noise: False))
     line = "compare one same elu --original bert --dataset texts.jsonl --text-column text --inputs 8 --max-length 24"
     code, out, err = run(capsys, *f"{line} --lengths 16 --repeats 3 --device cpu".split())
     assert code == 0, err
@@ -101,10 +101,10 @@ def test_all_are_timed_in_the_same_turns_and_noise_is_no_verdict(tmp_path, capsy
 
     def in_turns(calls, repeats):
         turns.append((list(calls), repeats))
-        return {name: [1.0 if name.startswith("softmax") else 0.5] * repeats for name in calls}
+        return {name: meter.Timing.of([1.0 if name.startswith("softmax") else 0.5] * repeats) for name in calls}
 
     monkeypatch.setattr(side_by_side, "in_turns", in_turns)
-    monkeypatch.setattr(machine.Noise, "too_noisy", property(lambda noise: True))
+    monkeypatch.setattr(meter.Noise, "too_noisy", property(lambda noise: True))
     line = ["compare", "one", "same", "--inputs", "6", "--lengths", "16", "--repeats", "3", "--device", "cpu"]
     code, out, err = run(capsys, *line)
     assert code == 0, err

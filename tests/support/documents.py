@@ -14,6 +14,7 @@ differences, and a line that they do not cover fails:
 from __future__ import annotations
 
 import gzip
+import importlib
 import itertools
 import json
 import re
@@ -77,11 +78,9 @@ QUICK = {
 OF_MODEL = "--device cpu --repeats 1 --no-memory"
 """Added to `bench MODEL`, which has its own heads, and its own lengths if it reads images."""
 ONLY_PARSED = {
-    "--goals": "measures every figure that the project promises, which takes minutes",
     "bert-base": "a model of real size",
     "SmolLM2-135M-Instruct.Q4_1.gguf": "a model of real size; tests/checkpoint/test_gguf.py has a tiny one",
     "export": "writing a graph down takes half a minute; tests/export does",
-    "--alignment": "trains a model of BERT-base's sizes",
 }
 TINY_TUNING = "batch_size: 8, epochs: 1, eval_every: 2"
 RECIPES = {
@@ -311,6 +310,11 @@ def quick(words):
 
 
 def run_example(line, file, words):
+    if file == "-m":
+        # They measure models of real size; tests/bench runs them.
+        assert words[0].startswith("benchmarks."), f"{line!r} is no benchmark"
+        importlib.import_module(words[0]).parse(words[1:])
+        return
     name = Path(file).stem
     if file in ("scripts/search_check.py", "scripts/hybrid_check.py"):
         # They take minutes; tests/kernel_search and tests/fidelity run them.

@@ -106,17 +106,16 @@ def together(
             raise AssertionError("\n".join(f"process {rank} said:\n{text}" for rank, text in enumerate(texts)))
 
 
-def in_forked_process(function: Callable[[dict[str, Any]], Any], request: Mapping[str, Any]) -> Any:
-    """Stand in for `linearize.bench.memory.in_fresh_process`: the same call, in a fork."""
+def in_forked_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Replace `linearize.bench.memory.in_fresh_process`: the same call, in a fork."""
     import json
 
-    done = run(_answer, function.__module__, function.__name__, json.dumps(dict(request)))
+    done = run(_answer, function, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _answer(module: str, name: str, request: str) -> None:
-    import importlib
+def _answer(function: Callable[..., Any], *arguments: Any) -> None:
     import json
 
-    print(json.dumps(getattr(importlib.import_module(module), name)(json.loads(request))))
+    print(json.dumps(function(*arguments)))

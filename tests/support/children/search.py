@@ -23,12 +23,12 @@ def run() -> dict[str, object]:
     model = loud("bert")
     main = os.environ.get("RANK", "0") == "0"
 
-    def measure(shape, plans, where, on_event):
+    def measure(shape, plans, setting, on_event):
         assert main
         return {x: Cost(SHARES[x], 0.01 * SHARES[x], 0.01) for x in plans}
 
     config = SearchConfig(candidates=tuple(SHARES), steps=12, budget="cost=0.25")
-    with mock.patch("linearize.kernel_search.prepare.measure_costs", measure):
+    with mock.patch("linearize.kernel_search.costs.measure_costs", measure):
         result = search(model, Split(batches(model)), config)
     losses = [report.loss for report in result.history]
     layers = [{"label": one.label, "tried": dict(one.tried)} for one in result.layers]

@@ -1,11 +1,11 @@
-"""One step of stage one on one sequence, beside a plain forward, the readable full-matrix way and the least work.
+"""One step of stage one on one sequence, next to a plain forward, the full-matrix way and the least work.
 
 - "softmax": the frozen model's own forward through SDPA.
-- "naive": per layer the two T x T matrices as they stand in the formula, and autograd through them. One layer at a
-  time; scripts that hold the matrices of all layers at once need as many times the memory.
-- "least": the forward and the matrix products alone that loss and gradient ask for, in blocks of rows: the scores, the
+- "naive": per layer the two T x T matrices of the formula, and autograd through them, one layer at a time; scripts that
+  hold the matrices of all layers at once need as many times the memory.
+- "least": the forward and only the matrix products that loss and gradient need, in blocks of rows: the scores, the
   kernel's products, and the gradients of both features.
-- "step": what `linearize distill` does, optimizer included.
+- "step": a step of `linearize distill`, optimizer included.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, softmax_weights
 from linearize.attention.layer import LinearAttention
+from linearize.bench.meter import Call
+from linearize.bench.model_suites import OfModel
 from linearize.bench.rows import Row, ratio
-from linearize.bench.timing import Call
-from linearize.bench.whole_model import OfModel
+from linearize.distillation.config import DistillConfig
+from linearize.distillation.loop import make_accelerator
+from linearize.distillation.observer import KernelTrainer, layer_loss
 from linearize.errors import ConfigError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.distillation.observer import KernelTrainer
-
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
-"""Numbers in one block of the least work (2 MiB of fp32, to stay in cache), but never fewer rows than so many."""
+"""Numbers in one block of the least work (2 MiB of fp32, to stay in cache), and rows of a block at least."""
 
 TINY = 1e-30
 
@@ -49,11 +48,9 @@ class StageOneSuite(OfModel):
 
     @property
     def what(self) -> str:
-        """See `Suite`."""
         return f"stage one, {self.model.label}, one step, {self.model.dtype}"
 
     def check(self) -> None:
-        """See `Suite`."""
         if self.model.batch != 1:
             raise ConfigError(f"batch: got {self.model.batch}, but stage one is measured on one sequence; leave it out")
         for layer in linear_attentions(self.model.linear).values():
@@ -65,11 +62,10 @@ class StageOneSuite(OfModel):
                 )
 
     def prepare(self, variant: str, tokens: int) -> Call:
-        """See `Suite`."""
         if variant == "softmax":
-            return self.model.observed_forward(tokens, lambda *_: None)
+            return self.model.forward(tokens, observer=lambda *_: None)
         if variant == "least":
-            return self.model.observed_forward(tokens, roofline(tokens))
+            return self.model.forward(tokens, observer=roofline(tokens))
         if variant == "naive":
             return self._naive(tokens)
         batches = itertools.repeat(self.model.inputs(tokens))
@@ -78,16 +74,12 @@ class StageOneSuite(OfModel):
 
     @cached_property
     def _trainer(self) -> KernelTrainer:
-        from linearize.distillation.config import DistillConfig
-        from linearize.distillation.loop import make_accelerator
-        from linearize.distillation.observer import KernelTrainer, layer_loss
-
         model, config = self._frozen(), DistillConfig()
         losses = [layer_loss(name, layer, config) for name, layer in linear_attentions(model).items()]
         return KernelTrainer(model, losses, config, make_accelerator(model))
 
     def _frozen(self) -> PreTrainedModel:
-        """Return the model with nothing but its kernels learning."""
+        """Return the model with only its kernels learning."""
         model = self.model.linear.requires_grad_(False)
         for layer in linear_attentions(model).values():
             layer.train().requires_grad_(True)
@@ -96,7 +88,7 @@ class StageOneSuite(OfModel):
     def _naive(self, tokens: int) -> Call:
         layers = linear_attentions(self._frozen()).values()
         optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()])
-        forward = self.model.observed_forward(tokens, naive_loss)
+        forward = self.model.forward(tokens, observer=naive_loss)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -106,10 +98,10 @@ class StageOneSuite(OfModel):
         return step
 
     def figures(self, row: Row, rate: float) -> dict[str, float | None]:
-        """See `Suite`: the step against the least work, and its memory against the plain forward's.
+        """Return the least work's time over the step's, and the step's memory over the plain forward's.
 
-        Memory is allowed the forward's, the kernels' parameters and the optimizer's two moments; `memory_ratio` counts
-        the model's weights in both variants, `memory_ratio_above_weights` in neither.
+        Both count the kernels' parameters and the optimizer's two moments; `memory_ratio` counts the model's weights in
+        both variants, `memory_ratio_above_weights` in neither.
         """
         layers = linear_attentions(self.model.linear).values()
         kernels = sum(p.nbytes for layer in layers for p in layer.parameters())
@@ -138,7 +130,7 @@ def naive_loss(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 def roofline(tokens: int) -> Callable[..., None]:
-    """Return an observer that does the block products alone, on made-up features and in memory used again."""
+    """Return an observer that computes only the block products, on made-up features and in reused memory."""
     spare: dict[str, Tensor] = {}
     rows = min(tokens, max(LEAST_ROWS, BLOCK_NUMBERS // tokens))
 
@@ -162,7 +154,7 @@ def roofline(tokens: int) -> Callable[..., None]:
 
 
 def _block(spare: dict[str, Tensor], q: Tensor, k: Tensor, part: slice) -> None:
-    """Do the four products of a block of rows: q [C, D], k [S, D]."""
+    """Compute the four products of a block of rows: q [C, D], k [S, D]."""
     rows, seen = len(q), len(k)
     scores, products = (spare[name][: rows * seen].view(rows, seen) for name in ("scores", "products"))
     torch.mm(q, k.T, out=scores)

@@ -1,28 +1,29 @@
-"""What the project promises to reach, as ratios against SDPA in the same run, and whether it does here."""
+"""The figures of speed and memory that the project promises, compared with SDPA in the same run.
+
+python -m benchmarks.goals --json
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
-from linearize.bench.attention import AttentionSizes, AttentionSuite
-from linearize.bench.decode import DecodeSuite
-from linearize.bench.job import BenchOptions, checked, run_tasks
-from linearize.bench.machine import Machine, Noise, check_dtype
-from linearize.bench.measure import threads
+from benchmarks.public_op import PublicOpSuite, installed
+from linearize.bench.job import BenchResult, checked, run_tasks, threads
+from linearize.bench.machine import check_dtype
+from linearize.bench.model_suites import ModelSuite
 from linearize.bench.models import BenchModel
-from linearize.bench.public_op import PublicOpSuite, there
-from linearize.bench.rows import Crossover, Row, ratio
-from linearize.bench.suite import Suite
-from linearize.bench.whole_model import ModelSuite
+from linearize.bench.options import BenchOptions
+from linearize.bench.rows import Row, ratio
+from linearize.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
+from linearize.cli._output import console, print_json, table
+from linearize.cli.bench import Progress, show
 from linearize.events import Callback, ignore
 from linearize.native import engine
 
 KERNEL = "flexformer_n"
-"""The kernel of the rows that name none."""
-
 NOT_BUILT = "not built"
-
 LONG = 16384
 
 
@@ -33,9 +34,9 @@ class Goal:
     Attributes:
         what: for people.
         goal: the figure to reach.
-        most: whether the figure is an upper limit, and not a lower one.
+        most: whether the figure is an upper limit instead of a lower one.
         unit: of the figure.
-        figure: which figure of the rows of `tasks` it is; None where what it needs is not there.
+        figure: which figure of the rows of `tasks` it is; None if a library that it needs is missing.
         tasks: suites and lengths to measure for it.
         memory: whether it needs peak memory.
     """
@@ -51,12 +52,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a goal.
+    """Whether a goal was reached.
 
     Attributes:
         what: of the goal.
         goal: the figure to reach, with its unit and direction.
-        measured: the figure here; None where it was not measured.
+        measured: the figure here; None if it was not measured.
         unit: of the figure.
         verdict: "pass", "missed", "not built", or why there is no figure.
     """
@@ -68,34 +69,14 @@ class Verdict:
     verdict: str
 
 
-@dataclass
-class GoalsResult:
-    """All verdicts, and all that was measured for them."""
-
-    machine: Machine
-    noise: Noise
-    rows: list[Row]
-    verdicts: list[Verdict]
-    crossovers: list[Crossover] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return {
-            "machine": self.machine.to_dict(),
-            "noise": self.noise.to_dict(),
-            "goals": [asdict(verdict) for verdict in self.verdicts],
-            "rows": [row.to_dict() for row in self.rows],
-        }
-
-
-def goals(device: str = "cpu") -> list[Goal]:
-    """Return the table: 12 heads of size 64, features of size 128, batch 1, fp32 unless the row says otherwise."""
+def table_of_goals(device: str = "cpu") -> list[Goal]:
+    """Return the table: 12 heads of size 64, features of size 128, batch 1, fp32 by default."""
     sizes = AttentionSizes(KERNEL, device=device)
     both = AttentionSuite(sizes)
     hedgehog = AttentionSuite(replace(sizes, kernel="hedgehog"))
     causal, given = AttentionSuite(sizes, causal=True), AttentionSuite(sizes, causal=True, features=128)
     bert = ModelSuite(BenchModel(kernel=KERNEL, longest=LONG, device=device))
-    public = device == "cpu" and there()
+    public = device == "cpu" and installed()
     bfloat16 = AttentionSuite(replace(sizes, dtype="bfloat16"))
     return [
         *_speedups("bidirectional forward, flexformer_n", both, {512: 1.4, 4096: 10.0, LONG: 42.0}),
@@ -132,7 +113,7 @@ def _speedups(what: str, suite: Suite, wanted: Mapping[int, float]) -> Iterator[
 
 
 def _native(what: str, suite: Suite, wanted: Mapping[int, float]) -> Iterator[Goal]:
-    """Higher goals for the native op: measured where it is there."""
+    """Yield the higher goals of the native op, which are measured if it is compiled."""
     built = suite.device == "cpu" and engine() is not None
     for tokens, goal in wanted.items():
         figure, tasks = (_speedup, ((suite, tokens),)) if built else (None, ())
@@ -163,31 +144,33 @@ def _growth(rows: list[Row]) -> float | None:
     return ratio(rows[1].memory("linear"), rows[0].memory("linear"))
 
 
-def run_goals(options: BenchOptions, on_event: Callback = ignore, table: list[Goal] | None = None) -> GoalsResult:
+def run_goals(
+    options: BenchOptions, on_event: Callback = ignore, goals: list[Goal] | None = None
+) -> tuple[BenchResult, list[Verdict]]:
     """Measure every goal; what two of them need is measured once.
 
     Args:
-        options: device, repeats and threads; everything else is the table's.
-        on_event: called with what happens.
-        table: the goals; None: `goals`.
+        options: device, repeats and threads; the goals fix everything else.
+        on_event: called with every event.
+        goals: the goals; None: those of `table_of_goals`.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
     options = checked(options)
     check_dtype("bfloat16", options.device)
-    table = goals(options.device) if table is None else table
+    goals = table_of_goals(options.device) if goals is None else goals
     tasks: list[tuple[Suite, int]] = []
-    measured: list[tuple[Suite, int]] = []
-    for goal in table:
+    for goal in goals:
         tasks += [task for task in goal.tasks if task not in tasks]
-        measured += goal.tasks if goal.memory else ()
+    remembered = [task for goal in goals if goal.memory for task in goal.tasks]
     with threads(options.threads):
-        machine, noise, rows = run_tasks(tasks, options, on_event, remember=lambda task: task in measured)
-    return GoalsResult(machine, noise, rows, [_judge(goal, tasks, rows) for goal in table])
+        result = run_tasks(tasks, options, on_event, remember=lambda task: task in remembered)
+    return result, [judge(goal, tasks, result.rows) for goal in goals]
 
 
-def _judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdict:
+def judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdict:
+    """Compare a goal with the rows that were measured for the tasks of all goals."""
     wanted = f"{'<=' if goal.most else '>='} {goal.goal:g} {goal.unit}"
     if goal.figure is None:
         return Verdict(goal.what, wanted, None, goal.unit, NOT_BUILT)
@@ -200,3 +183,38 @@ def _judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdi
         return Verdict(goal.what, wanted, None, goal.unit, problems[0] if problems else "not measured")
     reached = figure <= goal.goal if goal.most else figure >= goal.goal
     return Verdict(goal.what, wanted, figure, goal.unit, "pass" if reached else "missed")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (%(default)s)")
+    parser.add_argument("--repeats", type=int, help="turns; by default as many as take ten seconds")
+    parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON on stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and print each goal with its figure."""
+    args = parse(argv)
+    out = console(to_stderr=args.json)
+    progress = Progress(out)
+    try:
+        options = BenchOptions(device=args.device, repeats=args.repeats, threads=args.threads)
+        result, verdicts = run_goals(options, progress)
+    finally:
+        progress.stop()
+    show(out, result)
+    rows = [[v.what, v.goal, "-" if v.measured is None else f"{v.measured:.2f} {v.unit}", v.verdict] for v in verdicts]
+    passed = sum(v.verdict == "pass" for v in verdicts)
+    noisy = "; too noisy to be trusted" if result.noise.too_noisy else ""
+    title = f"Goals: {passed} of {len(rows)} reached{noisy}"
+    out.print(table(title, ["what, against SDPA in the same run", "goal", "measured", ""], rows, right=(1, 2)))
+    if args.json:
+        print_json({**result.to_dict(), "goals": [asdict(verdict) for verdict in verdicts]})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

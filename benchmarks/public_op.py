@@ -1,7 +1,7 @@
-"""Our causal op beside the public C++ one, on given features: fast-transformers' `CausalLinearAttention`.
+"""Our causal op next to the public C++ one, on given features: fast-transformers' `CausalLinearAttention`.
 
-Paper: Katharopoulos et al. 2020, "Transformers are RNNs", https://arxiv.org/abs/2006.16236. The package
-`pytorch-fast-transformers` compiles it at its installation; it is measured where it is installed and never needed.
+Paper: Katharopoulos et al. 2020, "Transformers are RNNs", https://arxiv.org/abs/2006.16236. Installing the package
+`pytorch-fast-transformers` compiles it; it is optional, and measured if it is installed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.choose import attend_causally
-from linearize.bench.attention import SizedSuite
-from linearize.bench.timing import Call
+from linearize.bench.meter import Call
+from linearize.bench.suites import SizedSuite
 from linearize.errors import ConfigError
 
 PACKAGE = "fast_transformers"
-
 LEAST = 1e-6
 """What the public op adds to a row's sum."""
 
 
-def there() -> bool:
+def installed() -> bool:
     """Tell whether the public op is installed."""
     return find_spec(PACKAGE) is not None
 
@@ -47,23 +46,19 @@ class PublicOpSuite(SizedSuite):
 
     @property
     def what(self) -> str:
-        """See `Suite`."""
-        return f"given features of size {self.features}, causal, beside fast-transformers, {self.sizes.dtype}"
+        return f"given features of size {self.features}, causal, next to fast-transformers, {self.sizes.dtype}"
 
     def check(self) -> None:
-        """See `Suite`."""
-        self.sizes.check_sizes()
-        if not there():
+        if not installed():
             raise ConfigError(f"bench: got no package {PACKAGE}; pip install pytorch-fast-transformers")
 
     @torch.no_grad()
     def prepare(self, variant: str, tokens: int) -> Call:
-        """See `Suite`."""
         v = self.sizes.inputs(tokens)[2]
         phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
         attend: Callable[..., object] = attend_causally if variant == "linear" else public_attention
         if variant != "linear":
-            # The public op copies what does not lie in one piece; that is not what is compared.
+            # The public op copies inputs that are not contiguous, and copies are not compared here.
             v = v.contiguous()
         return torch.no_grad()(lambda: attend(phi_q, phi_k, v))
 
@@ -74,6 +69,3 @@ def public_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
 
     total = torch.einsum("bhtf,bhtf->bht", phi_q, phi_k.cumsum(dim=2)) + LEAST
     return causal_dot_product(phi_q, phi_k, v) / total[..., None]
-
-
-__all__ = ["PublicOpSuite", "public_attention", "there"]

@@ -1,0 +1,62 @@
+"""What one training step costs, on one sequence of a model of BERT's sizes or of a checkpoint.
+
+python -m benchmarks.steps alignment --lengths 512,2048
+python -m benchmarks.steps stage-one --layers 4 --lengths 512,2048
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.alignment import AlignmentSuite
+from benchmarks.stage_one import StageOneSuite
+from linearize.bench.job import check_lengths, checked, run_tasks, threads
+from linearize.bench.models import BERT_BASE, BenchModel
+from linearize.bench.options import BenchOptions
+from linearize.cli._output import console, print_json
+from linearize.cli.bench import Progress, show
+from linearize.options import parse_lengths
+
+SUITES = {"alignment": AlignmentSuite, "stage-one": StageOneSuite}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("step", choices=SUITES, help="which step")
+    add("--model", default=BERT_BASE, help="Hub name or folder (%(default)s: its sizes, random weights)")
+    add("--layers", type=int, help=f"layers of {BERT_BASE} (12)")
+    add("--kernel", default="hedgehog", help="(%(default)s)")
+    add("--lengths", type=parse_lengths, default=(512, 2048), metavar="N,N", help="tokens (512,2048)")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (%(default)s)")
+    add("--repeats", type=int, help="turns; by default as many as take ten seconds")
+    add("--threads", type=int, help="threads of torch on the CPU")
+    add("--no-memory", dest="memory", action="store_false", help="measure time only")
+    add("--json", action="store_true", help="print every figure as JSON on stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    args = parse(argv)
+    options = BenchOptions(device=args.device, repeats=args.repeats, threads=args.threads, memory=args.memory)
+    options, lengths = checked(options), check_lengths(args.lengths)
+    model = BenchModel(args.model, args.kernel, layers=args.layers, longest=lengths[-1], device=options.device)
+    suite = SUITES[args.step](model)
+    out = console(to_stderr=args.json)
+    progress = Progress(out)
+    try:
+        with threads(options.threads):
+            suite.check()
+            result = run_tasks([(suite, tokens) for tokens in lengths], options, progress)
+    finally:
+        progress.stop()
+    show(out, result)
+    if args.json:
+        print_json(result.to_dict())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

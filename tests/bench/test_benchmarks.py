@@ -1,0 +1,138 @@
+"""The benchmarks of the project on tiny sizes: they run and their numbers belong together; nothing is timed."""
+
+import json
+import sys
+
+import pytest
+import torch
+from support.tiny import converted, original
+from support.weights_loss import weights_loss
+
+from benchmarks import goals, public_op, steps
+from benchmarks.alignment import AlignmentSuite
+from benchmarks.goals import Goal, judge, run_goals, table_of_goals
+from benchmarks.public_op import PublicOpSuite
+from benchmarks.stage_one import StageOneSuite, naive_loss
+from linearize.bench import memory
+from linearize.bench.job import measure
+from linearize.bench.models import BenchModel
+from linearize.bench.options import BenchOptions
+from linearize.bench.suites import AttentionSizes, AttentionSuite
+from linearize.distillation.targets import Targets
+from linearize.errors import ConfigError
+
+SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
+RATE = 1e9
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    original("bert").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Every side takes as much memory."""
+    monkeypatch.setattr(memory, "in_fresh_process", lambda *what: dict.fromkeys(what[3], 1000))
+
+
+class _Public:
+    """In place of the package: the product by its definition."""
+
+    @staticmethod
+    def causal_dot_product(q, k, v):
+        return (q @ k.transpose(-1, -2)).tril() @ v
+
+
+def test_public_op(monkeypatch):
+    suite = PublicOpSuite(SIZES, features=16)
+    monkeypatch.setattr(public_op, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install pytorch-fast-transformers"):
+        suite.check()
+    assert [g.figure for g in table_of_goals() if "public" in g.what] == [None]
+    monkeypatch.setattr(public_op, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "fast_transformers", _Public)
+    monkeypatch.setitem(sys.modules, "fast_transformers.causal_product", _Public)
+    suite.check()
+    wanted = PublicOpSuite(AttentionSizes("flexformer_n"))
+    assert [g.tasks for g in table_of_goals() if "public" in g.what] == [((wanted, 4096),)]
+    ours, theirs = (suite.prepare(variant, 20)() for variant in ("linear", "fast-transformers"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
+    assert row.speedup == row.seconds("fast-transformers") / row.seconds("linear")
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
+def test_stage_one(bert, kernel):
+    suite = StageOneSuite(BenchModel(bert, kernel, longest=64))
+    suite.check()
+    row = measure(suite, 40, rate=RATE, repeats=2)
+    assert row.speedup == pytest.approx(row.seconds("naive") / row.seconds("step"))
+    assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
+    # Both sides take as much, so nothing is left between them.
+    assert row.figures["memory_ratio"] == row.figures["memory_ratio_above_weights"] == 1.0
+
+
+@pytest.mark.usefixtures("no_process")
+def test_alignment(bert):
+    suite = AlignmentSuite(BenchModel(bert, "hedgehog", longest=64))
+    suite.check()
+    row = measure(suite, 40, rate=RATE, repeats=2)
+    assert row.figures["step_over_passes"] == pytest.approx(row.seconds("step") / row.seconds("passes"))
+    assert 0 < row.figures["blockwise_memory_ratio"] < 1
+
+
+def test_the_naive_way_is_the_loss_of_stage_one():
+    layer = next(iter(m for m in converted("bert").modules() if type(m).__name__ == "LinearAttention"))
+    q, k, v = (torch.randn(1, 4, 12, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    naive_loss(layer, q, k, v, None, 0.3)
+    found = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    (phi_q, _), (phi_k, scale) = layer.mixer.mapped(q, k, scaling=0.3)
+    loss = weights_loss(phi_q, phi_k, scale, Targets(q, k, 0.3, False))
+    (loss / (4 * 12)).backward()
+    for one, parameter in zip(found, layer.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_stage_one_needs_weights_to_learn(bert):
+    with pytest.raises(ConfigError, match="weights to learn"):
+        StageOneSuite(BenchModel(bert, "elu")).check()
+    with pytest.raises(ConfigError, match="one sequence"):
+        StageOneSuite(BenchModel(bert, batch=2)).check()
+
+
+@pytest.mark.parametrize("step", steps.SUITES)
+def test_steps_from_the_command_line(bert, step, capsys):
+    line = [step, "--model", bert, "--lengths", "16,32", "--repeats", "1", "--no-memory", "--json"]
+    assert steps.main(line) == 0
+    streams = capsys.readouterr()
+    assert [row["tokens"] for row in json.loads(streams.out)["rows"]] == [16, 32] and "Noise:" in streams.err
+
+
+def test_goals_are_those_of_the_table():
+    table = table_of_goals()
+    assert len({goal.what for goal in table}) == len(table) == 23
+    assert sum(goal.figure is None for goal in table) == 3
+
+
+def test_goals_are_judged(monkeypatch, capsys):
+    tasks = ((AttentionSuite(SIZES), 8),)
+    table = [
+        Goal("easy", 0.0, figure=lambda rows: rows[0].speedup, tasks=tasks),
+        Goal("hard", 1e9, figure=lambda rows: rows[0].speedup, tasks=tasks),
+        Goal("limit", 1e9, most=True, figure=lambda rows: rows[1].seconds("linear"), tasks=tasks * 2),
+        Goal("later", 2.0),
+    ]
+    result, verdicts = run_goals(BenchOptions(repeats=1), goals=table)
+    assert [verdict.verdict for verdict in verdicts] == ["pass", "missed", "pass", "not built"]
+    assert len(result.rows) == 1 and verdicts[0].goal == ">= 0 x"
+    lost = Goal("lost", 1.0, figure=lambda rows: None, tasks=tasks)
+    assert judge(lost, list(tasks), result.rows).verdict == "not measured"
+    monkeypatch.setattr(goals, "table_of_goals", lambda device: table)
+    assert goals.main(["--repeats", "1", "--json"]) == 0
+    streams = capsys.readouterr()
+    assert len(json.loads(streams.out)["goals"]) == 4 and "Goals: 2 of 4 reached" in streams.err
