@@ -30,8 +30,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 """By name. Both have learned log-scales, the default with a window.
 
-`causal` is for language models; docs/benchmarks/hybrid.md says what its parts bring. `encoder` is for models that
-see both sides: the window keeps texts of up to 65 tokens exact; in longer texts the kernel covers what is farther apart.
+`causal` is for language models; docs/benchmarks/hybrid.md says what its parts bring. `encoder` is for models that see
+both sides: the window keeps texts of up to 65 tokens exact, and in longer texts the kernel covers what lies beyond it.
 """
 
 
