@@ -64,13 +64,14 @@ def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> 
     """
     tokens, keys = q.shape[2], k.shape[2]
     causal = causal and tokens > 1
-    if real is None:
-        past = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
-        return past[None, None] if causal and tokens != keys else None
     if not causal:
-        # Of a row of padding alone all keys are visible.
-        return real | ~real.any(dim=-1, keepdim=True)
+        # In a row of padding alone all keys are visible.
+        return None if real is None else real | ~real.any(dim=-1, keepdim=True)
+    if real is None and tokens == keys:
+        return None
     past = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
+    if real is None:
+        return past[None, None]
     # A left-padded query sees itself.
     return past & real | past & ~past.tril(keys - tokens - 1)
 
