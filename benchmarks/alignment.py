@@ -15,15 +15,15 @@ from typing import ClassVar
 
 from torch import nn
 
-from linearize.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
-from linearize.alignment.objective import Objective
-from linearize.alignment.pair import Pair, make_pair
-from linearize.alignment.trainer import AlignTrainer, trained_parameters
 from linearize.attention.interface import linear_attentions
-from linearize.bench.meter import Call
-from linearize.bench.model_suites import OfModel
-from linearize.bench.rows import Row, ratio
-from linearize.distillation.loop import make_accelerator
+from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.model_suites import OfModel
+from linearize.evaluation.bench.rows import Row, ratio
+from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
+from linearize.training.alignment.objective import Objective
+from linearize.training.alignment.pair import Pair, make_pair
+from linearize.training.alignment.trainer import AlignTrainer, trained_parameters
+from linearize.training.stage_one.loop import make_accelerator
 
 
 @dataclass(frozen=True)

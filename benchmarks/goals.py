@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.public_op import PublicOpSuite, installed
-from linearize.bench.job import BenchResult, checked, run_tasks, threads
-from linearize.bench.machine import check_dtype
-from linearize.bench.model_suites import ModelSuite
-from linearize.bench.models import BenchModel
-from linearize.bench.options import BenchOptions
-from linearize.bench.rows import Row, ratio
-from linearize.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
+from linearize.attention.native import engine
 from linearize.cli._output import console, print_json, table
 from linearize.cli.bench import Progress, show
-from linearize.events import Callback, ignore
-from linearize.native import engine
+from linearize.core.events import Callback, ignore
+from linearize.evaluation.bench.job import BenchResult, checked, run_tasks, threads
+from linearize.evaluation.bench.machine import check_dtype
+from linearize.evaluation.bench.model_suites import ModelSuite
+from linearize.evaluation.bench.models import BenchModel
+from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.bench.rows import Row, ratio
+from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
 
 KERNEL = "flexformer_n"
 NOT_BUILT = "not built"

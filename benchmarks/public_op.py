@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.choose import attend_causally
-from linearize.bench.meter import Call
-from linearize.bench.suites import SizedSuite
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.suites import SizedSuite
 
 PACKAGE = "fast_transformers"
 LEAST = 1e-6

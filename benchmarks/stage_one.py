@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, softmax_weights
 from linearize.attention.layer import LinearAttention
-from linearize.bench.meter import Call
-from linearize.bench.model_suites import OfModel
-from linearize.bench.rows import Row, ratio
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.loop import make_accelerator
-from linearize.distillation.observer import KernelTrainer, layer_loss
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.model_suites import OfModel
+from linearize.evaluation.bench.rows import Row, ratio
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.stage_one.observer import KernelTrainer, layer_loss
 
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
 """Numbers in one block of the least work (2 MiB of fp32, to stay in cache), and rows of a block at least."""

@@ -10,12 +10,12 @@ import argparse
 
 from benchmarks.alignment import AlignmentSuite
 from benchmarks.stage_one import StageOneSuite
-from linearize.bench.job import check_lengths, checked, run_tasks, threads
-from linearize.bench.models import BERT_BASE, BenchModel
-from linearize.bench.options import BenchOptions
 from linearize.cli._output import console, print_json
 from linearize.cli.bench import Progress, show
-from linearize.options import parse_lengths
+from linearize.core.options import parse_lengths
+from linearize.evaluation.bench.job import check_lengths, checked, run_tasks, threads
+from linearize.evaluation.bench.models import BERT_BASE, BenchModel
+from linearize.evaluation.bench.options import BenchOptions
 
 SUITES = {"alignment": AlignmentSuite, "stage-one": StageOneSuite}
 

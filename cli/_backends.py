@@ -29,7 +29,7 @@ def explain_plan(out: Console, plan: Plan, tokens: int, device: str) -> None:
     import torch
 
     from linearize.attention.factory import build_mixer
-    from linearize.loading import check_device
+    from linearize.checkpoint.loading import check_device
 
     device = check_device(device)
     layers: dict[str, Mixer] = {}

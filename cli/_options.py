@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearize.errors import ConfigError
-from linearize.from_yaml import convert, kind_of
-from linearize.options import Option, make, options_of
-from linearize.parsing import parse_yaml, read_text
+from linearize.core.errors import ConfigError
+from linearize.core.from_yaml import convert, kind_of
+from linearize.core.options import Option, make, options_of
+from linearize.core.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}

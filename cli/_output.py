@@ -21,9 +21,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from linearize.distillation.processes import is_main
-from linearize.errors import printable
-from linearize.parsing import finite
+from linearize.core.errors import printable
+from linearize.core.parsing import finite
+from linearize.training.stage_one.processes import is_main
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType
     from rich.progress import TaskID
 
-    from linearize.alignment.loop import AlignStep
-    from linearize.distillation.loop import StepReport
-    from linearize.finetune.callbacks import TuneStep
     from linearize.kernel_search.result import SearchStep
     from linearize.modeling.plan import LayerPlan, Plan
+    from linearize.training.alignment.loop import AlignStep
+    from linearize.training.stage_one.loop import StepReport
+    from linearize.training.stage_two.callbacks import TuneStep
 
     Report = StepReport | AlignStep | TuneStep | SearchStep
 
@@ -196,7 +196,7 @@ def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, r
 
 def plan_table(plan: Plan) -> Group:
     """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
-    from linearize.surgery.plan import expectations
+    from linearize.conversion.plan import expectations
 
     groups = [list(layers) for _, layers in itertools.groupby(plan.layers, _alike)]
     rows = [

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from linearize.alignment.loop import AlignResult
     from linearize.cli._output import Heartbeat, Screen, StepProgress
-    from linearize.distillation.loop import DistillResult
     from linearize.fidelity.measure import Fidelity
     from linearize.jobs.advice import Findings
     from linearize.jobs.convert import ConvertResult
@@ -19,11 +17,13 @@ if TYPE_CHECKING:
     from linearize.jobs.events import Callback, Event
     from linearize.kernel_search.result import SearchResult
     from linearize.modeling.plan import Plan
+    from linearize.training.alignment.loop import AlignResult
+    from linearize.training.stage_one.loop import DistillResult
 
 
 def kept_states(target: str, *endings: str) -> str:
     """Say what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
-    from linearize.distillation.state import StateFolder
+    from linearize.training.stage_one.state import StateFolder
 
     for ending in endings or ("align", "stage1", "search"):
         folder = f"{target.rstrip('/')}.{ending}"
@@ -123,7 +123,7 @@ def show_findings(out: Console, findings: Findings) -> None:
 
 def as_lines(out: Console) -> Callback:
     """Return a callback that prints a line at the start of anything slow."""
-    from linearize.events import Started
+    from linearize.core.events import Started
 
     def on_event(event: Event) -> None:
         if isinstance(event, Started):

@@ -7,20 +7,20 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from linearize.bench.options import HOW, WHAT, BenchOptions
 from linearize.cli._backends import add_explain, explain_layers
 from linearize.cli._options import add_json, add_options, take_options
 from linearize.cli.native import add_native, prepare_native
-from linearize.errors import ConfigError
-from linearize.options import options_of
+from linearize.core.errors import ConfigError
+from linearize.core.options import options_of
+from linearize.evaluation.bench.options import HOW, WHAT, BenchOptions
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.status import Status
 
-    from linearize.bench.job import BenchResult
-    from linearize.bench.rows import Row, Variant
-    from linearize.events import Event
+    from linearize.core.events import Event
+    from linearize.evaluation.bench.job import BenchResult
+    from linearize.evaluation.bench.rows import Row, Variant
 
 EPILOG = """examples:
   linearize bench --kernel flexformer_n --kernel hedgehog
@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from linearize.bench.job import run_bench
-    from linearize.bench.plot import check_picture, write_plot
     from linearize.cli._output import console, print_json
+    from linearize.evaluation.bench.job import run_bench
+    from linearize.evaluation.bench.plot import check_picture, write_plot
 
     options = options_from(args)
     if args.plot:
@@ -139,7 +139,7 @@ class Progress:
         from rich.markup import escape
 
         from linearize.cli._progress import as_lines
-        from linearize.events import Started
+        from linearize.core.events import Started
 
         if not self.out.is_terminal:
             as_lines(self.out)(event)
@@ -165,10 +165,10 @@ def explain_suites(out: Console, options: BenchOptions) -> None:
         LinearizeError: one of its children, for everything the user can put right.
     """
     from linearize.attention.interface import linear_attentions
-    from linearize.bench.job import LENGTHS, check_lengths, checked, make_suites
-    from linearize.bench.machine import DTYPES
-    from linearize.bench.model_suites import OfModel
-    from linearize.bench.suites import SizedSuite
+    from linearize.evaluation.bench.job import LENGTHS, check_lengths, checked, make_suites
+    from linearize.evaluation.bench.machine import DTYPES
+    from linearize.evaluation.bench.model_suites import OfModel
+    from linearize.evaluation.bench.suites import SizedSuite
 
     options = checked(options)
     longest = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)[-1]

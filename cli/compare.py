@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from linearize.cli._options import add_options, take_options
 from linearize.cli.report import add_output
-from linearize.report.options import CompareOptions
+from linearize.evaluation.report.options import CompareOptions
 
 EPILOG = """examples:
   linearize compare ./roberta-base-hedgehog ./roberta-base-luna
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from linearize.checkpoint.output import claim
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
-    from linearize.report.compare import PICTURE, compare_checkpoints, write_comparison
+    from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
 
     options = take_options(args, CompareOptions)
     out = console(to_stderr=args.json)

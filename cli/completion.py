@@ -39,11 +39,11 @@ def whole_parser() -> argparse.ArgumentParser:
     import shtab
 
     from linearize.cli.main import VERBS, build_parser
-    from linearize.experiments.recipe import recipe_names
-    from linearize.finetune.tasks import TASKS
+    from linearize.core.registry import kernel_infos
     from linearize.jobs.config import AUTO
     from linearize.jobs.presets import PRESETS
-    from linearize.registry import kernel_infos
+    from linearize.jobs.recipes.recipe import recipe_names
+    from linearize.training.stage_two.tasks import TASKS
 
     kernels = [info.name for info in kernel_infos()]
     values = {"kernel": kernels, "preset": list(PRESETS), "task": list(TASKS), "device": ["auto", "cpu", "cuda", "mps"]}

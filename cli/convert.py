@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     job = take_options(args, ConvertJob)
     # Wrong names are refused before the first slow step.
     if args.finetune:
-        from linearize.finetune.tasks import task
+        from linearize.training.stage_two.tasks import task
 
         task(args.finetune)
     if args.push_to_hub:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         tune_in_place(job, args.finetune, to_stderr=args.json)
     if args.push_to_hub:
         from linearize.cli.push import upload
-        from linearize.distillation.processes import is_main
+        from linearize.training.stage_one.processes import is_main
 
         if is_main():
             upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)

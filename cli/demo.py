@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
-    from linearize.bench.rows import mebibytes
     from linearize.cli._output import at_work, console, print_json, table
-    from linearize.demo import run_demo
+    from linearize.evaluation.bench.rows import mebibytes
     from linearize.jobs import events
+    from linearize.jobs.demo import run_demo
 
     job = take_options(args, DemoJob)
     out = console(to_stderr=args.json)

@@ -13,10 +13,10 @@ from linearize.jobs.task_config import EvaluateJob
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from linearize.finetune.task import Task
     from linearize.jobs.evaluate import Evaluation
     from linearize.jobs.events import Event
     from linearize.jobs.sides import SideResult, Times
+    from linearize.training.stage_two.task import Task
 
 EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from linearize.cli._options import add_dry_run, add_json, add_options, take_options
 from linearize.cli._progress import show_bill, show_findings
-from linearize.errors import NotSavedError
+from linearize.core.errors import NotSavedError
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.task_config import TuneJob
 
 if TYPE_CHECKING:
     from linearize.cli._output import Report, Screen
-    from linearize.finetune.trainer import TuneResult
     from linearize.jobs.advice import Findings
     from linearize.jobs.events import Event
+    from linearize.training.stage_two.trainer import TuneResult
 
 EPILOG = """examples:
   linearize finetune bert-hedgehog --task cola --output bert-cola
@@ -99,7 +99,7 @@ def tune_in_place(converted: ConvertJob, task: str, *, to_stderr: bool) -> None:
 
 def kept_checkpoint(job: TuneJob) -> str:
     """Say what an interrupted stage two left on disk, and how to resume it."""
-    from linearize.finetune.work import last_checkpoint
+    from linearize.training.stage_two.work import last_checkpoint
 
     folder = f"{job.target()}.training"
     last = last_checkpoint(folder)
@@ -110,9 +110,9 @@ def kept_checkpoint(job: TuneJob) -> str:
 def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Findings]:
     """Tune, print what happens, and return the result and the findings."""
     from linearize.cli._output import at_work
-    from linearize.finetune.tasks import above_chance
     from linearize.jobs import events
     from linearize.jobs.finetune import finetune_checkpoint
+    from linearize.training.stage_two.tasks import above_chance
 
     findings: list[Findings] = []
     last: list[Report] = []

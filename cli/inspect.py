@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan_of_original(name: str) -> Plan | None:
     """Plan a conversion that is not carried out: it lists every attention and whether it can be converted."""
-    from linearize.errors import UnsupportedModelError
-    from linearize.loading import load_model
-    from linearize.surgery.plan import plan
+    from linearize.checkpoint.loading import load_model
+    from linearize.conversion.plan import plan
+    from linearize.core.errors import UnsupportedModelError
 
     try:
         return plan(load_model(name).model, "hedgehog")

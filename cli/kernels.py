@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from linearize.registry import KernelInfo
+    from linearize.core.registry import KernelInfo
 
 EPILOG = """examples:
   linearize kernels
@@ -22,7 +22,7 @@ against SDPA on a CPU with the native op. State: what decoding keeps per sequenc
 
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
-"""What `linearize.registry.option` may say of an argument's values."""
+"""What `linearize.core.registry.option` may say of an argument's values."""
 BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
 
 
@@ -37,7 +37,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
     from linearize.attention.factory import count_parameters, state_bytes
     from linearize.attention.shape import HeadShape
-    from linearize.bench.measured import SPEED, SPEED_SOURCE, quality_of
+    from linearize.evaluation.bench.measured import SPEED, SPEED_SOURCE, quality_of
 
     config, size = info.config(), BERT_BASE["head_dim"]
     shape = HeadShape(BERT_BASE["heads"], BERT_BASE["heads"], size, size, False)
@@ -75,7 +75,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Print the table, one kernel, or the advice."""
     from linearize.cli._output import print_json
-    from linearize.registry import kernel_info, kernel_infos
+    from linearize.core.registry import kernel_info, kernel_infos
 
     if args.model:
         return _advise(args)
@@ -102,8 +102,8 @@ def _print(out: Console, title: str, rows: list[list[Any]]) -> None:
         title: of the table.
         rows: name, features, parameters, bytes of the state, nats, experiment, times faster, advice.
     """
-    from linearize.bench.measured import EXPERIMENTS, FORWARD, SPEED_SOURCE, speed_of
     from linearize.cli._output import ROOMY, table
+    from linearize.evaluation.bench.measured import EXPERIMENTS, FORWARD, SPEED_SOURCE, speed_of
 
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
     cells = [
@@ -129,8 +129,8 @@ def _print(out: Console, title: str, rows: list[list[Any]]) -> None:
 
 def _list(facts: list[dict[str, Any]]) -> None:
     """Print all kernels."""
-    from linearize.bench.measured import default_quality, speed_of
     from linearize.cli._output import console
+    from linearize.evaluation.bench.measured import default_quality, speed_of
 
     rows = []
     for fact in facts:
@@ -150,7 +150,7 @@ def _mebibytes(count: int | None) -> str:
 def _advise(args: argparse.Namespace) -> int:
     """Print which kernels suit a model."""
     from linearize.cli._output import console, print_json
-    from linearize.errors import ConfigError
+    from linearize.core.errors import ConfigError
     from linearize.jobs.choose import advise
 
     if args.name:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from linearize.errors import (
+from linearize.core.errors import (
     ConfigError,
     LinearizeError,
     NotSavedError,

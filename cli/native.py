@@ -51,9 +51,9 @@ def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -
         device: where the verb runs.
         out: console for the line; None if nothing is compiled.
     """
-    from linearize.loading import check_device
-    from linearize.native import SWITCH
-    from linearize.native.build import obstacle, worth_building
+    from linearize.attention.native import SWITCH
+    from linearize.attention.native.build import obstacle, worth_building
+    from linearize.checkpoint.loading import check_device
 
     if args.no_native:
         # Also for the processes that measure memory.
@@ -68,8 +68,8 @@ def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -
 
 def _build_once(out: Console) -> None:
     from linearize.attention.backends.self_test import agreement, check_agreement
-    from linearize.errors import ConfigError
-    from linearize.native.build import build, note_failure
+    from linearize.attention.native.build import build, note_failure
+    from linearize.core.errors import ConfigError
 
     start = time.perf_counter()
     try:
@@ -89,11 +89,11 @@ def _build_once(out: Console) -> None:
 def run(args: argparse.Namespace) -> int:
     """Build, remove or say what is there."""
     from linearize.attention.backends.self_test import agreement, check_agreement
+    from linearize.attention.native import SWITCH, engine
+    from linearize.attention.native.build import build, compiler, remove
+    from linearize.attention.native.locate import cache_folder, compiled, shipped
     from linearize.cli._output import console, print_json, table
-    from linearize.errors import ConfigError
-    from linearize.native import SWITCH, engine
-    from linearize.native.build import build, compiler, remove
-    from linearize.native.locate import cache_folder, compiled, shipped
+    from linearize.core.errors import ConfigError
 
     out = console(to_stderr=args.json)
     removed = remove() if args.remove else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from linearize.errors import ConfigError, printable
+from linearize.core.errors import ConfigError, printable
 
 EPILOG = """examples:
   linearize recipes
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list or one recipe, or write a new one."""
     from linearize.cli._output import console, print_json, table
-    from linearize.experiments.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
+    from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
 
     if args.new:
         if args.name:

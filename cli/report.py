@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from linearize.cli._options import add_json, add_options, take_options
-from linearize.report.options import ReportOptions
+from linearize.evaluation.report.options import ReportOptions
 
 EPILOG = """examples:
   linearize report ./roberta-base-hedgehog
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     """Make the report and print the table of fidelity."""
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
-    from linearize.report.answer import answer
-    from linearize.report.write import PAGE, write_report
+    from linearize.evaluation.report.answer import answer
+    from linearize.evaluation.report.write import PAGE, write_report
 
     options = take_options(args, ReportOptions)
     out = console(to_stderr=args.json)

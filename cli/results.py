@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from linearize.experiments.results import Table
+    from linearize.jobs.recipes.results import Table
 
 EPILOG = """examples:
   linearize results runs/minilm-glue
@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
-    from linearize.bench.plot import check_picture
     from linearize.cli._output import console, print_json
-    from linearize.experiments import formats
-    from linearize.experiments.results import tables
+    from linearize.evaluation.bench.plot import check_picture
+    from linearize.jobs.recipes import formats
+    from linearize.jobs.recipes.results import tables
 
     if args.plot:
         check_picture(args.plot, overwrite=args.overwrite)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def results_table(results: Table) -> Group:
     """Build the table."""
     from linearize.cli._output import table
-    from linearize.experiments.formats import lines_of
+    from linearize.jobs.recipes.formats import lines_of
 
     right = tuple(range(1, len(results.columns) + 1))
     return table(results.title, ["", *results.columns], lines_of(results), right=right)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from linearize.events import Callback, Event
-    from linearize.experiments.schema import Recipe
+    from linearize.core.events import Callback, Event
+    from linearize.jobs.recipes.schema import Recipe
 
 EPILOG = """examples:
   linearize run minilm-glue data=./glue kernels=[softmax,hedgehog] --output runs/minilm
@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
     from linearize.cli._output import console, print_json
     from linearize.cli.results import results_table
-    from linearize.experiments.recipe import load_recipe, plain
-    from linearize.experiments.results import make_table
-    from linearize.experiments.run import check_data, run_recipe
+    from linearize.jobs.recipes.recipe import load_recipe, plain
+    from linearize.jobs.recipes.results import make_table
+    from linearize.jobs.recipes.run import check_data, run_recipe
 
     recipe = load_recipe(args.recipe, args.changes)
     name = Path(args.recipe).stem
@@ -69,7 +69,7 @@ def _show(recipe: Recipe, name: str) -> None:
     import yaml
 
     from linearize.cli._output import console
-    from linearize.experiments.recipe import cells, plain
+    from linearize.jobs.recipes.recipe import cells, plain
 
     table = cells(recipe)
     print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
@@ -85,8 +85,8 @@ def _show(recipe: Recipe, name: str) -> None:
 def _show_events(out: Console) -> Callback:
     from linearize.cli._output import StepProgress
     from linearize.cli.finetune import log_line
-    from linearize.experiments.run import CellDone, CellStarted
     from linearize.jobs.events import DataOpened, Logged, StepDone
+    from linearize.jobs.recipes.run import CellDone, CellStarted
 
     def on_event(event: Event) -> None:
         match event:

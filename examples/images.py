@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.log import STAGE_ONE, log_file
 from linearize.data import DataConfig, load_source
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.loop import distill
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loop import distill
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from linearize.events import Event, Noted, Started
+from linearize.core.events import Event, Noted, Started
 from linearize.jobs.longdoc import LongdocResult, run_longdoc
 from linearize.jobs.longdoc_config import LongdocJob
 

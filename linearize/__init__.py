@@ -18,32 +18,32 @@ __version__ = "0.1.0"
 # Public name -> module, loaded on first use.
 _PUBLIC = {
     "Plan": "linearize.modeling.plan",
-    "LinearizeError": "linearize.errors",
-    "align": "linearize.alignment.loop",
-    "apply": "linearize.surgery.apply",
-    "convert": "linearize.surgery.apply",
-    "distill": "linearize.distillation.loop",
-    "kernel_info": "linearize.registry",
-    "kernel_infos": "linearize.registry",
-    "plan": "linearize.surgery.plan",
-    "register_kernel": "linearize.registry",
+    "LinearizeError": "linearize.core.errors",
+    "align": "linearize.training.alignment.loop",
+    "apply": "linearize.conversion.apply",
+    "convert": "linearize.conversion.apply",
+    "distill": "linearize.training.stage_one.loop",
+    "kernel_info": "linearize.core.registry",
+    "kernel_infos": "linearize.core.registry",
+    "plan": "linearize.conversion.plan",
+    "register_kernel": "linearize.core.registry",
     "save": "linearize.checkpoint.save",
     "search": "linearize.kernel_search.loop",
 }
 
 if TYPE_CHECKING:
-    from linearize.alignment.loop import align as align
     from linearize.checkpoint.save import save as save
-    from linearize.distillation.loop import distill as distill
-    from linearize.errors import LinearizeError as LinearizeError
+    from linearize.conversion.apply import apply as apply
+    from linearize.conversion.apply import convert as convert
+    from linearize.conversion.plan import plan as plan
+    from linearize.core.errors import LinearizeError as LinearizeError
+    from linearize.core.registry import kernel_info as kernel_info
+    from linearize.core.registry import kernel_infos as kernel_infos
+    from linearize.core.registry import register_kernel as register_kernel
     from linearize.kernel_search.loop import search as search
     from linearize.modeling.plan import Plan as Plan
-    from linearize.registry import kernel_info as kernel_info
-    from linearize.registry import kernel_infos as kernel_infos
-    from linearize.registry import register_kernel as register_kernel
-    from linearize.surgery.apply import apply as apply
-    from linearize.surgery.apply import convert as convert
-    from linearize.surgery.plan import plan as plan
+    from linearize.training.alignment.loop import align as align
+    from linearize.training.stage_one.loop import distill as distill
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     except ModuleNotFoundError as error:
-        from linearize.errors import missing_package
+        from linearize.core.errors import missing_package
 
         raise missing_package(error) or error from error
 

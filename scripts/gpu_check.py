@@ -176,8 +176,8 @@ def summary_of_tests(junit: Path) -> dict[str, Any]:
 
 def demo_model() -> str | None:
     """Return the folder of the demo's MiniLM, or None."""
-    from linearize.demo import minilm_folder
-    from linearize.errors import CheckpointError
+    from linearize.core.errors import CheckpointError
+    from linearize.jobs.demo import minilm_folder
 
     try:
         return str(minilm_folder())

@@ -18,8 +18,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from linearize.native.build import compile_library, compiler
-from linearize.native.locate import FOLDER, INDEX, describe, processor, sources_hash, variants
+from linearize.attention.native.build import compile_library, compiler
+from linearize.attention.native.locate import FOLDER, INDEX, describe, processor, sources_hash, variants
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TAKEN = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "linearize", "cli", "recipes")

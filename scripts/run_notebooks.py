@@ -18,7 +18,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from linearize.demo import minilm_folder
+from linearize.jobs.demo import minilm_folder
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
 KEPT = ("convert_and_look",)

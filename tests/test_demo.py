@@ -5,14 +5,14 @@ import json
 import pytest
 from support.forks import in_forked_process
 
-from linearize import demo
 from linearize.cli import main
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
+from linearize.jobs import demo
 from linearize.jobs.config import DemoJob
 
 
 def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("linearize.bench.memory.in_fresh_process", in_forked_process)
+    monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
     monkeypatch.setattr(demo, "SIZES", {"batch_size": 8, "holdout": 8})
     out = tmp_path / "demo"
     assert main(["demo", "--steps", "4", "--tokens", "700", "--output", str(out), "--json"]) == 0

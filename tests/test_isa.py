@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from linearize.native.locate import processor
+from linearize.attention.native.locate import processor
 
 TESTS = Path(__file__).parent
 AREAS = ("ops", "kernels", "attention", "native", "numerics", "fidelity")

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from linearize.alignment.config import AlignConfig
-from linearize.bench.options import BenchOptions
-from linearize.distillation.config import DistillConfig
-from linearize.errors import ConfigError, UnknownNameError
-from linearize.finetune.config import DataOptions, TuneConfig
+from linearize.core.errors import ConfigError, UnknownNameError
+from linearize.core.options import check, effective, option, options_of
+from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.report.options import CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
-from linearize.options import check, effective, option, options_of
-from linearize.report.options import CompareOptions, ReportOptions
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 
 JOBS = [AlignJob, ConvertJob, DistillJob, EvaluateJob, InitJob, TuneJob, BenchOptions, CompareOptions, ReportOptions]
 CONFIGS = [DistillConfig, AlignConfig, TuneConfig, DataOptions]

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from support.checkpoints import make_original, make_text, texts
 from support.scripts import script
 
-from linearize.errors import EXTRAS
+from linearize.core.errors import EXTRAS
 
 CHECKOUT = Path(__file__).parents[1]
 DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow", "onnx_ir": "onnx-ir"}

@@ -9,7 +9,7 @@ from support.tiny import converted
 import linearize
 from linearize.checkpoint.card import base_facts
 from linearize.cli import main
-from linearize.parsing import parse_json, parse_yaml
+from linearize.core.parsing import parse_json, parse_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)

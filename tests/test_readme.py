@@ -11,7 +11,7 @@ from support.scripts import script
 
 import linearize
 from linearize.cli.main import VERBS, build_parser
-from linearize.registry import kernel_infos
+from linearize.core.registry import kernel_infos
 
 DOCUMENTS = ["README.md", *pages()]
 TEXTS = {name: (CHECKOUT / name).read_text(encoding="utf-8") for name in DOCUMENTS}

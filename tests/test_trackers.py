@@ -8,9 +8,9 @@ import accelerate.tracking
 import pytest
 from accelerate.utils import LoggerType
 
-from linearize.distillation.loop import StepReport
-from linearize.errors import ConfigError, UnknownNameError
-from linearize.trackers import reporter
+from linearize.core.errors import ConfigError, UnknownNameError
+from linearize.training.stage_one.loop import StepReport
+from linearize.training.trackers import reporter
 
 REPORT = StepReport(3, 9, {"a": 1.0, "b": 3.0}, None, 0.1, 2.0)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
+from linearize.core.registry import KernelInfo
 from linearize.ops import Blocks, BlockState, block_attention, block_weights
-from linearize.registry import KernelInfo
 
 
 class BlockMixer(Mixer):

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from linearize.errors import ConfigError, LinearizeError
+from linearize.core.errors import ConfigError, LinearizeError
 
 State = dict[str, Tensor]
 

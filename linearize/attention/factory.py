@@ -9,9 +9,9 @@ from linearize.attention.block import BlockMixer
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.kernels.base import BlockKernel, Kernel
-from linearize.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config
 
 NUMBER = 4
 """Bytes of one number of a state."""

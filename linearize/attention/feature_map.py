@@ -14,10 +14,10 @@ from linearize.attention.mixer import Mixer
 from linearize.attention.scale import LogScale, Scales
 from linearize.attention.shape import HeadShape
 from linearize.attention.softmax_heads import CACHED, SoftmaxHeads
+from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS, without_padding
-from linearize.registry import PLAIN, SCALES, Hybrid, KernelInfo
 
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative, so that it can cross zero among ordinary numbers."""

@@ -22,7 +22,7 @@ from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.masks import key_padding, softmax_weights, visible_keys
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
-from linearize.errors import CheckpointError, ConfigError, UnsupportedModelError
+from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from linearize.ops.tracing import is_tracing
 
 UNSUPPORTED_SCORE_MODS = {

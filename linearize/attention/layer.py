@@ -15,8 +15,8 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
+from linearize.core.registry import Hybrid
 from linearize.ops.tracing import is_tracing
-from linearize.registry import Hybrid
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.shape import HeadShape
+from linearize.core.registry import PLAIN, Hybrid, KernelInfo, kernel_info
 from linearize.kernels.base import Kernel, Output
-from linearize.registry import PLAIN, Hybrid, KernelInfo, kernel_info
 
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from linearize.errors import UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 from linearize.ops.tracing import is_tracing
 
 SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=None)

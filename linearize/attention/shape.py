@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

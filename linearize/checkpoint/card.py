@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import PlanPoint, Provenance
-from linearize.errors import CheckpointError, printable
-from linearize.heads import HEADS, Head, head_of_class
+from linearize.conversion.plan import expectations
+from linearize.conversion.positions import current_length
+from linearize.core.errors import CheckpointError, printable
+from linearize.core.heads import HEADS, Head, head_of_class
+from linearize.core.parsing import parse_yaml, read_text
+from linearize.core.registry import KernelInfo, kernel_info
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import outside_packages, why_not
-from linearize.parsing import parse_yaml, read_text
-from linearize.registry import KernelInfo, kernel_info
-from linearize.surgery.plan import expectations
-from linearize.surgery.positions import current_length
 
 TEMPLATE = Path(__file__).with_name("card.md")
 MOST_COMMANDS, LONGEST_COMMAND = 20, 4000

@@ -15,7 +15,7 @@ import xxhash
 from torch import nn
 
 from linearize.attention.interface import linear_attentions
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 
 ROWS = 65_536
 """Most rows that are read, evenly spread; the number of rows counts in any case."""

@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModel
 
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance
-from linearize.errors import CheckpointError, LinearizeError, first_line
-from linearize.gguf import count_parameters, find_gguf, located, read_config_values
+from linearize.conversion.gguf import count_parameters, find_gguf, located, read_config_values
+from linearize.core.errors import CheckpointError, LinearizeError, first_line
+from linearize.core.parsing import read_json
 from linearize.modeling.config import MODEL_TYPE, PACKAGES, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import read_header
-from linearize.parsing import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -174,7 +174,7 @@ def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrai
 
 
 def _length(model: nn.Module | None) -> int | None:
-    from linearize.surgery.positions import current_length
+    from linearize.conversion.positions import current_length
 
     try:
         return None if model is None else current_length(model)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from linearize.checkpoint.ownership import check_links
-from linearize.errors import CheckpointError
-from linearize.parsing import parse_json, read_text
+from linearize.core.errors import CheckpointError
+from linearize.core.parsing import parse_json, read_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

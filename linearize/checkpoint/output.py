@@ -19,8 +19,8 @@ from pathlib import Path
 from filelock import FileLock, SoftFileLock, Timeout
 
 from linearize.checkpoint.ownership import check_ours, mark
-from linearize.errors import CheckpointError
-from linearize.parsing import read_text, spare_name
+from linearize.core.errors import CheckpointError
+from linearize.core.parsing import read_text, spare_name
 
 Name = str | os.PathLike[str]
 WAIT = 0.3

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import CheckpointError
-from linearize.parsing import MOST_TEXT, read_json, spare_name
+from linearize.core.errors import CheckpointError
+from linearize.core.parsing import MOST_TEXT, read_json, spare_name
 
 MARKER = ".linearize.json"
 """The marker of a finished folder: `written_by`, `mark` and `files`, sizes in bytes by name."""

@@ -97,7 +97,7 @@ class OriginalResult:
 
 @dataclass(frozen=True)
 class StageTwo:
-    """What stage two did, as `linearize.finetune.save.tuning_record` writes it."""
+    """What stage two did, as `linearize.training.stage_two.save.tuning_record` writes it."""
 
     task: str | None = None
     data: str | None = None

@@ -18,8 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 
 from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, check_links, files_below, replace_listed
 from linearize.checkpoint.sentence import sentence_files
-from linearize.errors import CheckpointError, ConfigError, first_line, printable
-from linearize.parsing import read_text
+from linearize.core.errors import CheckpointError, ConfigError, first_line, printable
+from linearize.core.parsing import read_text
 
 _BROKEN = (HTTPError, ConnectionError, TimeoutError)
 OTHERS = re.compile(

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.output import atomic_folder
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
 from linearize.modeling.model import check_checkpoint, is_linearized
 
 if TYPE_CHECKING:
-    from linearize.types import Processor
+    from linearize.core.types import Processor
 
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""

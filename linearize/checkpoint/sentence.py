@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from linearize.errors import CheckpointError
-from linearize.parsing import parse_json
+from linearize.core.errors import CheckpointError
+from linearize.core.parsing import parse_json
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 OWN = ("config_sentence_transformers.json", TRANSFORMER)

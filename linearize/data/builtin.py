@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from linearize.core.errors import DataError
 from linearize.data.records import Example
-from linearize.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset

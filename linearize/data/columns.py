@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from linearize.core.errors import DataError
+from linearize.core.heads import Modality
 from linearize.data.config import DataConfig
 from linearize.data.hub import rows_of
-from linearize.errors import DataError
-from linearize.heads import Modality
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

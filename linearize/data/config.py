@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from linearize.errors import ConfigError
-from linearize.options import check, option
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option
 
 Mixture = tuple[tuple[str, float], ...]
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from linearize.core.errors import ConfigError, DataError
+from linearize.core.heads import Modality
 from linearize.data.hub import cause
 from linearize.data.records import Example
-from linearize.errors import ConfigError, DataError
-from linearize.heads import Modality
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from linearize.types import Processor
+    from linearize.core.types import Processor
 
 PACK_TEXTS = 256
 # Longer than any text: we cut rows, so the tokenizer need not warn about long texts.

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from linearize.checkpoint.fingerprint import data_digest, spread
+from linearize.core.errors import DataError
 from linearize.data.hub import rows_of
 from linearize.data.images import decode, image_digest, raw_bytes
 from linearize.data.order import MIX, POOL, apportion, endless
 from linearize.data.records import Example, Records, TableRow, named_labels, text_digest, usable_label
-from linearize.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from linearize.errors import DataError, LinearizeError
+from linearize.core.errors import DataError, LinearizeError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

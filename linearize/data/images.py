@@ -11,9 +11,9 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
+from linearize.core.errors import DataError
 from linearize.data.hub import cause
 from linearize.data.records import Example, RawImage, TableRecords, named_labels
-from linearize.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from linearize.core.errors import ConfigError, DataError, unknown_name
+from linearize.core.heads import Modality
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
 from linearize.data.columns import class_names, column_kinds, find_pair, merge_names, uniform
 from linearize.data.config import DataConfig
@@ -22,11 +24,9 @@ from linearize.data.pairs import PairedAnew
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Source
 from linearize.data.walk import exists
-from linearize.errors import ConfigError, DataError, unknown_name
-from linearize.heads import Modality
 
 if TYPE_CHECKING:
-    from linearize.types import Processor
+    from linearize.core.types import Processor
 
 FETCH_ROWS = 1_000
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
+from linearize.core.errors import DataError, first_line
+from linearize.core.heads import Modality
 from linearize.data.hub import cause, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
 from linearize.data.walk import exists, files_in
-from linearize.errors import DataError, first_line
-from linearize.heads import Modality
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from linearize.core.errors import DataError
 from linearize.data.records import Records
-from linearize.errors import DataError
 
 Item = TypeVar("Item")
 # Batches sorted by length together: enough for little padding, few enough for a random order.

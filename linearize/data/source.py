@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linearize.checkpoint.fingerprint import data_digest
+from linearize.core.errors import ConfigError
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
 from linearize.data.feeds import Feed
 from linearize.data.order import batches
 from linearize.data.records import Example
-from linearize.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

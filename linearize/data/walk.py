@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from linearize.core.errors import DataError
 from linearize.data.hub import cause
-from linearize.errors import DataError
 
 MOST_FOLDERS = 100_000
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from linearize.attention.interface import linear_attentions
-from linearize.errors import UnsupportedModelError
-from linearize.surgery.inputs import candidates
+from linearize.conversion.inputs import candidates
+from linearize.core.errors import UnsupportedModelError
 
 BATCH, TOKENS, PAST = "batch", "tokens", "past"
 """Names of the sizes that a graph leaves open."""

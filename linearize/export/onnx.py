@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.errors import UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, Graph
 
 WEIGHTS = "weights.bin"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from linearize import native
+from linearize.attention import native
 from linearize.attention.backends.self_test import switched
-from linearize.bench.meter import Timing, in_turns
+from linearize.evaluation.bench.meter import Timing, in_turns
 from linearize.export.graphs import BATCH, TOKENS, Graph
 from linearize.export.onnx import resized, run, session, state_of
 

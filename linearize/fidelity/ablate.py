@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
-from linearize.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError, unknown_name
+from linearize.fidelity.teacher.observe import last_states
 from linearize.kernels.base import FeatureMap, Features
 from linearize.modeling.modes import evaluating
-from linearize.teacher.observe import last_states
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
 """Parts that can be removed: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),

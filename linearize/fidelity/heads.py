@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import without_kernel
+from linearize.fidelity.teacher.observe import last_states, softmax_heads_output
 from linearize.modeling.modes import evaluating
 from linearize.modeling.plan import Plan
-from linearize.teacher.observe import last_states, softmax_heads_output
 
 POINTS = 4
 """Steps between softmax and the window."""

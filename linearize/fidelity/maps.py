@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.errors import DataError
+from linearize.core.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.teacher.observe import show
-from linearize.teacher.rows import Rows, group, softmax_rows
+from linearize.fidelity.teacher.observe import show
+from linearize.fidelity.teacher.rows import Rows, group, softmax_rows
 
 MAX_TOKENS = 1024
 """Most tokens of the input, as there are T x T numbers per layer and head."""

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.errors import ConfigError, DataError
+from linearize.core.errors import ConfigError, DataError
 from linearize.fidelity.ablate import without_kernel
+from linearize.fidelity.teacher.observe import has_rows, run_body, show, softmax_output
+from linearize.fidelity.teacher.rows import Rows, all_rows, group, softmax_rows
 from linearize.modeling.modes import evaluating
 from linearize.ops import Window, kernel_weights
-from linearize.teacher.observe import has_rows, run_body, show, softmax_output
-from linearize.teacher.rows import Rows, all_rows, group, softmax_rows
 
 LOG_FLOOR = 1e-6
 """Least weight in the logarithm of the KL. Total variation and negative share have no floor."""
@@ -152,7 +152,7 @@ def output_difference(
 
     Texts are cut to what the original takes.
     """
-    from linearize.surgery.positions import current_length
+    from linearize.conversion.positions import current_length
 
     cosine = error = power = 0.0
     count = 0

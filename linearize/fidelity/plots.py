@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linearize.errors import DataError
+from linearize.core.errors import DataError
 from linearize.fidelity.maps import LayerMaps, rank_correlation
 from linearize.fidelity.measure import Fidelity
 from linearize.fidelity.plots_style import (

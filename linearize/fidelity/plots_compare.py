@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from linearize.errors import DataError, printable
+from linearize.core.errors import DataError, printable
 from linearize.fidelity.plots_style import FIGURES, axes_grid, new_figure, tidy, whole_numbers
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from linearize.errors import DataError
+from linearize.core.errors import DataError
 from linearize.fidelity.maps import LayerMaps
 from linearize.fidelity.plots_style import (
     FIGURES,

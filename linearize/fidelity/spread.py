@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.errors import DataError
+from linearize.core.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.teacher.observe import show
-from linearize.teacher.rows import all_rows, group, softmax_rows
+from linearize.fidelity.teacher.observe import show
+from linearize.fidelity.teacher.rows import all_rows, group, softmax_rows
 
 RATIOS = tuple(i / 20 for i in range(1, 21))
 """Sizes of the neighbourhood, as shares of the input's length."""

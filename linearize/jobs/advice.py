@@ -7,23 +7,23 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from linearize.checkpoint.provenance import weights_were_trained
-from linearize.heads import HEADS, head_of_class
+from linearize.conversion.positions import current_length
+from linearize.core.heads import HEADS, head_of_class
+from linearize.core.registry import kernel_info
 from linearize.jobs.command import again, data_options, line
 from linearize.jobs.config import AlignJob, ConvertJob, StageOneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import LayerPlan, Plan
-from linearize.registry import kernel_info
-from linearize.surgery.positions import current_length
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from linearize.fidelity.ablate import KernelMerit
-    from linearize.finetune.prepared import TaskData
-    from linearize.finetune.trainer import TuneResult
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
+    from linearize.training.stage_two.prepared import TaskData
+    from linearize.training.stage_two.trainer import TuneResult
 
 STAGE_ONE, ALIGNMENT, STAGE_TWO = "stage one", "alignment", "stage two"
 FALLING, FLAT, START, UNKNOWN = "falling", "flat", "start", "unknown"
@@ -319,7 +319,7 @@ def _after_tuning(linear: bool, job: TuneJob, found: str, steps: int) -> tuple[s
         return "to make it linear", line(
             "convert", target, {"dataset": job.dataset, "text_column": task.columns or None}
         )
-    from linearize.finetune.tasks import TASKS
+    from linearize.training.stage_two.tasks import TASKS
 
     usual = TASKS[task.name]
     options = {

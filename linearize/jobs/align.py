@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from linearize.alignment.pair import check_teacher
+from linearize.checkpoint.loading import load_converted, load_model, model_type
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.provenance import weights_were_trained
-from linearize.errors import ConfigError
+from linearize.conversion.positions import current_length
+from linearize.core.errors import ConfigError
 from linearize.jobs.config import AlignJob
 from linearize.jobs.convert import ConvertResult, save_result
 from linearize.jobs.events import Callback, ignore
 from linearize.jobs.stages import Context, first_device, make_room, open_data, reserved, run_alignment
-from linearize.loading import load_converted, load_model, model_type
 from linearize.modeling.plan import Plan
-from linearize.surgery.positions import current_length
+from linearize.training.alignment.pair import check_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass
 
 from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
-from linearize.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.errors import ConfigError
+from linearize.checkpoint.loading import load_model, model_type
+from linearize.conversion.plan import plan
+from linearize.conversion.positions import current_length
+from linearize.core.errors import ConfigError
+from linearize.core.registry import KernelInfo, kernel_infos
+from linearize.evaluation.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
 from linearize.jobs.command import line
-from linearize.loading import load_model, model_type
 from linearize.modeling.plan import LayerPlan
-from linearize.registry import KernelInfo, kernel_infos
-from linearize.surgery.plan import plan
-from linearize.surgery.positions import current_length
 
 SHORT = 512
 """Tokens up to which linear attention gains little; see docs/benchmarks/speed.md."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linearize.options import effective, name_of, on_disk, options_of
+from linearize.core.options import effective, name_of, on_disk, options_of
 
 SWITCHES = ("--resume", "--overwrite", "--json")
 """Options without a value that concern one run, not the job."""

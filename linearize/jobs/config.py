@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from linearize import kernel_options
-from linearize.alignment.config import AlignConfig
+from linearize.core import kernel_options
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, make, option, parse_lengths, section
 from linearize.data.config import DataConfig
-from linearize.distillation.config import DISTILL_LENGTH, DistillConfig
-from linearize.errors import ConfigError
 from linearize.jobs.presets import PRESETS, preset_options
 from linearize.kernel_search.config import SearchConfig
-from linearize.options import check, make, option, parse_lengths, section
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 
 KERNEL = "hedgehog"
 """Default kernel of a conversion."""
@@ -81,7 +81,7 @@ class Job:
 
 def parse_layers(text: str) -> tuple[int, ...] | str:
     """Read layer numbers such as 0-2,5; a share such as 1/4 stays a text until the number of layers is known."""
-    from linearize.surgery.layers import parse_indices, parse_share
+    from linearize.conversion.layers import parse_indices, parse_share
 
     if parse_share(text) is not None:
         return text

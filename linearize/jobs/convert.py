@@ -7,12 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.checkpoint.loading import Loaded, load_converted, load_model
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
 from linearize.checkpoint.provenance import weights_were_trained
 from linearize.checkpoint.sentence import with_length
-from linearize.distillation.batches import usual_length, within
-from linearize.distillation.processes import under_fsdp
-from linearize.errors import ConfigError, TrainingError
+from linearize.conversion.apply import convert_model
+from linearize.conversion.inputs import read_inputs
+from linearize.conversion.plan import plan
+from linearize.conversion.plan_file import apply_file, read_plan
+from linearize.conversion.positions import current_length, extend_processor, tokens_of_image_size
+from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.options import name_of, on_disk, recorded
+from linearize.core.parsing import finite
+from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import keep_heads
 from linearize.jobs.advice import Findings, after_training
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
@@ -33,25 +40,18 @@ from linearize.jobs.stages import (
     without_heads,
     write,
 )
-from linearize.loading import Loaded, load_converted, load_model
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
-from linearize.options import name_of, on_disk, recorded
-from linearize.parsing import finite
-from linearize.registry import kernel_info, make_config
-from linearize.surgery.apply import convert_model
-from linearize.surgery.inputs import read_inputs
-from linearize.surgery.plan import plan
-from linearize.surgery.plan_file import apply_file, read_plan
-from linearize.surgery.positions import current_length, extend_processor, tokens_of_image_size
+from linearize.training.stage_one.batches import usual_length, within
+from linearize.training.stage_one.processes import under_fsdp
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from linearize.alignment.loop import AlignResult
-    from linearize.distillation.loop import DistillResult
-    from linearize.surgery.positions import PositionReport
+    from linearize.conversion.positions import PositionReport
+    from linearize.training.alignment.loop import AlignResult
+    from linearize.training.stage_one.loop import DistillResult
 
 
 STAND_IN = "elu"

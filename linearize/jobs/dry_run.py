@@ -19,18 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.alignment.config import BLOCKWISE, AlignConfig
-from linearize.alignment.loop import align
 from linearize.attention.interface import linear_attentions
-from linearize.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
+from linearize.attention.native.build import worth_building
+from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.loop import distill
-from linearize.distillation.processes import check_alone
-from linearize.errors import TrainingError
-from linearize.finetune.prepared import Chosen
-from linearize.finetune.trainer import finetune
+from linearize.conversion.apply import convert_model
+from linearize.core.errors import TrainingError
+from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
 from linearize.jobs.align import open_alignment
 from linearize.jobs.bill import HOW, Bill, StageBill
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
@@ -43,19 +39,23 @@ from linearize.jobs.longdoc_data import check_options, examine, quick
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search
-from linearize.loading import check_device
 from linearize.modeling.model import kernel_parameters
-from linearize.native.build import worth_building
-from linearize.surgery.apply import convert_model
-from linearize.trackers import reporter
+from linearize.training.alignment.config import BLOCKWISE, AlignConfig
+from linearize.training.alignment.loop import align
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.processes import check_alone
+from linearize.training.stage_two.prepared import Chosen
+from linearize.training.stage_two.trainer import finetune
+from linearize.training.trackers import reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.alignment.loop import AlignResult
-    from linearize.distillation.loop import DistillResult
     from linearize.jobs.finetune import Opened
     from linearize.modeling.plan import Plan
+    from linearize.training.alignment.loop import AlignResult
+    from linearize.training.stage_one.loop import DistillResult
 
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
 SEARCHED = "; stage one and the alignment with the plan that a few steps of the search chose"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from linearize.distillation.processes import check_alone, under_fsdp
-from linearize.finetune.prepared import Facts
-from linearize.finetune.tasks import recovery
+from linearize.checkpoint.loading import check_device
 from linearize.jobs.events import Callback, ignore
 from linearize.jobs.sides import (
     Setup,
@@ -20,7 +18,9 @@ from linearize.jobs.sides import (
     why_no_chunks,
 )
 from linearize.jobs.task_config import EvaluateJob
-from linearize.loading import check_device
+from linearize.training.stage_one.processes import check_alone, under_fsdp
+from linearize.training.stage_two.prepared import Facts
+from linearize.training.stage_two.tasks import recovery
 
 OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"
 """Names of the sides."""

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.events import Callback, Event, Noted, Started, ignore
+from linearize.core.events import Callback, Event, Noted, Started, ignore
 
 if TYPE_CHECKING:
-    from linearize.alignment.loop import AlignResult, AlignStep
-    from linearize.distillation.loop import DistillResult, StepReport
-    from linearize.finetune.callbacks import TuneStep
+    from linearize.conversion.positions import PositionReport
     from linearize.jobs.advice import Findings
     from linearize.kernel_search.result import SearchResult, SearchStep
     from linearize.modeling.plan import Plan
-    from linearize.surgery.positions import PositionReport
+    from linearize.training.alignment.loop import AlignResult, AlignStep
+    from linearize.training.stage_one.loop import DistillResult, StepReport
+    from linearize.training.stage_two.callbacks import TuneStep
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
-from linearize.errors import ConfigError, UnsupportedModelError
+from linearize.conversion.positions import current_length
+from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
-from linearize.loading import load_converted
-from linearize.surgery.positions import current_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

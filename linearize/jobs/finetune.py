@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.checkpoint.loading import move
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
-from linearize.distillation.processes import is_main, own_device, under_fsdp, wait_for_all
-from linearize.errors import CheckpointError, ConfigError, NotSavedError
-from linearize.finetune.callbacks import check_report_to
-from linearize.finetune.lengths import fit_positions
-from linearize.finetune.load import fit_tokenizer, load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import TaskData, hold_out
-from linearize.finetune.save import save_model, tuning_files, tuning_record
-from linearize.finetune.switches import check_adapter, check_checkpointing, check_fsdp, check_trains
-from linearize.finetune.teacher import load_teacher
-from linearize.finetune.trainer import TuneResult, finetune
-from linearize.finetune.work import check_work, last_checkpoint, remove_work
+from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
+from linearize.core.options import name_of
 from linearize.jobs.advice import after_tuning
 from linearize.jobs.command import add_command
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.task_config import TuneJob
-from linearize.loading import move
-from linearize.options import name_of
+from linearize.training.stage_one.processes import is_main, own_device, under_fsdp, wait_for_all
+from linearize.training.stage_two.callbacks import check_report_to
+from linearize.training.stage_two.lengths import fit_positions
+from linearize.training.stage_two.load import fit_tokenizer, load_for_task, load_processor
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.save import save_model, tuning_files, tuning_record
+from linearize.training.stage_two.switches import check_adapter, check_checkpointing, check_fsdp, check_trains
+from linearize.training.stage_two.teacher import load_teacher
+from linearize.training.stage_two.trainer import TuneResult, finetune
+from linearize.training.stage_two.work import check_work, last_checkpoint, remove_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.types import Processor
+    from linearize.core.types import Processor
 
 
 ADAPTER = "adapter"

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.output import claim
 from linearize.checkpoint.ownership import check_links
-from linearize.errors import ConfigError
-from linearize.finetune.load import fresh_model, load_processor
-from linearize.finetune.save import save_model
-from linearize.finetune.tasks import task
+from linearize.conversion.apply import convert
+from linearize.core.errors import ConfigError
+from linearize.core.parsing import parse_json, parse_yaml, read_text
 from linearize.jobs.config import InitJob
 from linearize.modeling.plan import Plan
-from linearize.parsing import parse_json, parse_yaml, read_text
-from linearize.surgery.apply import convert
+from linearize.training.stage_two.load import fresh_model, load_processor
+from linearize.training.stage_two.save import save_model
+from linearize.training.stage_two.tasks import task
 
 if TYPE_CHECKING:
-    from linearize.types import Processor
+    from linearize.core.types import Processor
 
 
 def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:

@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import atomic_folder, claim
-from linearize.distillation.processes import check_alone
-from linearize.errors import CheckpointError
-from linearize.finetune.config import TuneConfig
-from linearize.finetune.prepared import TaskData
-from linearize.finetune.save import without_folders
+from linearize.core.errors import CheckpointError
+from linearize.core.options import recorded
 from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, Job
 from linearize.jobs.convert import convert_checkpoint
@@ -52,8 +50,10 @@ from linearize.jobs.sides import (
     why_no_chunks,
 )
 from linearize.jobs.task_config import TuneJob
-from linearize.loading import check_device
-from linearize.options import recorded
+from linearize.training.stage_one.processes import check_alone
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.prepared import TaskData
+from linearize.training.stage_two.save import without_folders
 
 RESULTS, TIMES = "results.json", "times.json"
 """Files of the output: what was measured, which a seed determines; and what depends on the machine."""

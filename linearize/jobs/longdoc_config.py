@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linearize import kernel_options
-from linearize.errors import ConfigError
-from linearize.finetune.config import DataOptions, TuneConfig
-from linearize.finetune.task import Task
+from linearize.core import kernel_options
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option, section
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, Job
 from linearize.jobs.presets import preset_options
 from linearize.jobs.task_config import TaskChoice
-from linearize.options import check, option, section
+from linearize.training.stage_two.config import DataOptions, TuneConfig
+from linearize.training.stage_two.task import Task
 
 CONVERSION, TUNING, OUTPUT = "conversion", "tuning, of both models alike", "output"
 TUNED = (
@@ -26,7 +26,7 @@ TUNED = (
 
 @dataclass(frozen=True, kw_only=True)
 class LongdocJob(Job):
-    """Options of `longdoc`; `task` is a `linearize.finetune.tasks.Task`."""
+    """Options of `longdoc`; `task` is a `linearize.training.stage_two.tasks.Task`."""
 
     model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     task: Task = section(TaskChoice)

@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.fingerprint import fingerprint
+from linearize.checkpoint.loading import model_type
 from linearize.checkpoint.ownership import remove_parts
-from linearize.distillation.state import StateFolder
-from linearize.errors import CheckpointError, ConfigError, interrupted_run
-from linearize.finetune.config import DataOptions
-from linearize.finetune.lengths import NO_LIMIT, length_limit
-from linearize.finetune.load import load_processor
-from linearize.finetune.prepare import located, prepare
-from linearize.finetune.prepared import TaskData
-from linearize.finetune.tables import open_splits
-from linearize.finetune.work import STARTED, check_started, remove_work
-from linearize.finetune.work import begin as write_started
+from linearize.conversion.positions import extend_positions
+from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
+from linearize.core.options import name_of, recorded
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import check_kernel, make_plan
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.sides import check_chunk_length
-from linearize.loading import model_type
-from linearize.options import name_of, recorded
-from linearize.surgery.positions import extend_positions
+from linearize.training.stage_one.state import StateFolder
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.lengths import NO_LIMIT, length_limit
+from linearize.training.stage_two.load import load_processor
+from linearize.training.stage_two.prepare import located, prepare
+from linearize.training.stage_two.prepared import TaskData
+from linearize.training.stage_two.tables import open_splits
+from linearize.training.stage_two.work import STARTED, check_started, remove_work
+from linearize.training.stage_two.work import begin as write_started
 
 QUICK = 4.5e13
 """Operations of a `quick` run: 15 minutes at 50 billion per second, which two cores reach in fp32."""

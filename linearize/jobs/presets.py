@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from linearize.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError, unknown_name
 
 
 @dataclass(frozen=True)

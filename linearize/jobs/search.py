@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 
-from linearize.bench.plot import check_picture
-from linearize.distillation.processes import is_main, under_fsdp
-from linearize.errors import ConfigError
+from linearize.checkpoint.loading import load_model
+from linearize.conversion.inputs import read_inputs
+from linearize.conversion.plan import plan
+from linearize.conversion.plan_file import check_plan_target, write_plan
+from linearize.core.errors import ConfigError
+from linearize.evaluation.bench.plot import check_picture
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
@@ -15,11 +18,8 @@ from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
 from linearize.kernel_search.result import SearchResult, write_plot
-from linearize.loading import load_model
 from linearize.modeling.plan import Plan
-from linearize.surgery.inputs import read_inputs
-from linearize.surgery.plan import plan
-from linearize.surgery.plan_file import check_plan_target, write_plan
+from linearize.training.stage_one.processes import is_main, under_fsdp
 
 
 def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResult:

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from linearize.bench.memory import peak_of_reading
-from linearize.bench.meter import Call, NoiseWatch, in_turns
-from linearize.errors import ConfigError
+from linearize.checkpoint.loading import move
+from linearize.core.errors import ConfigError
+from linearize.evaluation.bench.memory import peak_of_reading
+from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
+from linearize.evaluation.report.paired import SideDifference, score_difference
 from linearize.fidelity.ablate import ablated
-from linearize.finetune.chunks import TOKENS
-from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import BALANCED, Measured
-from linearize.finetune.lengths import beyond_training, length_limit, whole_length
-from linearize.finetune.load import check_trained, fit_tokenizer, load_for_task, load_processor
-from linearize.finetune.metrics import PositionLoss
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import Facts, TaskData
-from linearize.finetune.tables import Given
-from linearize.finetune.task import Task
-from linearize.finetune.tasks import above_chance
-from linearize.finetune.trainer import measure_with_interval
 from linearize.jobs.events import Callback, Started, ignore
-from linearize.loading import move
-from linearize.report.paired import SideDifference, score_difference
+from linearize.training.stage_two.chunks import TOKENS
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.interval import BALANCED, Measured
+from linearize.training.stage_two.lengths import beyond_training, length_limit, whole_length
+from linearize.training.stage_two.load import check_trained, fit_tokenizer, load_for_task, load_processor
+from linearize.training.stage_two.metrics import PositionLoss
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import Facts, TaskData
+from linearize.training.stage_two.tables import Given
+from linearize.training.stage_two.task import Task
+from linearize.training.stage_two.tasks import above_chance
+from linearize.training.stage_two.trainer import measure_with_interval
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ class Setup:
 
     Attributes:
         task: the task.
-        dataset: as in `linearize.finetune.prepare.prepare`.
+        dataset: as in `linearize.training.stage_two.prepare.prepare`.
         batch_size: rows per batch; None: as many as have `TOKENS` tokens, `MOST_ROWS` at most.
         device: where models run.
         memory: whether the peak memory of the longest row is measured, in a separate process.

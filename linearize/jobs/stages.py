@@ -10,38 +10,38 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from linearize.alignment.config import AlignConfig
-from linearize.alignment.loop import align
+from linearize.checkpoint.loading import Loaded, move, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import save, size_of
 from linearize.checkpoint.sentence import pools_first
+from linearize.core.errors import CheckpointError, TrainingError
+from linearize.core.options import name_of
 from linearize.data.config import DataConfig
-from linearize.distillation.batches import batches_for, within
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.loop import distill
-from linearize.distillation.processes import is_main, several, wait_for_all
-from linearize.distillation.state import StateFolder, keep_states
-from linearize.errors import CheckpointError, TrainingError
 from linearize.fidelity.ablate import kernel_merit
 from linearize.jobs.advice import longest_row
 from linearize.jobs.command import add_command
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
-from linearize.loading import Loaded, move, quiet
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
-from linearize.options import name_of
-from linearize.trackers import reporter
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.loop import align
+from linearize.training.stage_one.batches import batches_for, within
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.processes import is_main, several, wait_for_all
+from linearize.training.stage_one.state import StateFolder, keep_states
+from linearize.training.trackers import reporter
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from linearize.alignment.loop import AlignResult, AlignStep
-    from linearize.distillation.loop import DistillResult, StepReport
+    from linearize.conversion.positions import PositionReport
     from linearize.fidelity.ablate import KernelMerit
     from linearize.kernel_search.result import SearchResult
-    from linearize.surgery.positions import PositionReport
+    from linearize.training.alignment.loop import AlignResult, AlignStep
+    from linearize.training.stage_one.loop import DistillResult, StepReport
 
 SKIP = "--distill-steps 0 --align-steps 0"
 """Options that need no data."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import ConfigError
-from linearize.finetune.config import DataOptions, TuneConfig
-from linearize.finetune.task import Task
-from linearize.finetune.tasks import TASKS
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, STEP_ROWS, Job, rows_of
-from linearize.options import check, option, parse_names, section
+from linearize.training.stage_two.config import DataOptions, TuneConfig
+from linearize.training.stage_two.task import Task
+from linearize.training.stage_two.tasks import TASKS
 
 STAGE_TWO_TOKENS = 4096
 """Default tokens of a pass of stage two, at most."""
@@ -41,7 +41,7 @@ class TaskChoice:
         Raises:
             UnknownNameError: for an unknown task.
         """
-        from linearize.finetune.tasks import task
+        from linearize.training.stage_two.tasks import task
 
         return task(self.task, columns=self.columns, label=self.label_column, labels=self.labels, validation=self.split)
 
@@ -54,14 +54,14 @@ def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rows' default length: what the model takes, if that is little."""
     if "max_length" in values:
         return {}
-    from linearize.finetune.lengths import usual_length
+    from linearize.training.stage_two.lengths import usual_length
 
     return {"data": {"max_length": usual_length(values["model"])}}
 
 
 @dataclass(frozen=True)
 class TuneJob(Job):
-    """Options of `finetune`; `task` is a `linearize.finetune.tasks.Task`."""
+    """Options of `finetune`; `task` is a `linearize.training.stage_two.tasks.Task`."""
 
     model: str = option(
         help="converted checkpoint, or any of transformers; folder or Hub name", positional=True, metavar="DIR"
@@ -114,7 +114,7 @@ class TuneJob(Job):
 
 @dataclass(frozen=True)
 class EvaluateJob(Job):
-    """Options of `evaluate`; `task` is a `linearize.finetune.tasks.Task`."""
+    """Options of `evaluate`; `task` is a `linearize.training.stage_two.tasks.Task`."""
 
     model: str = option(
         help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
@@ -159,7 +159,7 @@ class EvaluateJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that follow from other options: the rows' length."""
-        from linearize.finetune.lengths import whole_length
+        from linearize.training.stage_two.lengths import whole_length
 
         # A missing model or an unknown task is refused elsewhere.
         if "max_length" in values or values.get("task") not in TASKS:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from linearize.errors import ConfigError
+from linearize.conversion.plan import replan
+from linearize.core.errors import ConfigError
+from linearize.core.options import parse_pairs
+from linearize.core.registry import HYBRID, kernel_info, make_config
 from linearize.kernel_search.config import CANDIDATES, REFERENCE
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
-from linearize.options import parse_pairs
-from linearize.registry import HYBRID, kernel_info, make_config
-from linearize.surgery.plan import replan
 
 Candidate = tuple[str, Mapping[str, object]]
 """A kernel's name and its arguments, a window among them."""

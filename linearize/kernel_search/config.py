@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from linearize.distillation.config import PRECISIONS, DistillConfig, check_states
-from linearize.errors import ConfigError, unknown_name
-from linearize.options import check, option, parse_names
+from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.options import check, option, parse_names
+from linearize.training.stage_one.config import PRECISIONS, DistillConfig, check_states
 
 CANDIDATES = (
     *("hedgehog", "hedgehog:tied=false", "hedgehog:activation=exp", "flexformer_n", "flexformer_n:tied=false"),

@@ -1,6 +1,6 @@
 """What a candidate costs: time and memory of one attention at one length, compared with softmax and remembered.
 
-Softmax and all candidates of one size are timed in turns (`linearize.bench.meter`), so that other work on the machine
+Softmax and all candidates of one size are timed in turns (`bench.meter`), so that other work on the machine
 slows all of them alike; a cost is the share of softmax's time in the same turns. Costs are kept in the user's cache
 folder, by machine, versions, sizes and arguments, so that a second search uses the same ones.
 """
@@ -22,18 +22,18 @@ import torch
 
 from linearize import __version__
 from linearize.attention.backends.fla import chunk_kernel
+from linearize.attention.native import engine
+from linearize.attention.native.locate import cache_folder
 from linearize.attention.shape import HeadShape
-from linearize.bench.machine import DTYPES, device_name
-from linearize.bench.memory import memory_of
-from linearize.bench.meter import NoiseWatch, in_turns
-from linearize.bench.suites import AttentionSizes, AttentionSuite
-from linearize.events import Callback, Started
+from linearize.core.events import Callback, Started
+from linearize.core.parsing import read_json
+from linearize.core.registry import kernel_info, make_config
+from linearize.evaluation.bench.machine import DTYPES, device_name
+from linearize.evaluation.bench.memory import memory_of
+from linearize.evaluation.bench.meter import NoiseWatch, in_turns
+from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
 from linearize.kernel_search.candidates import Layout
 from linearize.modeling.plan import SOFTMAX, LayerPlan
-from linearize.native import engine
-from linearize.native.locate import cache_folder
-from linearize.parsing import read_json
-from linearize.registry import kernel_info, make_config
 
 FILE = "attention-costs.json"
 AIM, LEAST, MOST = 5.0, 5, 50
@@ -68,7 +68,7 @@ class Setting:
     Attributes:
         length: tokens.
         device: where the attention runs.
-        dtype: type of the inputs; others than those of `linearize.bench.machine.DTYPES` are measured in fp32.
+        dtype: type of the inputs; others than those of `bench.machine.DTYPES` are measured in fp32.
         memory: whether peak memory is measured too.
         remeasure: whether known costs are measured again.
     """

@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.fingerprint import fingerprint
-from linearize.distillation.loop import make_accelerator
-from linearize.distillation.run import Batches, Part, Progress, Run, frozen
-from linearize.distillation.state import RunState
-from linearize.errors import ConfigError, TrainingError
-from linearize.events import Callback, Noted, Started, ignore
+from linearize.checkpoint.loading import move
+from linearize.conversion.apply import apply
+from linearize.conversion.plan import plan as make_plan
+from linearize.conversion.timm import is_timm, wrap
+from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.events import Callback, Noted, Started, ignore
 from linearize.kernel_search.candidates import Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.costs import Cost, Costs, Setting, costs_of_layers
@@ -34,12 +35,11 @@ from linearize.kernel_search.result import (
 from linearize.kernel_search.table import Choice, Table, rung_steps
 from linearize.kernel_search.trainer import Candidates, Key, SearchTrainer, errors
 from linearize.kernel_search.whole import WholeError, WholeModel
-from linearize.loading import move
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
-from linearize.surgery.apply import apply
-from linearize.surgery.plan import plan as make_plan
-from linearize.surgery.timm import is_timm, wrap
+from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.stage_one.run import Batches, Part, Progress, Run, frozen
+from linearize.training.stage_one.state import RunState
 
 TRAINING = 0.8
 """Share of a limited time that the rungs may take; the rest is for the whole model."""
@@ -86,7 +86,7 @@ def search(
         plan: a plan whose converted layers are searched; None: all that can be converted.
         max_length: longest input of the result, for kernels that depend on it.
         on_step: called after every step (progress bars, logs).
-        on_event: called with `linearize.events.Started` before other things that take long, and with a `Noted` after
+        on_event: called with `Started` before other things that take long, and with a `Noted` after
             every rung.
         accelerator: an Accelerate object; one is made if None.
 

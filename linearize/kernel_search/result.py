@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from linearize.distillation.run import Report
+from linearize.core.parsing import write_file
 from linearize.fidelity import plots_style
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.costs import Costs
 from linearize.kernel_search.table import TOLERANCE, Choice, Table
 from linearize.kernel_search.whole import WholeError
 from linearize.modeling.plan import SOFTMAX, Plan
-from linearize.parsing import write_file
+from linearize.training.stage_one.run import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from linearize.distillation.state import RunState
+    from linearize.training.stage_one.state import RunState
 
 WORTH, LEAST = 0.01, 1e-6
 """A mixed plan is worth it if its error is smaller by this share, and by this much: less is the rounding of sums."""

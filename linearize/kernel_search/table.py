@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.costs import Costs

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.observer import KernelTrainer, LayerLoss, layer_loss
-from linearize.distillation.processes import autocast
-from linearize.errors import TrainingError
+from linearize.core.errors import TrainingError
+from linearize.fidelity.teacher.observe import run_body, softmax_output
 from linearize.kernel_search.candidates import Layout
-from linearize.teacher.observe import run_body, softmax_output
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
+from linearize.training.stage_one.processes import autocast
 
 Key = tuple[int, str]
 """Number of a layer and label of a candidate."""

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
-from linearize.alignment.losses import divergence, masked_rows, pooled
-from linearize.alignment.objective import FAR_BELOW, flat, is_regression
-from linearize.alignment.pair import Block, Outputs, find_blocks, run
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
-from linearize.distillation.processes import autocast
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.fidelity.teacher.observe import body_of, softmax_output
 from linearize.kernel_search.table import Choice
 from linearize.kernel_search.trainer import Candidates
 from linearize.modeling.plan import SOFTMAX
-from linearize.teacher.observe import body_of, softmax_output
+from linearize.training.alignment.losses import divergence, masked_rows, pooled
+from linearize.training.alignment.objective import FAR_BELOW, flat, is_regression
+from linearize.training.alignment.pair import Block, Outputs, find_blocks, run
+from linearize.training.stage_one.processes import autocast
 
 
 @dataclass(frozen=True)

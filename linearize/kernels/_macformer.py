@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels._ppsbn import Rescale, Standardise
 from linearize.kernels.base import FeatureMap, Features, project
-from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
 @dataclass(frozen=True)

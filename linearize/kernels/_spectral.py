@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linearize.core.registry import StageOne, option
 from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
 from linearize.ops.tracing import is_tracing
-from linearize.registry import StageOne, option
 
 
 @dataclass(frozen=True)

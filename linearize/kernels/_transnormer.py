@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels.base import FixedMap, NoArguments, Output
-from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 URL = "https://arxiv.org/abs/2210.10340"
 PAPER = "Qin et al. 2022 (TransNormer)"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from linearize.registry import option
+from linearize.core.registry import option
 
 
 class Features(NamedTuple):
@@ -37,7 +37,7 @@ class MapSpec(NamedTuple):
     """A feature map in terms that a compiled op can read. Weights are those of `FeatureMap`, heads first.
 
     Attributes:
-        kind: name of a map of `linearize.native.structures.KINDS`.
+        kind: name of a map of `linearize.attention.native.structures.KINDS`.
         first: [H, n, D] projection.
         second: [H, n, D] another, or None.
         bias: [H, n] or None.

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import Features, FixedMap
-from linearize.registry import KernelInfo, option, register_kernel
 
 
 @dataclass(frozen=True)

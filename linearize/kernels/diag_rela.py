@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from linearize.core.registry import KernelInfo, StageOne, register_kernel
 from linearize.kernels._transnormer import PAPER, URL, BlockConfig, RmsNorm
 from linearize.kernels.base import BlockKernel
-from linearize.registry import KernelInfo, StageOne, register_kernel
 
 
 class DiagRela(BlockKernel):

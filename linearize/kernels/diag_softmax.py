@@ -10,9 +10,9 @@ No feature map and nothing to learn. Blocks are counted in tokens without paddin
 
 from __future__ import annotations
 
+from linearize.core.registry import KernelInfo, register_kernel
 from linearize.kernels._transnormer import PAPER, URL, BlockConfig
 from linearize.kernels.base import BlockKernel
-from linearize.registry import KernelInfo, register_kernel
 
 
 class DiagSoftmax(BlockKernel):

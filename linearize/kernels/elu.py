@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, register_kernel
 from linearize.kernels.base import Features, FixedMap, NoArguments
-from linearize.registry import KernelInfo, register_kernel
 
 
 class Elu(FixedMap):

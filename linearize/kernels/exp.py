@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import Features, FixedMap
-from linearize.registry import KernelInfo, option, register_kernel
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels._spectral import (
     LEGACY_DEFAULTS,
     SpectralConfig,
@@ -45,7 +46,6 @@ from linearize.kernels._spectral import (
     spectral_stage_one,
 )
 from linearize.kernels.base import Features, MapSpec, draw_normal, project
-from linearize.registry import KernelInfo, option, register_kernel
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, MapSpec, orthonormal, project
-from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
 @dataclass(frozen=True)

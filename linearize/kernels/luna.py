@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, project
 from linearize.ops.tracing import is_tracing
-from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
 @dataclass(frozen=True)

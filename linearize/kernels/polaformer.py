@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features
-from linearize.registry import KernelInfo, StageOne, option, register_kernel
 
 
 @dataclass(frozen=True)

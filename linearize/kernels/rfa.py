@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, draw_normal, floor_option, project
-from linearize.registry import KernelInfo, option, register_kernel
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linearize.core.registry import KernelInfo, register_kernel
 from linearize.kernels.base import Features, FixedMap, NoArguments
-from linearize.registry import KernelInfo, register_kernel
 
 
 class Taylor(FixedMap):

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_class
 
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from linearize.attention.cache import LinearizeCache, state_layer
 from linearize.attention.interface import linear_attentions
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.modeling.implementations import check_implementation
 from linearize.ops.tracing import is_tracing
 

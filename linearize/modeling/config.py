@@ -19,12 +19,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
-from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
+from linearize.core.registry import kernel_info
 from linearize.modeling.compat import implementation_of
 from linearize.modeling.implementations import IMPLEMENTATIONS, implementation, refusal, use_linear_attention
 from linearize.modeling.plan import ABSENT, Plan
 from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
-from linearize.registry import kernel_info
 
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1

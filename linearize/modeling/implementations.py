@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.modeling.compat import implementation_of, knows_sdpa, set_implementation
 from linearize.modeling.plan import LOCAL, OWN, SOFTMAX, Plan
 

@@ -15,7 +15,7 @@ from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
-from linearize.errors import CheckpointError, ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.caches import (
     add_default_caches,
     check_generation,

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from linearize.attention.shape import HeadShape
-from linearize.errors import CheckpointError, ConfigError
-from linearize.registry import HYBRID, PLAIN, Hybrid, kernel_info
+from linearize.core.errors import CheckpointError, ConfigError
+from linearize.core.registry import HYBRID, PLAIN, Hybrid, kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that is not converted."""

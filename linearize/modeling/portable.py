@@ -14,15 +14,15 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
+from linearize.core.registry import kernel_info
 from linearize.modeling.plan import Plan
-from linearize.registry import kernel_info
 
 ENTRY = "modeling_linearize"
 """Name of the module in a checkpoint's folder that loads it if linearize is not installed."""
 
 ROOTS = ("linearize.modeling.config", "linearize.modeling.auto", "linearize.modeling.model")
-PACKAGES = ("errors", "registry", "native", "ops", "kernels", "attention", "modeling")
+PACKAGES = ("core", "ops", "kernels", "attention", "modeling")
 """The runtime: the packages that a converted model needs to run."""
 
 _IMPORT = re.compile(r"^(\s*from\s+)(linearize(?:\.\w+)*)(\s+import\b)", re.MULTILINE)

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.utils import cached_file
 
-from linearize.errors import CheckpointError, first_line
+from linearize.core.errors import CheckpointError, first_line
 from linearize.modeling.plan import ABSENT
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,14 +12,14 @@ from support.training import Fixed, batches, loud
 from support.training import loud_converted as sharp
 
 import linearize
-from linearize.alignment.config import AlignConfig
-from linearize.alignment.loop import align
-from linearize.alignment.measure import measure
-from linearize.alignment.objective import Objective, Share, size_of
-from linearize.alignment.pair import OUTPUT, find_blocks, make_pair
-from linearize.distillation.state import StateFolder
-from linearize.errors import ConfigError, DataError, TrainingError
-from linearize.surgery.timm import wrap
+from linearize.conversion.timm import wrap
+from linearize.core.errors import ConfigError, DataError, TrainingError
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.loop import align
+from linearize.training.alignment.measure import measure
+from linearize.training.alignment.objective import Objective, Share, size_of
+from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
+from linearize.training.stage_one.state import StateFolder
 
 
 def state(model):

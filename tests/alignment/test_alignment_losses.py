@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linearize.alignment import losses
+from linearize.training.alignment import losses
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from support.checkpoints import make_original, texts
 from transformers import AutoModel
 
-from linearize.alignment.trainer import AlignTrainer
 from linearize.cli import main
+from linearize.training.alignment.trainer import AlignTrainer
 
 DATA = ["--dataset", "texts.jsonl", "--text-column", "text", "--holdout", "4", "--batch-size", "4", "--device", "cpu"]
 

@@ -29,7 +29,7 @@ from architectures.shrink import open_gates
 from architectures.trial import FAILED, Result, build, example_inputs, try_model
 from transformers import PreTrainedModel
 
-from linearize.surgery.timm import wrap
+from linearize.conversion.timm import wrap
 
 DISPATCH = "ALL_ATTENTION_FUNCTIONS"
 """What a modeling file says that goes through the attention interface."""

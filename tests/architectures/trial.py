@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.errors import LinearizeError, UnsupportedModelError
+from linearize.conversion.apply import convert_model
+from linearize.conversion.check import record
+from linearize.conversion.inputs import candidates
+from linearize.core.errors import LinearizeError, UnsupportedModelError
 from linearize.modeling.plan import Plan
-from linearize.surgery.apply import convert_model
-from linearize.surgery.check import record
-from linearize.surgery.inputs import candidates
 
 WORKS, REFUSED, FAILED, UNTRIED = "works", "refused", "failed", "not tried"
 

@@ -15,7 +15,7 @@ from linearize.attention.backends.choose import BACKENDS, choose
 from linearize.attention.backends.explain import explain
 from linearize.attention.call import AttentionCall
 from linearize.cli._backends import explain_layers
-from linearize.registry import kernel_info
+from linearize.core.registry import kernel_info
 
 FEATURES = [info for info in KERNELS if info.feature_dim is not None]
 

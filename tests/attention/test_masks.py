@@ -7,7 +7,7 @@ import torch
 from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.masks import key_padding
-from linearize.errors import UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 
 LOW = torch.finfo(torch.float32).min
 

@@ -8,8 +8,8 @@ from support.kernel_cases import CASES, DIM, directions, make_inputs, make_mixer
 
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
-from linearize.errors import ConfigError
-from linearize.registry import Hybrid, kernel_info, kernel_infos, make_config
+from linearize.core.errors import ConfigError
+from linearize.core.registry import Hybrid, kernel_info, kernel_infos, make_config
 
 TOKENS, WINDOW = 26, 5
 WINDOWED = [(info, arguments) for info, arguments in CASES if info.windowed]

@@ -13,13 +13,13 @@ from benchmarks.alignment import AlignmentSuite
 from benchmarks.goals import Goal, judge, run_goals, table_of_goals
 from benchmarks.public_op import PublicOpSuite
 from benchmarks.stage_one import StageOneSuite, naive_loss
-from linearize.bench import memory
-from linearize.bench.job import measure
-from linearize.bench.models import BenchModel
-from linearize.bench.options import BenchOptions
-from linearize.bench.suites import AttentionSizes, AttentionSuite
-from linearize.distillation.targets import Targets
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.evaluation.bench import memory
+from linearize.evaluation.bench.job import measure
+from linearize.evaluation.bench.models import BenchModel
+from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
+from linearize.training.stage_one.targets import Targets
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
 RATE = 1e9

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from linearize.bench.meter import Timing, in_turns, spread
-from linearize.bench.rows import Row, Variant, crossover, crossovers, ratio
+from linearize.evaluation.bench.meter import Timing, in_turns, spread
+from linearize.evaluation.bench.rows import Row, Variant, crossover, crossovers, ratio
 
 
 def row(tokens, softmax, linear, what="x"):

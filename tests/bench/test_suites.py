@@ -13,15 +13,15 @@ from transformers.cache_utils import DynamicCache
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.bench import machine, memory
-from linearize.bench.job import BenchOptions, Measured, measure, run_bench
-from linearize.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
-from linearize.bench.meter import Noise
-from linearize.bench.model_suites import DecodeModelSuite, ModelSuite, TrainSuite, set_context
-from linearize.bench.models import BenchModel, softmax_model
-from linearize.bench.plot import check_picture, short_names, write_plot
-from linearize.bench.suites import PREFILL, AttentionSizes, AttentionSuite, DecodeSuite
-from linearize.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
+from linearize.evaluation.bench import machine, memory
+from linearize.evaluation.bench.job import BenchOptions, Measured, measure, run_bench
+from linearize.evaluation.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
+from linearize.evaluation.bench.meter import Noise
+from linearize.evaluation.bench.model_suites import DecodeModelSuite, ModelSuite, TrainSuite, set_context
+from linearize.evaluation.bench.models import BenchModel, softmax_model
+from linearize.evaluation.bench.plot import check_picture, short_names, write_plot
+from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, DecodeSuite
 from linearize.ops import naive_attention
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)

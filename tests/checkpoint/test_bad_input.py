@@ -22,9 +22,9 @@ from linearize.checkpoint.card import base_facts
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.sentence import pools_first, sentence_files, with_length
 from linearize.cli.main import main
-from linearize.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.finetune.save import original_result
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.config import LinearizeConfig, checksum
+from linearize.training.stage_two.save import original_result
 
 
 @pytest.fixture(scope="module")

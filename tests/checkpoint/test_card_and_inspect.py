@@ -14,7 +14,7 @@ import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
 
 LAYER = {"module": "encoder.layer.0.attention.self", "kernel": "hedgehog", "kl": 0.5, "output_error": 0.25}
 PROVENANCE = {
@@ -146,7 +146,7 @@ def test_a_card_without_facts_gives_none(text, tmp_path):
 
 
 def test_every_kernel_has_a_card():
-    from linearize.registry import kernel_infos
+    from linearize.core.registry import kernel_infos
 
     for info in kernel_infos():
         arguments = {"max_positions": 64} if info.maximum_positions else {}

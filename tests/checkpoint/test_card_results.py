@@ -18,16 +18,16 @@ from support.tiny import converted, original
 from transformers import AutoModel
 
 import linearize
-from linearize import registry
 from linearize.checkpoint.card import commands, limits, model_card
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.checkpoint.provenance import Provenance
 from linearize.checkpoint.push import _name_card, with_name
 from linearize.cli import main
 from linearize.cli.main import build_parser
-from linearize.errors import ConfigError
+from linearize.core import registry
+from linearize.core.errors import ConfigError
+from linearize.core.registry import kernel_info
 from linearize.modeling.plan import Plan
-from linearize.registry import kernel_info
 
 read = Provenance.from_dict
 DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"

@@ -15,11 +15,11 @@ from transformers import AutoModel
 
 import linearize
 from linearize.attention.shape import HeadShape
-from linearize.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.core.registry import kernel_info
 from linearize.modeling.config import check_checksum, check_section, checksum
 from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import CALLED, Plan
-from linearize.registry import kernel_info
 
 MODELS = {
     "bert": {"kernel": "hedgehog", "keep_softmax": [1]},

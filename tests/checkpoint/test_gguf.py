@@ -11,11 +11,11 @@ from support.checkpoints import texts, tokenizer
 from support.command_lines import run
 from support.tiny import original
 
-import linearize.gguf as reading
-from linearize import demo
-from linearize.errors import CheckpointError
-from linearize.finetune.lengths import length_limit
-from linearize.loading import load_model
+import linearize.conversion.gguf as reading
+from linearize.checkpoint.loading import load_model
+from linearize.core.errors import CheckpointError
+from linearize.jobs import demo
+from linearize.training.stage_two.lengths import length_limit
 
 gguf = pytest.importorskip("gguf")
 TEMPLATE = "{% for message in messages %}{{ '<|s|>' + message['content'] }}{% endfor %}"
@@ -174,8 +174,8 @@ def test_the_default_name_of_the_output_has_no_suffix():
 
 
 def test_report_finds_the_file_again(file, tmp_path, capsys, monkeypatch):
-    from linearize.loading import load_converted
-    from linearize.report.measure import find_original
+    from linearize.checkpoint.loading import load_converted
+    from linearize.evaluation.report.measure import find_original
 
     out = tmp_path / "linear"
     data = ["--dataset", texts(tmp_path), "--text-column", "text"]

@@ -16,12 +16,12 @@ import linearize
 from linearize.checkpoint.ownership import check_ours
 from linearize.checkpoint.push import check_repo, files_to_push
 from linearize.cli import main
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 
 CODE = """
 import sys
 from linearize.checkpoint.push import push
-from linearize.errors import LinearizeError
+from linearize.core.errors import LinearizeError
 try:
     print(push(sys.argv[1], sys.argv[2], sys.argv[3] == "private"))
 except LinearizeError as error:

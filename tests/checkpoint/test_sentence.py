@@ -11,7 +11,7 @@ from support.checkpoints import make_original, texts
 
 from linearize.checkpoint.sentence import pools_first, sentence_files, with_length
 from linearize.cli import main
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 LIST = [

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from support.tiny import converted, inputs_of, outputs, stir
 
 import linearize
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
+from linearize.core.registry import kernel_infos
 from linearize.modeling.portable import code_files, flat_name, flat_text, source_of
-from linearize.registry import kernel_infos
 
 CHILD = Path(__file__).with_name("standalone_child.py")
 
@@ -138,17 +138,17 @@ def test_only_the_kernels_in_use_travel():
 def test_a_kernel_from_elsewhere_is_saved_without_code(tmp_path):
     import dataclasses
 
+    from linearize.core.registry import _KERNELS, kernel_info, register_kernel
     from linearize.kernels.hedgehog import Hedgehog
-    from linearize.registry import _KERNELS, kernel_info, register_kernel
 
     class Foreign(Hedgehog):
         pass
 
     register_kernel(dataclasses.replace(kernel_info("hedgehog"), name="foreign", build=Foreign))
     try:
-        with pytest.raises(CheckpointError, match="cannot travel"):
+        with pytest.raises(CheckpointError, match="does not travel"):
             code_files(linearize.plan(_bert(), "foreign"))
-        with pytest.warns(UserWarning, match="cannot travel"):
+        with pytest.warns(UserWarning, match="does not travel"):
             linearize.save(linearize.convert(_bert(), "foreign"), tmp_path / "out")
         assert not list((tmp_path / "out").glob("*.py"))
         assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -16,7 +16,7 @@ from transformers import pipeline
 import linearize
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
-from linearize.distillation import observer
+from linearize.training.stage_one import observer
 
 
 def logits(model, name):

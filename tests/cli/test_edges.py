@@ -14,8 +14,8 @@ from support.command_lines import run
 from linearize.checkpoint import output
 from linearize.cli._output import console, number, plan_table
 from linearize.cli.kernels import _list, describe
+from linearize.core.registry import kernel_infos
 from linearize.modeling.plan import LayerPlan
-from linearize.registry import kernel_infos
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def layer(index, module, reason="", heads=12):
 
 def printed(plan, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr("linearize.surgery.plan.expectations", lambda plan: [])
+    monkeypatch.setattr("linearize.conversion.plan.expectations", lambda plan: [])
     console().print(plan_table(plan))
     return capsys.readouterr().out
 

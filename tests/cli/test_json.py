@@ -85,10 +85,10 @@ def test_json(verb, place, capsys, monkeypatch):
     # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub; writing a
     # graph down takes seconds (tests/export does).
     monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}, []))
-    monkeypatch.setattr("linearize.demo.minilm_folder", lambda: place / "bert")
-    monkeypatch.setattr("linearize.demo._seconds_per_batch", lambda folder: 0.1)
+    monkeypatch.setattr("linearize.jobs.demo.minilm_folder", lambda: place / "bert")
+    monkeypatch.setattr("linearize.jobs.demo._seconds_per_batch", lambda folder: 0.1)
     monkeypatch.setattr(
-        "linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
+        "linearize.evaluation.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
     )
     monkeypatch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
     words, keys = CASES[verb]

@@ -6,7 +6,7 @@ import pytest
 from support.checkpoints import WORDS
 from support.command_lines import run
 
-from linearize.distillation import observer
+from linearize.training.stage_one import observer
 
 
 def base(folder, root, *arguments):

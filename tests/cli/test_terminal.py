@@ -18,11 +18,11 @@ from support.command_lines import run
 from linearize.cli import _output
 from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
-from linearize.distillation import observer
-from linearize.distillation.loop import StepReport
-from linearize.errors import ConfigError
-from linearize.finetune.work import last_checkpoint
+from linearize.core.errors import ConfigError
 from linearize.jobs.events import Saved
+from linearize.training.stage_one import observer
+from linearize.training.stage_one.loop import StepReport
+from linearize.training.stage_two.work import last_checkpoint
 
 WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2
 
@@ -248,7 +248,7 @@ def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
 
     monkeypatch.setattr(Screen, "print", spy)
 
-    monkeypatch.setattr("linearize.demo.run_demo", slow)
+    monkeypatch.setattr("linearize.jobs.demo.run_demo", slow)
     monkeypatch.setattr("linearize.jobs.convert.convert_checkpoint", slow)
     for verb in (["demo"], ["convert", "bert", "--output", "nowhere"]):
         code, out, _ = run(capsys, *verb)
@@ -395,14 +395,14 @@ def test_ctrl_c_while_convert_tunes_leaves_the_converted_model(folders, tmp_path
 
 def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatch):
     import linearize.checkpoint.push
-    import linearize.demo
+    import linearize.jobs.demo
 
     def demo(job, on_event):
         if job.tokens > 100:
             on_event(Saved(tmp_path))
         interrupt()
 
-    monkeypatch.setattr(linearize.demo, "run_demo", demo)
+    monkeypatch.setattr(linearize.jobs.demo, "run_demo", demo)
     monkeypatch.setattr(linearize.checkpoint.push, "push", interrupt)
     assert "nothing was written" in run(capsys, "demo", "--tokens", 10)[2]
     code, _, err = run(capsys, "demo", "--tokens", 1000, "--output", tmp_path / "made")
@@ -412,7 +412,7 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
 
 
 def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("linearize.report.inputs.load_inputs", interrupt)
+    monkeypatch.setattr("linearize.evaluation.report.inputs.load_inputs", interrupt)
     for verb, names in (("report", ["linear"]), ("compare", ["linear", "linear"])):
         code, _, err = run(capsys, verb, *[folders / name for name in names], "--output", tmp_path / "out")
         assert code == 130 and "interrupted: nothing was written" in err

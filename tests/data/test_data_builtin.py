@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.core.errors import DataError
 from linearize.data import DataConfig, load_source
 from linearize.data import hub as hub_room
 from linearize.data import load as load_room
 from linearize.data.builtin import Crops, paragraphs, prose
-from linearize.errors import DataError
 
 
 def test_prose_is_much_and_english() -> None:

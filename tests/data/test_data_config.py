@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from linearize.core.errors import ConfigError
 from linearize.data import DataConfig, parse_mixture
-from linearize.errors import ConfigError
 
 
 def test_every_field_has_help() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.core.errors import ConfigError, DataError
 from linearize.data import DataConfig, Source, load_source
-from linearize.errors import ConfigError, DataError
 
 Draw = Callable[..., None]
 

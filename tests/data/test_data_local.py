@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from linearize.core.errors import DataError
 from linearize.data import DataConfig, load_source
-from linearize.errors import DataError
 
 Write = Callable[[str, str], str]
 TEXTS = [f"w{number}" for number in range(6)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.core.errors import DataError
 from linearize.data import DataConfig, Source, load_source
-from linearize.errors import DataError
 
 Rows = Callable[[str, list[dict[str, Any]]], str]
 

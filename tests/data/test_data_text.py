@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.core.errors import ConfigError, DataError
 from linearize.data import DataConfig, load_source
-from linearize.errors import ConfigError, DataError
 
 Rows = Callable[[str, list[dict[str, Any]]], str]
 

@@ -8,11 +8,11 @@ from support.tiny import converted, original
 from support.training import Fixed, batches, sharp
 
 from linearize.attention.interface import linear_attentions
-from linearize.distillation import DistillConfig
-from linearize.distillation.loop import distill
-from linearize.distillation.loss import Targets
-from linearize.distillation.observer import layer_loss
-from linearize.errors import ConfigError, TrainingError
+from linearize.core.errors import ConfigError, TrainingError
+from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.loss import Targets
+from linearize.training.stage_one.observer import layer_loss
 
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])

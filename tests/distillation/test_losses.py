@@ -5,12 +5,12 @@ import torch
 from support.tiny import converted
 from support.weights_loss import weights_loss
 
-import linearize.distillation.loss as loss_module
+import linearize.training.stage_one.loss as loss_module
 from linearize.attention.interface import linear_attentions
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.loss import KNEE, Targets, output_loss
-from linearize.distillation.observer import layer_loss
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loss import KNEE, Targets, output_loss
+from linearize.training.stage_one.observer import layer_loss
 
 
 def make(*, causal, padded, scaled, signed, tokens=37, seed=0):

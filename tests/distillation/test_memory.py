@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import linearize
-import linearize.distillation.loss as loss_module
+import linearize.training.stage_one.loss as loss_module
 from linearize.attention.interface import linear_attentions
-from linearize.distillation import DistillConfig
-from linearize.distillation.loop import distill, make_accelerator
-from linearize.distillation.loss import Targets
-from linearize.distillation.observer import KernelTrainer, LayerFeatures, LayerLoss, layer_loss
 from linearize.kernels.base import Features
+from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one.loop import distill, make_accelerator
+from linearize.training.stage_one.loss import Targets
+from linearize.training.stage_one.observer import KernelTrainer, LayerFeatures, LayerLoss, layer_loss
 
 TOKENS = 256
 

@@ -8,10 +8,10 @@ from support.children import stage_one
 from support.forks import together
 from support.training import Fixed, batches, sharp
 
-from linearize.distillation import DistillConfig
-from linearize.distillation.loop import distill, make_accelerator
-from linearize.distillation.shard import blocks_of
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one.loop import distill, make_accelerator
+from linearize.training.stage_one.shard import blocks_of
 
 KINDS = ("ddp", "fsdp")
 MODELS = ("bert", "gpt2")

@@ -14,10 +14,10 @@ from support import forks
 from support.children import resumed
 from support.training import Fixed, batches, sharp
 
-from linearize.distillation import DistillConfig
-from linearize.distillation.loop import distill
-from linearize.distillation.state import StateFolder
-from linearize.errors import CheckpointError, ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
+from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.state import StateFolder
 
 
 class Stop(Exception):

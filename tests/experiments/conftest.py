@@ -36,7 +36,7 @@ def sets(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """Folder of a tiny untrained BERT."""
-    from linearize.synthetic.tokenizers import fixed_tokenizer
+    from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
 
     tokenizer = fixed_tokenizer(WORDS)
     folder = tmp_path_factory.mktemp("bert")

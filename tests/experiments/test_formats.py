@@ -12,10 +12,10 @@ import yaml
 from PIL import Image
 from support.command_lines import run
 
-from linearize.experiments.formats import CSV, notes, results_figure, to_csv, to_latex, to_markdown
-from linearize.experiments.recipe import cells, load_recipe, plain
-from linearize.experiments.results import changes_of, differences, make_table
-from linearize.finetune.tasks import recovery
+from linearize.jobs.recipes.formats import CSV, notes, results_figure, to_csv, to_latex, to_markdown
+from linearize.jobs.recipes.recipe import cells, load_recipe, plain
+from linearize.jobs.recipes.results import changes_of, differences, make_table
+from linearize.training.stage_two.tasks import recovery
 
 KERNELS = "kernels=[softmax,{name: hedgehog, args: {activation: exp}},{name: elu, label: e&u_1}]"
 CHANGED = [KERNELS, "tasks=[cola,stsb]", "seeds=[0,1]",
@@ -60,7 +60,7 @@ def test_a_recipe_as_it_is_has_no_mark(name):
         assert (found.recipe, found.everywhere, found.rows, found.columns, found.left_out) == (name, (), {}, {}, ())
         assert not found.of("softmax", "cola")
     # What a run's folder holds is the resolved recipe.
-    from linearize.experiments.recipe import check
+    from linearize.jobs.recipes.recipe import check
 
     again = check(yaml.safe_load(yaml.safe_dump(plain(load_recipe(name)))), "here")
     assert changes_of(again).everywhere == () and changes_of(again).columns == {}

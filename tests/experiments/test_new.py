@@ -11,11 +11,11 @@ import yaml
 from support.command_lines import run
 
 import linearize
-from linearize.errors import ConfigError, LinearizeError
-from linearize.experiments.recipe import cells, load_recipe, new_recipe
-from linearize.experiments.schema import FLOWS, Recipe
-from linearize.from_yaml import convert
-from linearize.registry import kernel_info, make_config
+from linearize.core.errors import ConfigError, LinearizeError
+from linearize.core.from_yaml import convert
+from linearize.core.registry import kernel_info, make_config
+from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe
+from linearize.jobs.recipes.schema import FLOWS, Recipe
 
 DOCUMENT = (Path(linearize.__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
 

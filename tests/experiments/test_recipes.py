@@ -11,9 +11,9 @@ import pytest
 import yaml
 from support.tiny import SMALLER, original
 
-from linearize.errors import ConfigError, LinearizeError, UnknownNameError
-from linearize.experiments.recipe import cells, check, load_recipe, plain, recipe_names, resolve
-from linearize.experiments.schema import SOFTMAX
+from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
+from linearize.jobs.recipes.recipe import cells, check, load_recipe, plain, recipe_names, resolve
+from linearize.jobs.recipes.schema import SOFTMAX
 
 FILES = sorted(Path(str(resources.files("linearize.recipes"))).rglob("*.y*ml"))
 NAMED = {
@@ -60,8 +60,8 @@ def test_dry_run(name, capsys):
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_models_from_scratch_can_be_built(name):
     """Shrunk in depth and width, every config still makes a model of its task, with every kernel of the recipe."""
-    from linearize.experiments.stages import convert
-    from linearize.finetune.load import fresh_model
+    from linearize.jobs.recipes.stages import convert
+    from linearize.training.stage_two.load import fresh_model
 
     recipe = load_recipe(name)
     if recipe.model.pretrained:
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_named(tiny, write, changes, message):
 
 
 def test_kernels_of_single_layers(tiny, write):
-    from linearize.experiments.stages import convert
+    from linearize.jobs.recipes.stages import convert
 
     layers = {0: "softmax", 1: {"name": "hedgehog", "args": {"tied": False}, "window": 4}}
     row = load(tiny, write, kernels=["softmax", {"name": "elu", "layers": layers}]).kernels[1]

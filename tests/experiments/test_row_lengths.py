@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from linearize.errors import ConfigError
-from linearize.experiments.recipe import check
-from linearize.experiments.run import run_recipe
-from linearize.experiments.schema import Row
-from linearize.experiments.stages import lengthen
-from linearize.finetune.load import load_for_task
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import DataOptions
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import measure_with_interval
+from linearize.core.errors import ConfigError
+from linearize.jobs.recipes.recipe import check
+from linearize.jobs.recipes.run import run_recipe
+from linearize.jobs.recipes.schema import Row
+from linearize.jobs.recipes.stages import lengthen
+from linearize.training.stage_two.load import load_for_task
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import measure_with_interval
 
 LINEAR = {"name": "hedgehog", "rows": {"max_length": 48}}
 CHUNKS = {"name": "softmax", "label": "softmax, chunks", "rows": {"max_length": 6, "chunks": True}}

@@ -7,18 +7,18 @@ import json
 import pytest
 import yaml
 
-from linearize.alignment.loop import AlignStep
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import LOCKED_BY
-from linearize.errors import ConfigError, DataError, LinearizeError
-from linearize.experiments.formats import cell
-from linearize.experiments.recipe import cells, check, load_recipe
-from linearize.experiments.results import _average, _by_seed, _entry, read_rows, tables
-from linearize.experiments.run import CellStarted, run_recipe
-from linearize.experiments.schema import StageOne
-from linearize.experiments.stages import _embeds_segments, batches_of
-from linearize.finetune.tasks import recovery, task
+from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs.events import Logged, StepDone
+from linearize.jobs.recipes.formats import cell
+from linearize.jobs.recipes.recipe import cells, check, load_recipe
+from linearize.jobs.recipes.results import _average, _by_seed, _entry, read_rows, tables
+from linearize.jobs.recipes.run import CellStarted, run_recipe
+from linearize.jobs.recipes.schema import StageOne
+from linearize.jobs.recipes.stages import _embeds_segments, batches_of
+from linearize.training.alignment.loop import AlignStep
+from linearize.training.stage_two.tasks import recovery, task
 
 
 def figures(rows):
@@ -391,8 +391,8 @@ def test_a_language_model_trained_here_and_converted(tmp_path):
 
 
 def test_batches_of_stage_one_are_the_same_for_any_number_of_processes(sets, checkpoint):
-    from linearize.finetune.load import load_processor
-    from linearize.finetune.prepare import prepare
+    from linearize.training.stage_two.load import load_processor
+    from linearize.training.stage_two.prepare import prepare
 
     data = prepare(task("cola"), load_processor(checkpoint, "text"), data=str(sets))
     one, two = (batches_of(data, StageOne(batch_size=size, holdout=10), 3) for size in (8, 4))

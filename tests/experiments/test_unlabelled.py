@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from linearize.errors import DataError
-from linearize.experiments.recipe import check, resolve
-from linearize.experiments.run import run_recipe
-from linearize.experiments.schema import StageOne
-from linearize.experiments.stages import batches_of, open_job
+from linearize.core.errors import DataError
 from linearize.jobs.events import DataOpened
+from linearize.jobs.recipes.recipe import check, resolve
+from linearize.jobs.recipes.run import run_recipe
+from linearize.jobs.recipes.schema import StageOne
+from linearize.jobs.recipes.stages import batches_of, open_job
 
 
 def test_texts_without_a_label_are_found_before_a_run_begins(tiny, sets, tmp_path):

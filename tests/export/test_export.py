@@ -13,7 +13,7 @@ from support.rounding import UNIT, allowed
 from support.tiny import converted, inputs_of, outputs
 
 import linearize
-from linearize.errors import UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, graphs_of
 from linearize.ops import causal_attention
 

@@ -12,9 +12,9 @@ import pytest
 from support.checkpoints import WORDS, make_text
 from support.command_lines import changed
 
+from linearize.core.errors import DataError
 from linearize.data import walk
 from linearize.data.walk import exists, files_in
-from linearize.errors import DataError
 
 VERBS = ("convert", "align", "finetune", "evaluate")
 ROWS = [{"text": " ".join(random.Random(n).choices(WORDS, k=6)), "label": n % 2} for n in range(40)]

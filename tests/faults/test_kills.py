@@ -171,7 +171,7 @@ def kill_again_and_again(verb, kills, models, tmp_path):
 
 
 def native_op(verb):
-    from linearize.native.build import compiler
+    from linearize.attention.native.build import compiler
 
     if verb == "native" and compiler() is None:
         pytest.skip("no C compiler here")

@@ -17,11 +17,11 @@ from support.command_lines import VERBS, line_of, without
 from support.tiny import converted, inputs_of, outputs
 from transformers import PreTrainedModel
 
-import linearize.native as native
+import linearize.attention.native as native
 from linearize.checkpoint import output
 from linearize.checkpoint.output import atomic_folder, check_room, claim, clear_leftovers
-from linearize.distillation.state import RunState, StateFolder
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
+from linearize.training.stage_one.state import RunState, StateFolder
 
 SCRIPT = Path(sys.executable).with_name("linearize")
 
@@ -77,7 +77,7 @@ def test_a_name_that_no_output_can_have_is_refused_first(verb, name, models, tmp
     os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
     # Whatever is slow comes later.
-    for slow in ("linearize.loading.load_model", "linearize.loading.load_converted"):
+    for slow in ("linearize.checkpoint.loading.load_model", "linearize.checkpoint.loading.load_converted"):
         monkeypatch.setattr(slow, lambda *_, **__: pytest.fail("slow work before the refusal"))
     out = BAD_NAMES[name] if name == "root" else tmp_path / BAD_NAMES[name]
     from linearize.cli import main
@@ -134,7 +134,7 @@ def broken_save(monkeypatch, *, states=False):
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     if states:
-        from linearize.distillation.state import StateFolder
+        from linearize.training.stage_one.state import StateFolder
 
         real = StateFolder.save
 

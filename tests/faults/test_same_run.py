@@ -16,10 +16,10 @@ from support.tiny import converted, inputs_of, original
 import linearize
 from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest
 from linearize.checkpoint.log import read_log
-from linearize.distillation import DistillConfig, observer
-from linearize.distillation.loop import distill
-from linearize.distillation.state import StateFolder
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.training.stage_one import DistillConfig, observer
+from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.state import StateFolder
 
 
 def test_a_fingerprint_changes_with_every_part():

@@ -13,12 +13,12 @@ import pytest
 import torch
 from support.command_lines import changed, line_of, without
 
+from linearize.checkpoint.loading import load_model
 from linearize.checkpoint.output import atomic_folder, check_target, claim, clear_leftovers
 from linearize.checkpoint.ownership import MARKER, check_links, check_ours, mark
-from linearize.distillation.state import RunState, StateFolder
-from linearize.errors import CheckpointError
-from linearize.finetune.work import begin, check_work
-from linearize.loading import load_model
+from linearize.core.errors import CheckpointError
+from linearize.training.stage_one.state import RunState, StateFolder
+from linearize.training.stage_two.work import begin, check_work
 
 STARTED = {"data contents": "0123"}
 """What a run of ours was started with."""
@@ -200,7 +200,9 @@ def test_an_interrupted_tuning_run_outlives_a_mistyped_data_set(models, tmp_path
     assert not work.exists()
 
 
-@pytest.mark.parametrize("left", ["linearize_errors.py", "optimizer.pt", "rng_state_1.pth", "tokenizer.json", None])
+@pytest.mark.parametrize(
+    "left", ["linearize_core_errors.py", "optimizer.pt", "rng_state_1.pth", "tokenizer.json", None]
+)
 def test_a_checkpoint_that_was_being_written_or_removed_stops_no_resume(left, tmp_path):
     """A kill leaves any part of it: the first file written is the model's code, the last removed any."""
     checkpoint = tmp_path / "out.training" / "checkpoint-3"

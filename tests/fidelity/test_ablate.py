@@ -7,7 +7,7 @@ from support.tiny import converted, inputs_of
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.card import limits
 from linearize.checkpoint.provenance import Provenance
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
 from linearize.fidelity.measure import measure_layers
 from linearize.modeling.plan import Plan
@@ -102,7 +102,7 @@ def test_far_mass_is_softmax_outside_the_window(name):
         far = (weights * ~near[:, None]).sum(-1)
         seen.append(float(far.detach()[real[:, None].expand_as(far)].mean()))
 
-    from linearize.teacher.observe import show
+    from linearize.fidelity.teacher.observe import show
 
     show(model, [inputs], observe)
     found = measure_layers(model, [inputs])

@@ -5,7 +5,7 @@ import torch
 from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.interface import linear_attentions, observed
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.fidelity import heads
 from linearize.fidelity.heads import head_shares, keep_heads, repeated
 from linearize.modeling.plan import Plan

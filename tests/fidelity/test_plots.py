@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny import converted, inputs_of
 
-from linearize.errors import DataError
+from linearize.core.errors import DataError
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
 from linearize.fidelity.maps import attention_maps, rank_correlation
 from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
@@ -222,6 +222,10 @@ def test_names_and_labels():
 
 def test_matplotlib_is_loaded_with_the_first_figure():
     names = ["plots", "plots_maps", "plots_compare", "plots_kernels"]
-    modules = [*(f"linearize.fidelity.{name}" for name in names), "linearize.report.write", "linearize.report.compare"]
+    modules = [
+        *(f"linearize.fidelity.{name}" for name in names),
+        "linearize.evaluation.report.write",
+        "linearize.evaluation.report.compare",
+    ]
     code = f"import sys; import {', '.join(modules)}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

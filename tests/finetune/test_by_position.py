@@ -8,9 +8,9 @@ import torch
 from support.tasks import WORDS, causal_folder
 
 from linearize.cli import main
-from linearize.finetune.metrics import EDGES, losses_by_position, range_sums
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
+from linearize.training.stage_two.metrics import EDGES, losses_by_position, range_sums
 
 
 def test_ranges_against_a_loop():

@@ -10,12 +10,12 @@ from datasets import Dataset
 from support.checkpoints import WORDS, make_original, make_text, tokenizer
 from support.command_lines import run
 
-from linearize.errors import ConfigError, DataError
-from linearize.finetune.config import DataOptions
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import IGNORED
-from linearize.finetune.task_types.chat import encode
-from linearize.finetune.tasks import task
+from linearize.core.errors import ConfigError, DataError
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import IGNORED
+from linearize.training.stage_two.task_types.chat import encode
+from linearize.training.stage_two.tasks import task
 
 TEMPLATE = (
     "{% for m in messages %}"

@@ -12,13 +12,13 @@ from support.tasks import WORDS, no_rows, word_tokenizer, write
 from support.tiny import SMALLER, converted, original
 
 import linearize
-from linearize.bench import memory
 from linearize.cli import main
-from linearize.errors import ConfigError, LinearizeError
-from linearize.finetune import interval
-from linearize.finetune.interval import Difference, Measured, paired_difference, resampled_scores
+from linearize.core.errors import ConfigError, LinearizeError
+from linearize.evaluation.bench import memory
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
+from linearize.training.stage_two import interval
+from linearize.training.stage_two.interval import Difference, Measured, paired_difference, resampled_scores
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
 

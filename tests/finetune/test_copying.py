@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.tasks import WORDS, causal_folder, no_rows
 
-from linearize.errors import ConfigError, DataError
+from linearize.core.errors import ConfigError, DataError
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
 
@@ -48,7 +48,7 @@ def test_figures_by_hand(place):
 
 
 def test_a_model_that_copies_is_right():
-    from linearize.finetune.task_types.probes import Copies
+    from linearize.training.stage_two.task_types.probes import Copies
 
     copying = no_rows("copying").type
     rows = Copies(np.random.default_rng(0).integers(0, 9, 40).astype(np.int32), 8)

@@ -10,15 +10,15 @@ from support.tiny import original
 from torch import nn
 
 import linearize
-from linearize.adapters import LoraConfig, add_lora
-from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import DataOptions
-from linearize.finetune.switches import dropping, places
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
-from linearize.finetune.tuner import Tuner
+from linearize.training.adapters import LoraConfig, add_lora
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.switches import dropping, places
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.tuner import Tuner
 
 CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, steps=6, log_every=1)
 HALF, NONE = (dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), share) for share in (0.5, 0.0))

@@ -12,17 +12,17 @@ from support.tasks import WORDS, write
 
 import linearize
 from linearize.cli.main import main
-from linearize.errors import ConfigError, DataError
-from linearize.finetune.config import DataOptions, TuneConfig
-from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.prepare import check_unlabelled, prepare
-from linearize.finetune.prepared import IGNORED, hold_out
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
-from linearize.finetune.tuner import Tuner
-from linearize.finetune.work import describe
+from linearize.core.errors import ConfigError, DataError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training.stage_two.config import DataOptions, TuneConfig
+from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.prepare import check_unlabelled, prepare
+from linearize.training.stage_two.prepared import IGNORED, hold_out
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.tuner import Tuner
+from linearize.training.stage_two.work import describe
 
 SHORT = DataOptions(max_length=16)
 # No two of these texts are the same, and none begins as those of the tasks do.

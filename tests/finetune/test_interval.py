@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support.tasks import no_rows, word_tokenizer
 
-from linearize.finetune.interval import balanced_score, chance_level, percentiles, resampled_scores
-from linearize.finetune.metrics import entities
-from linearize.finetune.prepared import IGNORED, DataOptions, text_facts, tokenise
-from linearize.finetune.tasks import TASKS, recovery
+from linearize.training.stage_two.interval import balanced_score, chance_level, percentiles, resampled_scores
+from linearize.training.stage_two.metrics import entities
+from linearize.training.stage_two.prepared import IGNORED, DataOptions, text_facts, tokenise
+from linearize.training.stage_two.tasks import TASKS, recovery
 
 
 def score_interval(name, predictions, labels, **options):

@@ -9,8 +9,8 @@ from support.tiny import original
 from transformers import AutoModelForSequenceClassification
 
 import linearize
-from linearize.errors import ConfigError
-from linearize.finetune.load import label_order, load_for_task
+from linearize.core.errors import ConfigError
+from linearize.training.stage_two.load import label_order, load_for_task
 
 IDS = torch.arange(1, 9)[None]
 

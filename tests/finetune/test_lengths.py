@@ -12,20 +12,20 @@ from support.tiny import SMALLER, original
 from transformers import AutoModelForCausalLM
 
 import linearize
-from linearize.errors import ConfigError, DataError
-from linearize.events import Noted
-from linearize.finetune.config import DataOptions
-from linearize.finetune.interval import resampled_scores
-from linearize.finetune.lengths import NO_LIMIT, length_limit, whole_length
-from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.task_types.language import WINDOW
-from linearize.finetune.tasks import TASKS, task
-from linearize.finetune.trainer import measure_with_interval
+from linearize.core.errors import ConfigError, DataError
+from linearize.core.events import Noted
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.sides import rows_per_batch
 from linearize.jobs.task_config import EvaluateJob, TuneJob
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.interval import resampled_scores
+from linearize.training.stage_two.lengths import NO_LIMIT, length_limit, whole_length
+from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.task_types.language import WINDOW
+from linearize.training.stage_two.tasks import TASKS, task
+from linearize.training.stage_two.trainer import measure_with_interval
 
 
 def words(count, start=0):

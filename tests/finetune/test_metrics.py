@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from linearize.finetune.metrics import (
+from linearize.training.stage_two.metrics import (
     METRICS,
     agreement,
     entities,

@@ -11,14 +11,14 @@ from support.tasks import no_rows
 from transformers import AutoModel, AutoTokenizer
 
 from linearize.cli import main
-from linearize.errors import ConfigError, DataError
-from linearize.finetune.config import TuneConfig
-from linearize.finetune.metrics import ranks, retrieval
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import DataOptions
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune, measure_with_interval
-from linearize.synthetic.sets import make
+from linearize.core.errors import ConfigError, DataError
+from linearize.jobs.synthetic.sets import make
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.metrics import ranks, retrieval
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import finetune, measure_with_interval
 
 
 def text(number: int, words: int) -> str:
@@ -42,7 +42,7 @@ def test_ranks_count_those_that_are_as_near_or_nearer(monkeypatch):
     assert list(ranks(queries, texts)) == expected
     assert len(set(expected)) > 1
     # The length of an embedding is no matter, and neither are the blocks; the same text twice is not found.
-    monkeypatch.setattr("linearize.finetune.metrics.BLOCK", 3)
+    monkeypatch.setattr("linearize.training.stage_two.metrics.BLOCK", 3)
     assert list(ranks(3 * queries, texts / 7)) == expected
     assert list(ranks(np.eye(3)[[0, 1, 1]], np.eye(3)[[0, 1, 1]])) == [1, 2, 2]
     found = retrieval(np.array([1, 4, 20, 10]))

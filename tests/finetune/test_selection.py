@@ -9,16 +9,16 @@ import pytest
 import torch
 from support.tasks import WORDS, measured, write
 
-from linearize.adapters import LoraConfig
+from linearize.core.errors import DataError
 from linearize.data.pairs import paired_anew
-from linearize.errors import DataError
-from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import IGNORED, DataOptions, Rows, hold_out, selection_size
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
-from linearize.finetune.tuner import Tuner
+from linearize.training.adapters import LoraConfig
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import IGNORED, DataOptions, Rows, hold_out, selection_size
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.tuner import Tuner
 
 SHORT = DataOptions(max_length=16)
 

@@ -9,13 +9,13 @@ from support.tasks import measured
 from transformers import AutoModel, AutoTokenizer
 
 from linearize.cli import main
-from linearize.errors import ConfigError
-from linearize.finetune.config import TuneConfig
-from linearize.finetune.metrics import METRICS
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import DataOptions
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
+from linearize.core.errors import ConfigError
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.metrics import METRICS
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import finetune
 
 
 def test_the_score_is_the_rank_correlation_of_cosines(bert, glue, tmp_path):

@@ -7,9 +7,9 @@ import json
 import pytest
 from datasets import Dataset
 
-from linearize.errors import DataError
-from linearize.finetune.tables import open_splits
-from linearize.finetune.tasks import task
+from linearize.core.errors import DataError
+from linearize.training.stage_two.tables import open_splits
+from linearize.training.stage_two.tasks import task
 
 ROWS = [{"sentence": f"sentence number {i}", "label": i % 2} for i in range(40)]
 

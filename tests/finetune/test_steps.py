@@ -10,14 +10,14 @@ import torch
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.errors import ConfigError
-from linearize.finetune.config import TuneConfig
-from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import DataOptions
-from linearize.finetune.switches import check_checkpointing, checkpointing
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import finetune
+from linearize.core.errors import ConfigError
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.switches import check_checkpointing, checkpointing
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import finetune
 
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
 

@@ -8,11 +8,11 @@ import pytest
 import transformers
 from support.tasks import no_rows
 
-from linearize.finetune.metrics import METRICS
-from linearize.finetune.task_types.base import TaskType
-from linearize.finetune.tasks import TASK_TYPES, TASKS
-from linearize.heads import HEADS, head_of_class
+from linearize.core.heads import HEADS, head_of_class
 from linearize.jobs.task_config import TaskChoice
+from linearize.training.stage_two.metrics import METRICS
+from linearize.training.stage_two.task_types.base import TaskType
+from linearize.training.stage_two.tasks import TASK_TYPES, TASKS
 
 CLASSES = {
     "BertForMaskedLM": ("fill-mask", "fill-mask"),

@@ -14,17 +14,17 @@ from torch.nn import functional
 
 import linearize
 from linearize.cli.main import main
-from linearize.errors import CheckpointError, ConfigError
-from linearize.finetune.config import DataOptions, LoraConfig, TuneConfig
-from linearize.finetune.load import load_for_task, load_processor
-from linearize.finetune.prepare import prepare
-from linearize.finetune.prepared import IGNORED, hold_out
-from linearize.finetune.tasks import TASKS, task
-from linearize.finetune.teacher import check_processor, check_teacher, load_teacher
-from linearize.finetune.trainer import finetune
-from linearize.finetune.tuner import KERNEL_RATE, Tuner
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
+from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import IGNORED, hold_out
+from linearize.training.stage_two.tasks import TASKS, task
+from linearize.training.stage_two.teacher import check_processor, check_teacher, load_teacher
+from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.tuner import KERNEL_RATE, Tuner
 
 SHORT = DataOptions(max_length=16)
 CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, epochs=2, eval_every=3, log_every=1)
@@ -124,7 +124,7 @@ def test_labels_join_later(bert, glue, tmp_path):
 )
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=2)])
 def test_kernels_have_a_rate_of_their_own(bert, glue, tmp_path, given, taught, expected, lora):
-    from linearize.adapters import add_lora
+    from linearize.training.adapters import add_lora
 
     data = data_for("cola", bert, glue)
     teacher, student = pair_of(bert, data, "hedgehog")
@@ -362,7 +362,7 @@ def test_teachers_that_are_refused(bert, gpt2, glue, tmp_path, tuned):
 
 def test_a_longer_student_may_have_its_teacher(bert, glue, tmp_path):
     """A student whose positions were extended has one larger table; anything else that differs is refused."""
-    from linearize.surgery.positions import extend_positions
+    from linearize.conversion.positions import extend_positions
 
     data = data_for("mrpc", bert, glue)
     teacher, student = pair_of(bert, data, None)

@@ -11,8 +11,7 @@ from support.children import tuning
 from support.command_lines import make_models
 from support.forks import together
 
-from linearize.distillation.processes import own_device
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.events import ignore
@@ -20,6 +19,7 @@ from linearize.jobs.finetune import open_tuning
 from linearize.jobs.longdoc import run_longdoc
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
+from linearize.training.stage_one.processes import own_device
 
 OPTIONS = {
     "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,
@@ -67,7 +67,7 @@ def test_each_process_has_a_device_of_its_own(monkeypatch):
     assert own_device("cpu") == "cpu"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("linearize.loading.check_device", lambda name: "cuda")
+    monkeypatch.setattr("linearize.checkpoint.loading.check_device", lambda name: "cuda")
     assert own_device("auto") == "cuda:1" and own_device("cpu") == "cpu"
     with pytest.raises(ConfigError, match=r"device: got 'cuda:0' for 2 processes, expected auto"):
         own_device("cuda:0")

@@ -11,7 +11,7 @@ from support.tiny import converted, inputs_of, original, stir
 
 import linearize
 from linearize.attention import cache as cache_module
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 
 KERNELS = {
     "hedgehog": {},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.generation import GREEDY, assert_same_text, causal, prompts
 
-from linearize.registry import kernel_infos
+from linearize.core.registry import kernel_infos
 
 CAUSAL = [info for info in kernel_infos() if info.causal and not info.needs_window]
 

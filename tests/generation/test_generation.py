@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 import linearize
 from linearize.attention.cache import LinearizeCache
-from linearize.errors import ConfigError, LinearizeError
+from linearize.core.errors import ConfigError, LinearizeError
 
 CAUSAL = ["gpt2", "llama", "qwen2", "mistral", "gemma3"]
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]

@@ -13,11 +13,11 @@ from support.tiny import converted, inputs_of, outputs
 from support.training import ALIGN, Fixed, batches, loud_converted, sharp
 
 import linearize
-from linearize.alignment.config import AlignConfig
-from linearize.alignment.loop import align
 from linearize.cli import main
-from linearize.distillation import DistillConfig
-from linearize.distillation.loop import distill
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.loop import align
+from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one.loop import distill
 
 MODELS = [("bert", "AutoModelForMaskedLM"), ("gpt2", "AutoModelForCausalLM"), ("vit", "AutoModel")]
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from support.checkpoints import WORDS, make_original
 
-from linearize.events import Noted
+from linearize.core.events import Noted
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
 from linearize.jobs.convert import convert_checkpoint
 from linearize.jobs.task_config import TuneJob

@@ -12,7 +12,9 @@ from support.checkpoints import make_original, make_text
 from support.command_lines import run
 
 import linearize
-from linearize.bench.measured import (
+from linearize.cli.main import build_parser
+from linearize.core.registry import kernel_info, kernel_infos, make_config
+from linearize.evaluation.bench.measured import (
     CAUSAL,
     DECODE,
     EMBEDDING,
@@ -24,9 +26,7 @@ from linearize.bench.measured import (
     quality_of,
     speed_of,
 )
-from linearize.cli.main import build_parser
 from linearize.jobs.choose import advise
-from linearize.registry import kernel_info, kernel_infos, make_config
 
 CHECKOUT = Path(linearize.__file__).parent.parent
 BENCHMARKS = CHECKOUT / "docs" / "benchmarks"

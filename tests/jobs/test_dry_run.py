@@ -8,12 +8,12 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.distillation import observer
-from linearize.errors import CheckpointError, ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs import dry_run as module
 from linearize.jobs.bill import Bill, StageBill, duration
 from linearize.jobs.config import DistillJob
 from linearize.jobs.dry_run import _step_and_evaluation, dry_run
+from linearize.training.stage_one import observer
 
 DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"

@@ -11,8 +11,7 @@ from support.tiny import SMALLER, original
 
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.cli import main
-from linearize.errors import ConfigError, DataError, LinearizeError
-from linearize.finetune.config import TuneConfig
+from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs import events, longdoc_data
 from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import evaluate_checkpoint
@@ -21,6 +20,7 @@ from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.longdoc_data import Lengths, examine, quick, write_texts
 from linearize.jobs.sides import SideDifference, SideResult, SideTime, Times
 from linearize.jobs.task_config import EvaluateJob
+from linearize.training.stage_two.config import TuneConfig
 
 FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}
 

@@ -8,12 +8,12 @@ from support.checkpoints import make_original
 from support.command_lines import run
 
 import linearize
-from linearize.errors import ConfigError, UnknownNameError
+from linearize.core.errors import ConfigError, UnknownNameError
+from linearize.core.options import effective, options_of
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
 from linearize.jobs.presets import PRESETS
 from linearize.modeling.plan import SOFTMAX
-from linearize.options import effective, options_of
 
 CAUSAL = PRESETS["causal"].options
 

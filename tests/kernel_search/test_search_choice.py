@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.kernel_search.candidates import parse_candidate, parse_candidates, windows_alone
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.costs import Cost, cost_of

@@ -8,7 +8,7 @@ import pytest
 
 import linearize
 from linearize.attention.shape import HeadShape
-from linearize.events import Started
+from linearize.core.events import Started
 from linearize.kernel_search import costs
 from linearize.kernel_search.costs import Setting, measure_costs
 from linearize.modeling.plan import LayerPlan
@@ -52,7 +52,7 @@ def test_a_damaged_file_is_measured_over(text, folder):
 
 
 def test_memory_is_part_of_a_cost(folder, monkeypatch):
-    from linearize.bench.rows import Variant
+    from linearize.evaluation.bench.rows import Variant
 
     asked = []
     monkeypatch.setattr(costs, "memory_of", lambda suite, name, tokens: asked.append(name) or Variant(bytes=7))

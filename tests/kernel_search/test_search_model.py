@@ -10,13 +10,13 @@ from support.training import Fixed, batches, loud
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.distillation.config import DistillConfig
-from linearize.distillation.loop import distill
-from linearize.errors import ConfigError
-from linearize.events import Noted
+from linearize.core.errors import ConfigError
+from linearize.core.events import Noted
 from linearize.kernel_search import SearchConfig
 from linearize.kernel_search.costs import Cost
 from linearize.kernel_search.loop import SearchInterruptedError, search
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loop import distill
 
 CANDIDATES = ("hedgehog", "hedgehog:tied=false", "flexformer_n", "t2r")
 
@@ -144,7 +144,7 @@ def test_a_limited_time_ends_the_rungs_early(model, data):
 
 @pytest.mark.usefixtures("given_costs")
 def test_a_candidate_that_leaves_the_numbers_is_dropped(model, data, monkeypatch):
-    from linearize.distillation.observer import LayerLoss
+    from linearize.training.stage_one.observer import LayerLoss
 
     add = LayerLoss.add
 
@@ -205,7 +205,7 @@ def test_what_a_search_refuses(model, data):
 def test_a_candidate_that_cannot_serve_the_model(monkeypatch, data):
     info = linearize.kernel_info("polaformer")
     monkeypatch.setitem(
-        __import__("linearize.registry").registry._KERNELS, "polaformer", dataclasses.replace(info, causal=False)
+        __import__("linearize.core.registry").registry._KERNELS, "polaformer", dataclasses.replace(info, causal=False)
     )
     model = loud("gpt2")
     with pytest.raises(ConfigError, match=r"candidates: 'polaformer' cannot serve this model: .*bidirectional only"):

@@ -8,12 +8,12 @@ from support.children import search as child
 from support.forks import together
 from support.training import Fixed, batches, loud
 
-from linearize.distillation.loop import make_accelerator
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
 from linearize.jobs.config import SearchJob
 from linearize.jobs.search import search_checkpoint
 from linearize.kernel_search import SearchConfig
 from linearize.kernel_search.loop import search
+from linearize.training.stage_one.loop import make_accelerator
 
 REFUSED = "search: got FSDP, expected one process or plain data parallelism"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.kernel_cases import make_inputs, make_mixer, run
 
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.core.registry import kernel_info, make_config
 from linearize.kernels.flexformer_n import FlexformerN
 from linearize.kernels.flexformer_s import FlexformerS
-from linearize.registry import kernel_info, make_config
 
 DIM, HEADS = 6, 3
 

@@ -12,13 +12,13 @@ import transformers
 from support.tiny import converted, inputs_of, outputs
 
 import linearize
-import linearize.registry as registry
+import linearize.core.registry as registry
 from linearize.attention.factory import count_parameters
 from linearize.attention.interface import linear_attentions
 from linearize.attention.mixer import Mixer
-from linearize.errors import ConfigError, UnknownNameError
+from linearize.core.errors import ConfigError, UnknownNameError
+from linearize.core.registry import KernelInfo, kernel_info, make_config, option
 from linearize.kernels.base import FeatureMap, Features, NoArguments, draw_normal, project
-from linearize.registry import KernelInfo, kernel_info, make_config, option
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from linearize.registry import kernel_infos, make_config
+from linearize.core.registry import kernel_infos, make_config
 
 RANDOM = [info for info in kernel_infos() if info.random]
 SERIES = [info for info in kernel_infos() if hasattr(info.build, "series")]

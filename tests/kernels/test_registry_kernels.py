@@ -32,7 +32,7 @@ import linearize.kernels
 from linearize.attention.factory import build_mixer, count_parameters
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.shape import HeadShape
-from linearize.registry import kernel_info, kernel_infos, make_config
+from linearize.core.registry import kernel_info, kernel_infos, make_config
 
 TOKENS = 21
 BOTH = [

@@ -9,7 +9,7 @@ from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.factory import count_parameters
 from linearize.attention.interface import linear_attentions
-from linearize.registry import kernel_infos
+from linearize.core.registry import kernel_infos
 
 WINDOWED = [info for info in kernel_infos() if info.windowed]
 INFOS = [info for info in kernel_infos() if not info.needs_window]

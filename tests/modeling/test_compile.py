@@ -83,7 +83,7 @@ def test_packed_sequences_are_not_mixed_up():
 
 
 def test_packed_sequences_by_their_lengths_are_refused_while_compiled(monkeypatch):
-    from linearize.errors import UnsupportedModelError
+    from linearize.core.errors import UnsupportedModelError
 
     model, inputs = model_and_inputs("llama", mask=False)
     lengths = torch.tensor([0, 4, 8, 12, 16, 20, 24], dtype=torch.int32)

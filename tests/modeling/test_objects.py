@@ -39,7 +39,7 @@ def test_pickled_and_back(name):
 def test_a_timm_model_is_pickled():
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=3).eval()
-    model = stir(linearize.convert(linearize.surgery.timm.wrap(model, {"depth": 2}), "elu"))
+    model = stir(linearize.convert(linearize.conversion.timm.wrap(model, {"depth": 2}), "elu"))
     pixels = torch.randn(2, 3, 32, 32)
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(outputs(loaded, {"pixel_values": pixels})[0], outputs(model, {"pixel_values": pixels})[0])

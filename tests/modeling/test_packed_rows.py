@@ -8,10 +8,10 @@ from support.generation import causal
 from support.tiny import converted
 from transformers import DataCollatorWithFlattening
 
-from linearize import native
+from linearize.attention import native
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.packing import find_segments, positions_of
-from linearize.errors import UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 
 LENGTHS = (1, 13, 70, 2, 5)
 """Odd ones, one of a single token, one longer than a chunk."""

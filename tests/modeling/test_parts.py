@@ -10,7 +10,7 @@ from support.tiny import CONFIGS, IMAGE, TEXT, converted, inputs_of, outputs, st
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
 
 
 def saved(model, folder):

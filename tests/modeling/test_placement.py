@@ -14,7 +14,7 @@ from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoModel
 
 import linearize
-from linearize.errors import CheckpointError
+from linearize.core.errors import CheckpointError
 from linearize.modeling.weights import check_numbers
 
 

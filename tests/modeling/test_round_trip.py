@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.attention.mixer import IMPLEMENTATION
-from linearize.errors import CheckpointError, ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.config import GUARD
 from linearize.modeling.weights import check_loaded
 

@@ -11,10 +11,10 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassif
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.errors import ConfigError, UnsupportedModelError
-from linearize.loading import load_model
-from linearize.surgery.timm import wrap
-from linearize.teacher.observe import run_body
+from linearize.checkpoint.loading import load_model
+from linearize.conversion.timm import wrap
+from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.fidelity.teacher.observe import run_body
 
 timm = pytest.importorskip("timm")
 
@@ -241,7 +241,7 @@ def test_a_folder_that_timm_wrote_with_its_arguments(tmp_path):
 
 def test_other_resolution_than_trained(tmp_path):
     model = wrap(timm.create_model("test_vit", pretrained=False, num_classes=5))
-    from linearize.surgery.positions import current_length, extend_positions
+    from linearize.conversion.positions import current_length, extend_positions
 
     longer = extend_positions(model, 2 * current_length(model))
     linearize.convert(model)

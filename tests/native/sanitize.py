@@ -35,8 +35,8 @@ WINDOWS = ({"window": 5, "sinks": 3}, {"window": 5, "sinks": 3, "exact_keys": 4}
 
 def compiled() -> Path:
     """Compile as `linearize native --build` does, at a lower level of optimisation and with the sanitizers."""
-    from linearize.native.build import compiler
-    from linearize.native.locate import FLAGS, NATIVE_FLAGS, SOURCES
+    from linearize.attention.native.build import compiler
+    from linearize.attention.native.locate import FLAGS, NATIVE_FLAGS, SOURCES
 
     program = compiler()
     if program is None:
@@ -52,7 +52,7 @@ def compiled() -> Path:
 
 def preloaded() -> str:
     """Return the libraries that have to be there before Python's own."""
-    from linearize.native.build import compiler
+    from linearize.attention.native.build import compiler
 
     found = []
     for name in ("libasan.so", "libstdc++.so"):
@@ -86,8 +86,8 @@ def run() -> int:
     """Call everything there is; returns how many calls that were."""
     import torch
 
-    import linearize.native as native
-    from linearize.native.calls import Engine
+    import linearize.attention.native as native
+    from linearize.attention.native.calls import Engine
 
     engine, calls = Engine(FOLDER / "native.so"), 0
     # Before anything imports it.

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from linearize import native
+from linearize.attention import native
 from linearize.attention.backends.self_test import native_kernels
+from linearize.attention.native import build as building
+from linearize.attention.native import calls, locate, structures
 from linearize.cli.main import main
-from linearize.errors import ConfigError
-from linearize.native import build as building
-from linearize.native import calls, locate, structures
+from linearize.core.errors import ConfigError
 
 
 def test_nothing_is_built_unasked(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_threads_are_torchs(switch, capsys):
     """A second OpenMP library would have separate threads, which compete with torch's."""
     code = (
         "import pathlib, sys, torch; torch.ones(512, 512) @ torch.ones(512, 512); "
-        "from linearize.native.calls import Engine; found = Engine(pathlib.Path(sys.argv[1])); "
+        "from linearize.attention.native.calls import Engine; found = Engine(pathlib.Path(sys.argv[1])); "
         "maps = open('/proc/self/maps').read(); "
         "print(found.parallel, len({line.split()[-1] for line in maps.splitlines() if 'gomp' in line}))"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.native_cases import CASES, D, close, learned, tokens
 
-from linearize.native import engine
+from linearize.attention.native import engine
 
 
 def weights(mixer, count, *, dtype=torch.float32, **shape):

@@ -5,9 +5,9 @@ import shutil
 import pytest
 from support.checkpoints import make_original, texts
 
-from linearize import native
+from linearize.attention import native
+from linearize.attention.native import build as building
 from linearize.cli.main import main
-from linearize.native import build as building
 
 BENCH = ["bench", "--lengths", "16", "--repeats", "1", "--heads", "1", "--head-dim", "8", "--no-memory"]
 

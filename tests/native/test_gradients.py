@@ -10,7 +10,7 @@ from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.attention.backends.choose import attend_causally
 from linearize.attention.call import AttentionCall
-from linearize.native.gradient import _Native
+from linearize.attention.native.gradient import _Native
 
 
 def gradients(mixer, count, mask, dtype=torch.float32):

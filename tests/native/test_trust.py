@@ -11,11 +11,11 @@ from functools import partial
 import pytest
 from support import forks
 
-from linearize import native
+from linearize.attention import native
+from linearize.attention.native import build as building
+from linearize.attention.native import locate
+from linearize.attention.native.locate import describe, objection
 from linearize.cli.main import main
-from linearize.native import build as building
-from linearize.native import locate
-from linearize.native.locate import describe, objection
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ os.environ.pop("HOME", None), os.environ.pop("XDG_CACHE_HOME", None)
 os.environ["LINEARIZE_NATIVE"] = "1"
 import pwd
 with mock.patch.object(pwd, "getpwuid", side_effect=KeyError("no such user")):
-    from linearize.native import engine
-    from linearize.native.build import remove, worth_building
-    from linearize.native.locate import record_file
+    from linearize.attention.native import engine
+    from linearize.attention.native.build import remove, worth_building
+    from linearize.attention.native.locate import record_file
     print(engine(), record_file(), worth_building(), remove())
     from linearize.attention.call import AttentionCall
     from linearize.attention.factory import build_mixer
@@ -200,11 +200,11 @@ def test_a_relative_cache_folder_is_ignored(value, monkeypatch, tmp_path):
 BUILD = """
 import warnings
 warnings.simplefilter("error", RuntimeWarning)
-import linearize.native.build as building
+import linearize.attention.native.build as building
 # What the compiler makes of it is not the question here, and -O3 takes ten times as long.
 building.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS)
 building.build()
-from linearize.native import engine
+from linearize.attention.native import engine
 print(engine().path)
 """
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from linearize import native
-from linearize.native import build as building
-from linearize.native import calls, locate
-from linearize.native.locate import INDEX, X86, describe, packaged, variants
+from linearize.attention import native
+from linearize.attention.native import build as building
+from linearize.attention.native import calls, locate
+from linearize.attention.native.locate import INDEX, X86, describe, packaged, variants
 
 SCRIPT = Path(building.__file__).parents[2] / "scripts" / "make_wheel.py"
 PLAIN = ["fpu", "sse2"]
@@ -90,7 +90,7 @@ def test_other_machines_have_a_baseline():
 
 
 LOAD = """
-from linearize.native import engine
+from linearize.attention.native import engine
 from linearize.attention.backends.self_test import agreement, check_agreement
 import linearize
 rows = agreement()

@@ -7,8 +7,8 @@ import torch
 from support.native_cases import CASES, D, V, close, learned, padding, tokens
 
 from linearize.attention.call import AttentionCall
-from linearize.native import engine
-from linearize.native.calls import Engine
+from linearize.attention.native import engine
+from linearize.attention.native.calls import Engine
 
 SCALING = D**-0.5
 COUNT, CUT = 40, 11

@@ -8,8 +8,8 @@ from support.native_cases import CASES, D, V, close, learned, padding, tokens
 from support.rounding import UNIT, allowed, deviation, gradients_in_double
 
 from linearize.attention.call import AttentionCall
-from linearize.native import engine
-from linearize.native.calls import Engine
+from linearize.attention.native import engine
+from linearize.attention.native.calls import Engine
 
 SCALING = D**-0.5
 LENGTHS = (1, 15, 48, 49, 200)

@@ -12,7 +12,7 @@ from support.numerics_cases import ENGINES, MIXERS
 from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.attention.backends.self_test import native_kernels
-from linearize.registry import kernel_info
+from linearize.core.registry import kernel_info
 
 CAUSAL = [pytest.param(info, id=info.name) for info in KERNELS if info.causal and info.streamable]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ from support.kernel_cases import HEADS, KEY_HEADS, decode, make_inputs, make_mix
 from support.numerics_cases import ENGINES, MIXERS
 
 from linearize.attention.backends.self_test import native_kernels
-from linearize.registry import kernel_info
+from linearize.core.registry import kernel_info
 
 TOKENS, AT = 70, 52
 GROUP = HEADS // KEY_HEADS

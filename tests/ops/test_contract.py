@@ -22,7 +22,7 @@ def test_ops_import_torch_alone():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            own = ("torch", "linearize.ops", "linearize.errors")
+            own = ("torch", "linearize.ops", "linearize.core.errors")
             standard = ("__future__", "collections", "dataclasses", "heapq", "math", "typing")
             bad += [f"{path.name}: {name}" for name in names if not name.startswith(own + standard)]
             if isinstance(node, ast.Attribute) and node.attr in ("import_module", "__import__"):

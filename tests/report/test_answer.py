@@ -12,23 +12,23 @@ from support.checkpoints import WORDS, tokenizer
 from support.tiny import converted, original
 
 import linearize
-from linearize.bench.meter import Timing
-from linearize.bench.rows import Row, Variant
+from linearize.checkpoint.loading import load_converted, load_model
 from linearize.checkpoint.provenance import Provenance
-from linearize.finetune.config import DataOptions
-from linearize.finetune.prepare import prepare
-from linearize.finetune.save import tuning_record
-from linearize.finetune.tasks import task
-from linearize.finetune.trainer import TuneConfig
+from linearize.core.options import recorded
+from linearize.evaluation.bench.meter import Timing
+from linearize.evaluation.bench.rows import Row, Variant
+from linearize.evaluation.report.answer import answer
+from linearize.evaluation.report.gather import gather
+from linearize.evaluation.report.inputs import load_inputs, recorded_data
+from linearize.evaluation.report.options import InputOptions, ReportOptions
+from linearize.evaluation.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
+from linearize.evaluation.report.write import write_report
 from linearize.jobs.config import ConvertJob
-from linearize.loading import load_converted, load_model
-from linearize.options import recorded
-from linearize.report.answer import answer
-from linearize.report.gather import gather
-from linearize.report.inputs import load_inputs, recorded_data
-from linearize.report.options import InputOptions, ReportOptions
-from linearize.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
-from linearize.report.write import write_report
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.save import tuning_record
+from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.trainer import TuneConfig
 
 read = Provenance.from_dict
 NAMES = {0: "<b>bad", 1: "<b>so", 2: "<b>good"}

@@ -10,9 +10,9 @@ from support.checkpoints import log_lines, texts, tokenizer
 from support.tiny import converted
 
 import linearize
-from linearize.report.options import InputOptions, ReportOptions
-from linearize.report.sections import Picture, Section, Table
-from linearize.report.write import page, write_report
+from linearize.evaluation.report.options import InputOptions, ReportOptions
+from linearize.evaluation.report.sections import Picture, Section, Table
+from linearize.evaluation.report.write import page, write_report
 
 MARKUP = "<img src=x onerror=\"alert('1')\"></style></title><script>alert(1)</script>"
 STEERING = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202etxt"

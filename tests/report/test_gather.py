@@ -9,15 +9,15 @@ import torch
 from support.checkpoints import make_image, make_original, make_text, texts
 from support.forks import in_forked_process
 
-from linearize.errors import CheckpointError, ConfigError, DataError
+from linearize.checkpoint.loading import load_converted, load_model
+from linearize.core.errors import CheckpointError, ConfigError, DataError
+from linearize.evaluation.report.answer import answer
+from linearize.evaluation.report.compare import CompareOptions, compare_checkpoints
+from linearize.evaluation.report.gather import gather
+from linearize.evaluation.report.measure import find_original
+from linearize.evaluation.report.options import InputOptions, ReportOptions
+from linearize.evaluation.report.write import write_report
 from linearize.fidelity.measure import output_difference
-from linearize.loading import load_converted, load_model
-from linearize.report.answer import answer
-from linearize.report.compare import CompareOptions, compare_checkpoints
-from linearize.report.gather import gather
-from linearize.report.measure import find_original
-from linearize.report.options import InputOptions, ReportOptions
-from linearize.report.write import write_report
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def options(made, name, **more):
 
 
 def test_a_text_report_has_everything(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("linearize.bench.memory.in_fresh_process", in_forked_process)
+    monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
     out = tmp_path / "out"
     found = write_report(
         options(made, "bert-hedgehog", original=str(made / "bert-original"), lengths=(8, 16, 99)), str(out)
@@ -120,7 +120,7 @@ def test_other_kinds(name, made, tmp_path):
 
 
 def test_pictures_are_timed_at_their_own_size(made, monkeypatch):
-    monkeypatch.setattr("linearize.bench.memory.in_fresh_process", in_forked_process)
+    monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
     found = gather(options(made, "vit", lengths=(128,)))
     assert [row.tokens for row in found.speeds] == [10] and found.speeds[0].speedup > 0
     assert found.to_dict()["speed"][0]["linear_bytes"] is not None
@@ -129,7 +129,7 @@ def test_pictures_are_timed_at_their_own_size(made, monkeypatch):
 
 
 def test_rotary_models_are_timed_beyond_their_length(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("linearize.bench.memory.in_fresh_process", in_forked_process)
+    monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
     make_text(tmp_path / "llama", "llama", "hedgehog", "AutoModelForCausalLM")
     inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=1, max_length=8)
     found = gather(ReportOptions(str(tmp_path / "llama"), inputs=inputs, lengths=(100,), device="cpu"))

@@ -9,8 +9,8 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.bench import meter, side_by_side
-from linearize.report.paired import best_by, fastest, mean_difference
+from linearize.evaluation.bench import meter, side_by_side
+from linearize.evaluation.report.paired import best_by, fastest, mean_difference
 
 
 def difference(values):

@@ -25,9 +25,9 @@ from pathlib import Path
 from PIL import Image
 
 import linearize
+from linearize.attention.native import build
 from linearize.cli import main
 from linearize.cli.main import build_parser
-from linearize.native import build
 from support.checkpoints import WORDS as VOCABULARY
 from support.checkpoints import make_original, make_text
 from support.scripts import script
@@ -228,14 +228,16 @@ def make_cheap(patch, root: Path) -> None:
     """Leave out what takes long and says nothing about a line: peaks of the machine, optimisation, fresh processes."""
     patch.chdir(root)
     # What a document registers ends with it.
-    patch.setattr("linearize.registry._KERNELS", {info.name: info for info in linearize.kernel_infos()})
+    patch.setattr("linearize.core.registry._KERNELS", {info.name: info for info in linearize.kernel_infos()})
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
-    patch.setattr("linearize.demo.minilm_folder", lambda: root / "MINILM")
-    patch.setattr("linearize.demo.smollm2", lambda: root / "SMOLLM2")
-    patch.setattr("linearize.native.build.FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS))
-    patch.setattr("linearize.bench.machine.peak_rate", lambda *_: 1e11)
-    patch.setattr("linearize.bench.job.peak_rate", lambda *_: 1e11)
-    patch.setattr("linearize.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1))
+    patch.setattr("linearize.jobs.demo.minilm_folder", lambda: root / "MINILM")
+    patch.setattr("linearize.jobs.demo.smollm2", lambda: root / "SMOLLM2")
+    patch.setattr("linearize.attention.native.build.FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS))
+    patch.setattr("linearize.evaluation.bench.machine.peak_rate", lambda *_: 1e11)
+    patch.setattr("linearize.evaluation.bench.job.peak_rate", lambda *_: 1e11)
+    patch.setattr(
+        "linearize.evaluation.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
+    )
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
 
 

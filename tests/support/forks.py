@@ -107,7 +107,7 @@ def together(
 
 
 def in_forked_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Replace `linearize.bench.memory.in_fresh_process`: the same call, in a fork."""
+    """Replace `linearize.evaluation.bench.memory.in_fresh_process`: the same call, in a fork."""
     import json
 
     done = run(_answer, function, *arguments)

@@ -9,7 +9,7 @@ import torch
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
-from linearize.registry import Hybrid, kernel_infos
+from linearize.core.registry import Hybrid, kernel_infos
 
 KERNELS = [info for info in kernel_infos() if info.preset is None and not info.needs_window]
 NAMES = [info.name for info in KERNELS]

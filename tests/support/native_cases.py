@@ -4,7 +4,7 @@ import torch
 
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
-from linearize.registry import Hybrid
+from linearize.core.registry import Hybrid
 
 PAPER = {"form": "paper", "floor": 0.0}
 PLAIN = {"magnitude": False}

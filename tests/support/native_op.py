@@ -9,9 +9,9 @@ import os
 import pytest
 from filelock import FileLock
 
-from linearize import native
-from linearize.native import locate
-from linearize.native.build import build, compiler
+from linearize.attention import native
+from linearize.attention.native import locate
+from linearize.attention.native.build import build, compiler
 
 if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
     locate.NATIVE_FLAGS = tuple(flags.split())

@@ -41,8 +41,8 @@ def causal_folder(folder: Path, positions: int) -> Path:
 
 def no_rows(name: str, **changes):
     """The data of a task without rows, for what depends on the task alone."""
-    from linearize.finetune.prepared import Rows, TaskData
-    from linearize.finetune.tasks import task
+    from linearize.training.stage_two.prepared import Rows, TaskData
+    from linearize.training.stage_two.tasks import task
 
     chosen = task(name, **changes)
     return TaskData(chosen.type(chosen), Rows([]), Rows([]), "no rows")
@@ -50,8 +50,8 @@ def no_rows(name: str, **changes):
 
 def measured(model, data, folder: Path, batch_size: int = 7) -> dict[str, float]:
     """The task's metrics of a model, without an interval."""
-    from linearize.finetune.config import TuneConfig
-    from linearize.finetune.tuner import Tuner
+    from linearize.training.stage_two.config import TuneConfig
+    from linearize.training.stage_two.tuner import Tuner
 
     config = TuneConfig(eval_batch_size=batch_size)
     return Tuner(data.type.wrap(model), data, config, folder / "measured").measure()[0]

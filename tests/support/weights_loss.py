@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.distillation.loss import Targets, cross_entropy_
 from linearize.kernels.base import Features
 from linearize.ops import Window
+from linearize.training.stage_one.loss import Targets, cross_entropy_
 
 
 def weights_loss(

@@ -9,8 +9,8 @@ from support.tiny import IMAGE, original
 
 import linearize
 from linearize.attention.interface import linear_attentions, observed
-from linearize.errors import UnsupportedModelError
-from linearize.surgery.check import check, record
+from linearize.conversion.check import check, record
+from linearize.core.errors import UnsupportedModelError
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
 

@@ -11,10 +11,10 @@ from support.tiny import IMAGE, TEXT, original
 
 import linearize
 from linearize.cli import main
-from linearize.errors import ConfigError, UnsupportedModelError
-from linearize.surgery.check import check, record
-from linearize.surgery.inputs import candidates, read_inputs
-from linearize.surgery.probe import probe, trial_runs
+from linearize.conversion.check import check, record
+from linearize.conversion.inputs import candidates, read_inputs
+from linearize.conversion.probe import probe, trial_runs
+from linearize.core.errors import ConfigError, UnsupportedModelError
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
 

@@ -6,11 +6,11 @@ import pytest
 from support.tiny import converted, original
 
 import linearize
-from linearize.errors import ConfigError, LinearizeError, UnknownNameError
+from linearize.conversion.config import ConversionConfig
+from linearize.conversion.layers import assign, expand, kept_layers, parse_indices, parse_layers
+from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
+from linearize.core.registry import kernel_infos, make_config
 from linearize.modeling.plan import SOFTMAX
-from linearize.registry import kernel_infos, make_config
-from linearize.surgery.config import ConversionConfig
-from linearize.surgery.layers import assign, expand, kept_layers, parse_indices, parse_layers
 
 PRESETS = [info for info in kernel_infos() if info.preset is not None]
 
@@ -172,7 +172,7 @@ def test_the_longest_input_is_written_down():
 
 
 def test_a_model_without_a_limit_asks_for_the_longest_input(monkeypatch):
-    monkeypatch.setattr("linearize.surgery.layers.current_length", lambda model: None)
+    monkeypatch.setattr("linearize.conversion.layers.current_length", lambda model: None)
     model = original("bert")
     for info in kernel_infos():
         if info.maximum_positions:

@@ -10,9 +10,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.errors import UnsupportedModelError
+from linearize.conversion.plan import expectations
+from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.plan import LOCAL
-from linearize.surgery.plan import expectations
 
 WINDOWED = {"mistral": {"sliding_window": 4}, "gemma3": {}, "modernbert": {}}
 

@@ -7,8 +7,8 @@ from support.tiny import CONFIGS, converted, inputs_of, original, outputs
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from linearize.surgery.plan import expectations
+from linearize.conversion.plan import expectations
+from linearize.core.errors import ConfigError, UnknownNameError, UnsupportedModelError
 
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
 EXPECTED = {
@@ -287,8 +287,8 @@ def test_cross_attention_of_equal_lengths_stays():
 
 
 def test_sinks_are_in_the_plan_and_its_file(tmp_path):
+    from linearize.conversion.plan_file import apply_file, read_plan, write_plan
     from linearize.modeling.plan import Plan
-    from linearize.surgery.plan_file import apply_file, read_plan, write_plan
 
     model = original("gpt2", "AutoModelForCausalLM")
     plan = linearize.plan(model, "hedgehog", window=8, sinks=4)

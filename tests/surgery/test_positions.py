@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from linearize.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from linearize.surgery.positions import current_length, extend_image_size, extend_positions, extend_processor
+from linearize.conversion.positions import current_length, extend_image_size, extend_positions, extend_processor
+from linearize.core.errors import ConfigError, UnknownNameError, UnsupportedModelError
 
 OLD, NEW = 16, 39  # NEW is no multiple of OLD: the last tile is cut
 SMALL = {

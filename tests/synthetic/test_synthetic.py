@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linearize.errors import ConfigError, DataError, UnknownNameError
-from linearize.synthetic import listops, recall, retrieval
-from linearize.synthetic.pixels import pixel_text
-from linearize.synthetic.sets import SETS, make
-from linearize.synthetic.tokenizers import SPECIAL, make_tokenizer
+from linearize.core.errors import ConfigError, DataError, UnknownNameError
+from linearize.jobs.synthetic import listops, recall, retrieval
+from linearize.jobs.synthetic.pixels import pixel_text
+from linearize.jobs.synthetic.sets import SETS, make
+from linearize.jobs.synthetic.tokenizers import SPECIAL, make_tokenizer
 
 
 def evaluate(text: str) -> int:

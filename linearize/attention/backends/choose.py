@@ -12,8 +12,8 @@ from linearize.attention.backends.fla import FlaOp
 from linearize.attention.backends.native import Native, NativeOp, unreadable
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall
+from linearize.attention.native.gradient import map_with_gradient
 from linearize.kernels.base import FeatureMap, Features
-from linearize.native.gradient import map_with_gradient
 from linearize.ops import LinearOptions
 
 if TYPE_CHECKING:

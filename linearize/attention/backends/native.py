@@ -10,10 +10,10 @@ from torch import Tensor
 
 from linearize.attention.backends.contract import PYTORCH, CausalOp
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.native import absence, engine, loaded
+from linearize.attention.native.gradient import attend_window_with_gradient, attend_with_gradient
+from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.kernels.base import FeatureMap, MapSpec
-from linearize.native import absence, engine, loaded
-from linearize.native.gradient import attend_window_with_gradient, attend_with_gradient
-from linearize.native.options import NEVER, AttendOptions
 from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.state import EPS, put_back, real_first, take
 from linearize.ops.window_causal import state_after

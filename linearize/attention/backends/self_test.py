@@ -14,11 +14,11 @@ from torch import Tensor
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer, default_scale
 from linearize.attention.mixer import Mixer
+from linearize.attention.native import SWITCH
 from linearize.attention.shape import HeadShape
-from linearize.errors import ConfigError
+from linearize.core.errors import ConfigError
+from linearize.core.registry import PLAIN, Hybrid, kernel_info, kernel_infos, make_config
 from linearize.kernels.base import FeatureMap
-from linearize.native import SWITCH
-from linearize.registry import PLAIN, Hybrid, kernel_info, kernel_infos, make_config
 
 MOST = 1e-4
 """Largest difference, relative to the largest output, that rounding can explain."""

@@ -7,8 +7,8 @@ import os
 import torch
 from safetensors.torch import save_file
 
-from linearize.alignment.config import AlignConfig
-from linearize.alignment.loop import align
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.loop import align
 from support.training import ALIGN, Split, batches, loud_converted
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from linearize.distillation import DistillConfig
-from linearize.distillation.loop import distill
+from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one.loop import distill
 from support.training import Fixed, batches, sharp
 
 

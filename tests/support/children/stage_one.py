@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-import linearize.distillation.loop as loop
-from linearize.distillation import DistillConfig
+import linearize.training.stage_one.loop as loop
+from linearize.training.stage_one import DistillConfig
 from support.training import Split, batches, sharp
 
 HEADS = {"gpt2": "AutoModelForCausalLM"}

@@ -7,10 +7,10 @@ import os
 import torch
 from torch.distributed.tensor import DTensor
 
-from linearize.finetune.tuner import Tuner
 from linearize.jobs.events import Event, Logged, StepDone
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training.stage_two.tuner import Tuner
 
 
 def main(model: str, dataset: str, output: str, options: dict[str, object], stop: int | str = "") -> None:
@@ -39,7 +39,7 @@ def main(model: str, dataset: str, output: str, options: dict[str, object], stop
 
 def watch_shards() -> None:
     """Check at every step that this process has half of the weights, of the optimizer's state and of the teacher."""
-    from linearize.finetune.sharded import ShardedTuner
+    from linearize.training.stage_two.sharded import ShardedTuner
 
     plain = Tuner.training_step
 

@@ -1,0 +1,390 @@
+"""Calls of the compiled op: PyTorch's tensors in, PyTorch's tensors out. Autograd is in `native.gradient`.
+
+Code that travels with checkpoints calls `load` and the methods of `Engine`: their names and arguments stay. All methods
+raise MemoryError if there is no memory for a thread's buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linearize.attention.native.locate import compiled, shipped
+from linearize.attention.native.options import Attended, Attending, AttendOptions, Gradients, WindowAttended
+from linearize.attention.native.structures import (
+    NO_MEMORY,
+    NO_STATES,
+    STEEP,
+    TYPES,
+    Back,
+    Learned,
+    Maps,
+    WindowBack,
+    WindowBuffers,
+    call,
+    given,
+    masks,
+    open_library,
+    packed,
+)
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec
+from linearize.ops import Window
+
+LANES = 16
+"""Rows of the window gradient's arrays are padded to a multiple of this: whole vectors of every processor."""
+
+
+class Engine:
+    """The compiled op.
+
+    Attributes:
+        path: the library's file.
+        library: the loaded library.
+        parallel: whether it shares torch's threads; otherwise it uses one thread.
+        pairs: whether the processor multiplies bf16 numbers directly, which `attend` uses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.library, self.parallel = open_library(path)
+        self.pairs = bool(self.library.linearize_pairs())
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads of a call."""
+        return torch.get_num_threads() if self.parallel else 1
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell whether it reads such tensors: plain ones on the CPU, in fp32 or bf16, with a contiguous last axis."""
+        return (
+            type(q) is Tensor
+            and q.is_cpu
+            and q.dtype == k.dtype
+            and q.dtype in TYPES
+            and v.dtype in TYPES
+            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        )
+
+    def pack(self, maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
+        """Describe maps and log-scales for `step` and `window_step`."""
+        return packed(maps, scale, learned)
+
+    def supports_step(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
+        """Tell whether it reads such tensors and can write into such a state."""
+        plain = kv.is_contiguous() and log_scale.is_contiguous() and kv.dtype == log_scale.dtype == torch.float32
+        return plain and self.supports(q, k, v)
+
+    def attend(
+        self,
+        maps: Sequence[MapSpec],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttendOptions,
+        start: Sequence[Tensor] | None = None,
+    ) -> Attended:
+        """Attend: q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's type.
+
+        For bf16 inputs with an even D, projections round their weights to bf16 too, like the layers around the
+        attention, if the processor multiplies such numbers at twice the speed. All sums are fp32.
+
+        Args:
+            maps: of keys and queries, or the one that they share; empty if q and k are features already.
+            q: queries.
+            k: keys.
+            v: values.
+            options: how to attend.
+            start: the state before: kv [B, K, F, V + 1] and log-scale [B, K]; causal only.
+
+        Returns:
+            Output, and kv and log-scale of the state after.
+        """
+        batch, heads, tokens, _ = q.shape
+        ready = _ready(maps, q, options)
+        # Tokens first in memory, as the host reads it next.
+        out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+        kv = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1)
+        log_scale = torch.empty(batch, k.shape[1])
+        before = [None, None] if start is None else [x.contiguous() for x in start]
+        extra = (*masks(q, k, options), *before, kv, log_scale)
+        function = self.library.linearize_causal if options.causal else self.library.linearize_bidirectional
+        _run(function, call(ready, q, k, v, out, extra, (options.eps, self.threads, options.exact)))
+        return Attended(out, kv, log_scale)
+
+    def gradients(
+        self,
+        maps: Sequence[MapSpec],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attended: Attended,
+        grad: Tensor,
+        options: AttendOptions,
+    ) -> Gradients | None:
+        """Return the gradients of `attend` without a state before.
+
+        Args:
+            maps: of keys and queries, or the one that they share; empty if q and k are features.
+            q: queries.
+            k: keys.
+            v: values.
+            attended: what `attend` returned.
+            grad: the gradient to its output [B, H, T, V].
+            options: as given to `attend`; weights are never rounded.
+
+        Returns:
+            The gradients; None if log-scales climb by more than 40 powers of two within 48 causal tokens, which only
+            PyTorch's ops can handle.
+        """
+        grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
+        back = Back(grad=grad.data_ptr(), **{name: x.data_ptr() for name, x in attended._asdict().items()})
+        back.grad_stride = grad.stride()[:3]
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        for name, x in zip("qkv", found, strict=True):
+            setattr(back, f"d{name}", x.data_ptr())
+            setattr(back, f"d{name}_stride", x.stride()[:3])
+        scales = None if options.log_scale is None else torch.empty(k.shape[:3])
+        back.dlog_scale = None if scales is None else scales.data_ptr()
+        all_buffers = [
+            _gradient_buffers(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)
+        ]
+        ready, extra = _ready(maps, q, options), (*masks(q, k, options), *NO_STATES)
+        numbers = (options.eps, self.threads, True)
+        function = getattr(self.library, f"linearize_{'causal' if options.causal else 'bidirectional'}_gradient")
+        if _run(function, call(ready, q, k, v, attended.out, extra, numbers), back) == STEEP:
+            return None
+        weights = [_summed(map, buffers) for map, buffers in zip(maps, all_buffers, strict=True)]
+        return Gradients(found[0], found[1], found[2], tuple(itertools.chain(*weights)), scales)
+
+    def step(
+        self,
+        maps: Maps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Sequence[Tensor],
+        *,
+        eps: float,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from one more token, T = 1, and add it to the state (kv, log-scale) in the state's own memory.
+
+        Projections are rounded as in `attend`. `pack` makes `maps` once for many steps.
+
+        Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
+        """
+        out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
+        mask = None if mask is None else mask.to(torch.bool).contiguous()
+        extra = (mask, None, None, None, None, *state)
+        _run(self.library.linearize_step, call(maps, q, k, v, out, extra, (eps, self.threads, False)))
+        return out
+
+    def features(self, map: MapSpec, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Map x [B, K, T, D] -> features [B, K, T, F] and log-scales [B, K, T] (None without), in fp32."""
+        ready = packed([map], scale)
+        phi = torch.empty(*x.shape[:3], ready.features)
+        top = torch.empty(x.shape[:3]) if map.scaled else None
+        extra = (*[None] * 6, top)
+        _run(self.library.linearize_features, call(ready, x, x, x, phi, extra, (0.0, self.threads, True)))
+        return phi, top
+
+    def features_gradient(
+        self, map: MapSpec, x: Tensor, grad: Tensor, grad_scale: Tensor | None, *, scale: float
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the gradients to x and the map's `MAP_WEIGHTS` from the gradients to the results of `features`."""
+        ready = packed([map], scale)
+        grad, found = grad.float().contiguous(), torch.empty_like(x)
+        back = Back(grad=grad.data_ptr(), dk=found.data_ptr())
+        back.grad_stride, back.dk_stride = grad.stride()[:3], found.stride()[:3]
+        if grad_scale is not None:
+            grad_scale = grad_scale.float().contiguous()
+            back.dlog_scale = grad_scale.data_ptr()
+        buffers = _gradient_buffers(map, x, back)
+        data = call(ready, x, x, x, x, (None, None, None, *NO_STATES), (0.0, self.threads, True))
+        _run(self.library.linearize_features_gradient, data, back)
+        return found, _summed(map, buffers)
+
+    def window(
+        self, maps: Sequence[MapSpec], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, form: Window
+    ) -> WindowAttended:
+        """Attend with softmax inside a window and for the sinks, and with a kernel outside; shapes as in `attend`.
+
+        Weights are not rounded.
+
+        Args:
+            maps: of keys and queries, or the one that they share.
+            q: queries.
+            k: keys.
+            v: values.
+            options: how to attend; in its mask, padding comes last in each row.
+            form: the window; with exact keys the options have their priority.
+
+        Returns:
+            Output, the state of the tokens that have left the window (meaningful if causal), and the level and sum of
+            every row's weights.
+        """
+        batch, heads, tokens, _ = q.shape
+        ready = packed(maps, options.scale)
+        out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+        kv, log_scale = torch.zeros(batch, k.shape[1], ready.features, v.shape[3] + 1), torch.zeros(batch, k.shape[1])
+        extra = (*masks(q, k, options), None, None, kv, log_scale)
+        tops, sums = torch.empty(batch, heads, tokens), torch.empty(batch, heads, tokens)
+        buffers = WindowBuffers(form.size, form.sinks, form.exact_keys, scaling=form.scaling, causal=form.causal)
+        buffers.tops, buffers.row_sums = tops.data_ptr(), sums.data_ptr()
+        priority = until = None
+        if options.priority is not None:
+            priority = options.priority.float().contiguous()
+            until = torch.empty(priority.shape, dtype=torch.int32)
+            buffers.priority, buffers.until = priority.data_ptr(), until.data_ptr()
+        _run(self.library.linearize_window, call(ready, q, k, v, out, extra, (form.eps, self.threads, True)), buffers)
+        return WindowAttended(out, kv, log_scale, tops, sums, until)
+
+    def window_gradient(
+        self,
+        inputs: Attending,
+        grad: Tensor,
+        slope: Tensor,
+        tops: Tensor,
+        real: Tensor,
+        form: Window,
+        until: Tensor | None,
+    ) -> Attending:
+        """Return the gradients of `inputs`.
+
+        Args:
+            inputs: of the forward.
+            grad: [B, H, T, V], the gradient to the output, divided by the row's sum.
+            slope: [B, H, T], minus `grad` times the output.
+            tops: of the forward.
+            real: [B], the number of tokens; padding comes after them.
+            form: the window.
+            until: of the forward.
+        """
+        sizes = [x.shape[-1] for x in inputs]
+        given = Attending(*(_whole(x) for x in inputs))
+        found = Attending(*(torch.zeros_like(x) for x in given))
+        grad, slope, tops = _whole(grad), slope.contiguous(), tops.contiguous()
+        real = real.to(torch.int64).contiguous()
+        (batch, heads, tokens, size), key_heads = given.q.shape, given.k.shape[1]
+        back = WindowBack(batch, heads, key_heads, tokens, size, given.phi_q.shape[3], given.v.shape[3])
+        back.window, back.sinks, back.causal, back.threads = form.size, form.sinks, form.causal, self.threads
+        for name, tensor in (*given._asdict().items(), ("grad", grad), ("slope", slope), ("top", tops), ("real", real)):
+            setattr(back, name, tensor.data_ptr())
+        for name, tensor in found._asdict().items():
+            setattr(back, f"d{name}", tensor.data_ptr())
+        if until is not None:
+            back.exact_keys, back.until = form.exact_keys, until.data_ptr()
+        _run(self.library.linearize_window_gradient, back)
+        return Attending(*(x[..., :size] for x, size in zip(found, sizes, strict=True)))
+
+    def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
+        """Tell whether it reads such tensors and can write into such a state of a window."""
+        if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
+            return False
+        types = {"k": k.dtype, "v": v.dtype, "phi": torch.float32, "scale": torch.float32, "mask": torch.bool}
+        return all(
+            state[name].is_contiguous() and state[name].dtype == types.get(name.partition("_")[2], torch.int64)
+            for name in state
+            if name not in ("kv", "log_scale")
+        )
+
+    def window_step(
+        self,
+        maps: Maps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        scaling: float,
+        eps: float,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from one more token, T = 1, with a softmax window, in the memory of the state's tensors.
+
+        Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are not rounded. A token of
+        padding changes nothing and gets zeros.
+
+        Raises:
+            MemoryError: if there is no memory for a token; then the state is unchanged.
+        """
+        out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
+        mask = None if mask is None else mask.to(torch.bool).contiguous()
+        ring, sinks, kept = state["ring_mask"], state.get("sink_k"), state.get("kept_mask")
+        sizes = (ring.size(1), 0 if sinks is None else sinks.size(2), 0 if kept is None else kept.size(1))
+        buffers = WindowBuffers(*sizes, scaling=scaling, causal=True)
+        for name, tensor in state.items():
+            if name not in ("kv", "log_scale"):
+                setattr(buffers, name, tensor.data_ptr())
+        before = (mask, None, None, None, None, state["kv"], state["log_scale"])
+        _run(self.library.linearize_window_step, call(maps, q, k, v, out, before, (eps, self.threads, True)), buffers)
+        return out
+
+
+def _run(function: Callable[..., int], *arguments: Any) -> int:
+    """Call a function of the library.
+
+    Raises:
+        MemoryError: if it had no memory for its buffers.
+    """
+    result = function(*arguments)
+    if result == NO_MEMORY:
+        raise MemoryError("native op: no memory for its buffers")
+    return result
+
+
+def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
+    """Describe the maps; without maps q and k are features."""
+    return packed(maps, options.scale) if maps else given(q.shape[3])
+
+
+def _gradient_buffers(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:
+    """Allocate the gradients of the map's weights, one for each batch entry and head of x [B, H, T, D]."""
+    buffers: list[Tensor | None] = []
+    for name in MAP_WEIGHTS:
+        weight = getattr(map, name)
+        buffer = None if weight is None else torch.empty(*x.shape[:2], *weight.shape[1:])
+        setattr(back, prefix + name, None if buffer is None else buffer.data_ptr())
+        buffers.append(buffer)
+    return buffers
+
+
+def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Add up the buffers' gradients over the batch, and over heads that share weights."""
+    shared = map.first.shape[0] == 1
+    sums = [None if buffer is None else buffer.sum(dim=0) for buffer in buffers]
+    return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in sums)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return x [..., D] contiguous in fp32, with D padded with zeros to whole vectors."""
+    return F.pad(x.float(), (0, -x.shape[-1] % LANES)).contiguous()
+
+
+def load() -> Engine | None:
+    """Load the library that was compiled here, or else the package's one; None without either.
+
+    A library that must not or cannot be loaded counts as not built, and a warning says why.
+    """
+    problems = []
+    for find in (compiled, shipped):
+        try:
+            path = find()
+            if path is not None:
+                return Engine(path)
+        except (OSError, AttributeError) as error:
+            problems.append(" ".join(str(error).split()))
+    if problems:
+        warnings.warn(
+            f"native op: not used, as if it were not built: {problems[0]}; see: linearize native",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None

@@ -1,0 +1,209 @@
+"""The native op with a gradient: attention with maps or on given features, with a softmax window, and maps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linearize.attention.native import engine
+from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions
+from linearize.kernels.base import MAP_WEIGHTS, Features, MapSpec
+from linearize.ops import Mapped, Window, window_attention
+from linearize.ops.state import FLOOR, without_padding
+
+MOST = 60.0
+"""Exponent beyond which a row's kernel weights, which cannot exceed its level, are too small to matter."""
+
+Fallback = Callable[..., Tensor]
+"""The same attention in PyTorch: q, k, v, log-scales -> output, with a gradient to the weights too."""
+
+
+def attend_with_gradient(
+    maps: Sequence[MapSpec],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fallback: Fallback,
+    options: AttendOptions,
+) -> Tensor:
+    """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
+
+    Args:
+        maps: of keys and queries, or the one that they share; empty if q and k are features.
+        q: queries.
+        k: keys.
+        v: values.
+        fallback: computes the gradient if log-scales are too steep for the native one.
+        options: of `Engine.attend`.
+    """
+    weights = [getattr(map, name) for map in maps for name in MAP_WEIGHTS]
+    log_scale, others = options.log_scale, options._replace(log_scale=None, exact=True)
+    out: Tensor = _Native.apply(maps, fallback, others, q, k, v, log_scale, *weights)
+    return out
+
+
+class _Native(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        maps: Sequence[MapSpec],
+        fallback: Fallback,
+        options: AttendOptions,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *log_scale_and_weights: Tensor | None,
+    ) -> Tensor:
+        ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
+        attended = ctx.engine.attend(maps, q, k, v, options._replace(log_scale=log_scale_and_weights[0]))
+        # The weights too, so that autograd notices a change in place before the backward pass.
+        ctx.save_for_backward(*attended, q, k, v, *log_scale_and_weights)
+        out: Tensor = attended.out
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
+        size = len(MAP_WEIGHTS)
+        maps = [
+            map._replace(**dict(zip(MAP_WEIGHTS, weights[size * i : size * (i + 1)], strict=True)))
+            for i, map in enumerate(ctx.maps)
+        ]
+        options = ctx.options._replace(log_scale=log_scale)
+        found = ctx.engine.gradients(maps, q, k, v, Attended(out, kv, top), grad, options)
+        if found is None:
+            return None, None, None, *_differentiated(ctx.fallback, (q, k, v, log_scale), weights, grad)
+        scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
+        return None, None, None, found.q, found.k, found.v, scale, *found.weights
+
+
+def map_with_gradient(map: MapSpec, x: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Map x [B, K, T, D] times `scale` -> features [B, K, T, F] and log-scales [B, K, T] or None, both fp32.
+
+    The gradient relies on a property of every use of features: only exp(log-scale) phi of a key matters, and of a query
+    that or the direction of phi.
+    """
+    weights = tuple(getattr(map, name) for name in MAP_WEIGHTS)
+    found: tuple[Tensor, Tensor | None] = _Mapped.apply(map, scale, x, *weights)
+    return found
+
+
+class _Mapped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.map, ctx.scale, ctx.engine = map, scale, engine()
+        ctx.save_for_backward(x, *weights)
+        found: tuple[Tensor, Tensor | None] = ctx.engine.features(map, x, scale=scale)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
+        found, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
+        return None, None, found, *grads
+
+
+def _differentiated(
+    fallback: Fallback, inputs: tuple[Tensor | None, ...], weights: list[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """Differentiate the ops in PyTorch, which can handle steep log-scales."""
+    leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    asked = [*leaves, *(w if w is not None and w.requires_grad else None for w in weights)]
+    wanted = [x for x in asked if x is not None]
+    with torch.enable_grad(), torch.autocast(device_type=grad.device.type, enabled=False):
+        found = iter(torch.autograd.grad(fallback(*leaves), wanted, grad, allow_unused=True))
+    return [None if x is None else next(found) for x in asked]
+
+
+def attend_window_with_gradient(
+    maps: Sequence[MapSpec],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    features: tuple[Features, Features],
+    options: AttendOptions,
+    form: Window,
+) -> Tensor:
+    """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
+
+    Args:
+        maps: of keys and queries, or the one that they share.
+        inputs: q, k and v, the padding of each row last.
+        features: those of q and of k; through them the gradient reaches the maps.
+        options: of `Engine.window`.
+        form: the window.
+    """
+    queries, keys = features
+    tensors = (*inputs, queries.phi, queries.log_scale, keys.phi, keys.log_scale)
+    out: Tensor = _Windowed.apply(maps, options, form, *tensors)
+    return out
+
+
+class _Windowed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        maps: Sequence[MapSpec],
+        options: AttendOptions,
+        form: Window,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *features: Tensor | None,
+    ) -> Tensor:
+        ctx.form, ctx.engine = form, engine()
+        found = ctx.engine.window(maps, q, k, v, options, form)
+        ctx.save_for_backward(q, k, v, *features, options.mask, found.out, found.tops, found.sums, found.until)
+        out: Tensor = found.out
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until = ctx.saved_tensors
+        form, groups = ctx.form, q.shape[1] // k.shape[1]
+        if mask is None:
+            mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
+        linear = (mask & (torch.arange(k.shape[2]) >= form.sinks))[:, None]
+        linear = linear if until is None else linear & (until != NEVER)
+        scale = torch.zeros(k.shape[:3]) if key_scale is None else key_scale.float()
+        scale = scale.masked_fill(~linear, FLOOR)
+        level = scale.amax(dim=-1, keepdim=True)
+        key_factor = torch.exp(scale - level).masked_fill(~linear, 0.0)[..., None]
+        exponent = level.repeat_interleave(groups, dim=1) - tops + (0.0 if query_scale is None else query_scale)
+        if form.causal:
+            # Leave out queries that see no key beyond their window.
+            seen = mask & (torch.arange(k.shape[2]) - form.size >= form.sinks + form.exact_keys)
+            exponent = exponent.masked_fill(~seen[:, None], FLOOR)
+            if key_scale is not None and bool((exponent > MOST).any()):
+                # One scale for all keys is not enough: the largest is far above those that an early query sees.
+
+                def fallback(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, a: Any, phi_k: Tensor, c: Any) -> Tensor:
+                    sides = Mapped(q, phi_q, a), Mapped(k, phi_k, c)
+                    return window_attention(*sides, v, form, key_padding_mask=mask)[0]
+
+                return None, None, None, *_differentiated(fallback, ctx.saved_tensors[:7], [], grad)
+        query_factor = torch.exp(exponent.masked_fill(exponent > MOST, FLOOR))[..., None]
+        # A sum that was held at its least magnitude is a constant.
+        held = sums.abs() < form.eps
+        divisor = torch.where(held, torch.where(sums < 0, -form.eps, form.eps), sums)
+        grad = grad.float() / divisor[..., None]
+        slope = -(grad * out.float()).sum(dim=-1).masked_fill(held, 0.0)
+        # The op does not read keys of padding; it reads queries of padding, as zeros.
+        exact_q = without_padding(q.float() * form.scaling, mask)
+        inputs = Attending(exact_q, k, v, phi_q * query_factor, phi_k * key_factor)
+        back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form, until)
+        scales = [
+            None if given is None else (of * made).sum(dim=-1)
+            for given, of, made in ((query_scale, back.phi_q, inputs.phi_q), (key_scale, back.phi_k, inputs.phi_k))
+        ]
+        grad_q = without_padding(back.q * form.scaling, mask)
+        exact = (grad_q.to(q.dtype), back.k.to(k.dtype), back.v.to(v.dtype))
+        through_maps = (back.phi_q * query_factor, scales[0], back.phi_k * key_factor, scales[1])
+        return None, None, None, *exact, *through_maps

@@ -1,0 +1,278 @@
+"""The binary interface of the compiled op: its library, the structures of its C code, and how tensors fill them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linearize.attention.native.options import AttendOptions
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec
+
+KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
+"""The maps of maps.h by number; compared with C's own list when the library is loaded."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Numbers of the types of tensors; compared too."""
+
+DONE, NO_MEMORY, STEEP = 0, 1, 2
+"""Results of a call; compared too."""
+
+NAMES = ";".join(
+    "".join(f"{name} " for name in names)
+    for names in (KINDS, [str(dtype).removeprefix("torch.") for dtype in TYPES], ("done", "no_memory", "steep"))
+)
+"""The names of all of them, as the library returns them."""
+
+_KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
+
+HEAD = struct.Struct("@18q4P2i3P")
+"""`call_t` of call.h up to its maps."""
+MAP = struct.Struct("@2i4q6P2f2i5P")
+"""`map_t` of maps.h."""
+TAIL = struct.Struct("@4Pf2i0q")
+"""`call_t` after its maps."""
+
+CALL_SIZE = HEAD.size + 2 * MAP.size + TAIL.size
+
+_Strides = ctypes.c_int64 * 3
+
+
+class Back(ctypes.Structure):
+    """`back_t` of gradient.h."""
+
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        *((name, _Strides) for name in ("grad_stride", "dq_stride", "dk_stride", "dv_stride")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dlog_scale", *MAP_WEIGHTS)),
+        *((name, ctypes.c_void_p) for name in ("kv", "log_scale", *(f"q_{name}" for name in MAP_WEIGHTS))),
+    ]
+
+
+class WindowBuffers(ctypes.Structure):
+    """`window_t` of window_step.h; its state's tensors are null for a whole sequence."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("size", "sinks", "exact_keys")),
+        *((name, ctypes.c_void_p) for name in ("ring_k", "ring_v", "ring_phi", "ring_scale", "ring_mask")),
+        *((name, ctypes.c_void_p) for name in ("sink_k", "sink_v", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("kept_k", "kept_v", "kept_phi", "kept_scale", "kept_mask")),
+        ("scaling", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("tops", "row_sums", "priority", "until")),
+    ]
+
+
+class WindowBack(ctypes.Structure):
+    """`window_back_t` of window_gradient.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens")),
+        *((name, ctypes.c_int64) for name in ("size", "features", "value_size", "window", "sinks", "exact_keys")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "grad", "slope", "top")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k", "real", "until")),
+        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+    ]
+
+
+class Maps(NamedTuple):
+    """The maps of keys and queries, as the op reads them.
+
+    Attributes:
+        features: number of features F.
+        data: both, with the addresses of their weights.
+        held: those weights, or copies of them; they must live as long as `data` is used.
+    """
+
+    features: int
+    data: bytes
+    held: tuple[Tensor, ...]
+
+
+def given(features: int) -> Maps:
+    """Return the maps of q and k that are features already."""
+    empty = MAP.pack(_KIND_NUMBERS["given"], 1, *[0] * 10, 1.0, 1.0, *[0] * 7)
+    return Maps(features, empty + empty, ())
+
+
+Learned = Sequence[Tensor | None]
+"""The tensors of a learned log-scale (`linearize.attention.scale`): weight, bias, hidden, hidden_bias and out."""
+
+
+def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
+    """Describe the maps of keys and queries, or the one they share; inputs are multiplied by `scale` before them.
+
+    `learned` are the log-scales of keys and queries: a decoding step adds them to those that the maps make.
+    """
+    held: list[Tensor] = []
+    map = maps[0]
+    data = [_packed(side, scale, held, more) for side, more in zip((map, maps[-1]), (*learned, (), ()), strict=False)]
+    per_row = map.bank.shape[1] if map.bank is not None else 1 if map.kind == "relu" else 2
+    return Maps(map.first.shape[1] * per_row, data[0] + data[1], tuple(held))
+
+
+def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) -> bytes:
+    pointers: list[int] = []
+    for tensor in (*(getattr(map, name) for name in MAP_WEIGHTS), *(learned or [None] * 5)):
+        if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+            tensor = tensor.float().contiguous()
+        if tensor is not None:
+            held.append(tensor)
+        pointers.append(_address(tensor))
+    hidden = learned[2] if learned else None
+    heads, rows, size = map.first.shape
+    channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
+    sizes = (_KIND_NUMBERS[map.kind], heads, rows, size, channels, width)
+    numbers, units = (scale, map.amplitude, map.scaled), 0 if hidden is None else hidden.shape[1]
+    return MAP.pack(*sizes, *pointers[: len(MAP_WEIGHTS)], *numbers, units, *pointers[len(MAP_WEIGHTS) :])
+
+
+NO_STATES = (None, None, None, None)
+"""The last four of `call`'s tensors without a state."""
+
+
+def call(
+    maps: Maps,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    extra: Sequence[Tensor | None],
+    numbers: tuple[float, int, bool],
+) -> bytes:
+    """Pack a call: tensors' shapes, strides and addresses. The tensors must live until the call is over.
+
+    Args:
+        maps: of keys and queries.
+        q: queries [B, H, T, D].
+        k: keys [B, K, T, D].
+        v: values [B, K, T, V].
+        out: memory of the output, [B, H, T, V].
+        extra: mask [B, T] in bool, log-scales to add to the keys' [B, K, T] and to the queries' [B, H, T], kv and
+            log-scale of the state before, kv and log-scale of the state after; each may be None; contiguous, and fp32
+            except the mask.
+        numbers: eps, threads, and whether weights are left exact.
+    """
+    batch, heads, tokens, _ = q.shape
+    # Plain tuples and no function for an address, because this runs at every decoding step.
+    mask, key_scale, query_scale, start_kv, start_scale, kv, log_scale = extra
+    mask_at = 0 if mask is None else mask.data_ptr()
+    key_scale_at = 0 if key_scale is None else key_scale.data_ptr()
+    query_scale_at = 0 if query_scale is None else query_scale.data_ptr()
+    head = HEAD.pack(
+        *(batch, heads, k.shape[1], tokens, maps.features, v.shape[3]),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
+        *(TYPES[q.dtype], TYPES[v.dtype], mask_at, key_scale_at, query_scale_at),
+    )
+    tail = TAIL.pack(
+        0 if start_kv is None else start_kv.data_ptr(),
+        0 if start_scale is None else start_scale.data_ptr(),
+        0 if kv is None else kv.data_ptr(),
+        0 if log_scale is None else log_scale.data_ptr(),
+        *numbers,
+    )
+    return head + maps.data + tail
+
+
+def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the mask [B, T] and the log-scales of k [B, K, T, D] and q [B, H, T, D] as the op reads them."""
+    mask, scales = options.mask, ((options.log_scale, k), (options.query_scale, q))
+    key, query = (None if given is None else given.float().expand(x.shape[:3]).contiguous() for given, x in scales)
+    return None if mask is None else mask.to(torch.bool).contiguous(), key, query
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
+    "bidirectional": None,
+    "causal": None,
+    "step": None,
+    "features": None,
+    "window": WindowBuffers,
+    "window_step": WindowBuffers,
+    "bidirectional_gradient": Back,
+    "causal_gradient": Back,
+    "features_gradient": Back,
+}
+"""The functions of the library, and their second argument after a call."""
+
+OMP_PAUSE_HARD = 2
+"""A value of OpenMP's `omp_pause_resource_t`."""
+
+
+def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
+    """Load a library and declare its functions; return also whether it shares torch's threads.
+
+    Raises:
+        OSError: if it cannot be loaded or was built from other code.
+    """
+    shared = _share_threads()
+    library = ctypes.CDLL(str(path))
+    sizes = {
+        "call": CALL_SIZE,
+        "back": ctypes.sizeof(Back),
+        "window": ctypes.sizeof(WindowBuffers),
+        "window_back": ctypes.sizeof(WindowBack),
+    }
+    for name, size in sizes.items():
+        function = getattr(library, f"linearize_{name}_size")
+        function.restype = ctypes.c_int64
+        if function() != size:
+            raise OSError(f"{path} was built from other code")
+    library.linearize_names.restype = ctypes.c_char_p
+    if library.linearize_names().decode() != NAMES:
+        raise OSError(f"{path} was built from other code")
+    for name, second in FUNCTIONS.items():
+        function = getattr(library, f"linearize_{name}")
+        more = [] if second is None else [ctypes.POINTER(second)]
+        function.argtypes, function.restype = [ctypes.c_char_p, *more], ctypes.c_int
+    # This one gets features and no call.
+    function = library.linearize_window_gradient
+    function.argtypes, function.restype = [ctypes.POINTER(WindowBack)], ctypes.c_int
+    return library, bool(shared and library.linearize_parallel())
+
+
+@functools.lru_cache(maxsize=1)
+def _share_threads() -> bool:
+    """Make torch's OpenMP library visible to the op, so that both use the same threads; tell whether that worked."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_end_threads)
+    for file in _openmp_files():
+        try:
+            if hasattr(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL), "GOMP_parallel"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _openmp_files() -> list[str]:
+    """Find the OpenMP libraries of this process, torch's first: other packages (scikit-learn) have their own."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    files = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}
+    return sorted(files, key=lambda file: ("torch" not in file, file))
+
+
+def _end_threads() -> None:
+    """End the idle threads of every OpenMP library before a fork; parent and child start new ones when needed.
+
+    A child inherits OpenMP's list of threads but not the threads: it would wait for them forever, in torch too.
+    """
+    for file in _openmp_files():
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(file).omp_pause_resource_all(OMP_PAUSE_HARD)

@@ -1,0 +1,169 @@
+"""What attentions a model has: which of them can be converted, which stay softmax, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+from collections import Counter
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from linearize.attention.redirect import REDIRECTED
+from linearize.attention.shape import HeadShape
+from linearize.conversion.call import Call
+from linearize.conversion.check import why_part_differs
+from linearize.conversion.probe import Run
+from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
+
+CROSS = "cross-attention"
+LOCAL_KEPT = "local attention (sliding window or chunks), linear already"
+
+
+def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], local_as_full: bool) -> list[LayerPlan]:
+    """List the attentions that trial runs called, one per module, with numbers if they can be converted.
+
+    Args:
+        model: the model.
+        runs: its trial runs.
+        calls: the calls in order.
+        local_as_full: whether layers with a sliding window or chunks can be converted.
+
+    Returns:
+        The layers without a kernel, in the order of their first calls.
+    """
+    names: dict[nn.Module, str] = {module: name for name, module in model.base_model.named_modules()}
+    first: dict[nn.Module, Call] = {}
+    for call in calls:
+        if call.module in names:
+            first.setdefault(call.module, call)
+    times = Counter(call.module for call in calls)
+    reasons = {module: _why_kept(call, names[module], local_as_full) for module, call in first.items()}
+    # A cache keeps the keys of layers that stay softmax, and BLT's global layers have the numbers of its local ones.
+    kept = {
+        getattr(module, "layer_idx", None)
+        for module, call in first.items()
+        if reasons[module] not in ("", CROSS) and call.query[2] == call.key[2]
+    }
+    layers = []
+    for module, call in first.items():
+        cache_index = getattr(module, "layer_idx", None)
+        # One running state serves one call per token: if an attention runs more often, its keys are kept.
+        if cache_index in kept or times[module] > 1 or _shares_keys(module) or (cache_index or 0) < 0:
+            cache_index = None
+        layers.append(_undecided(call, names[module], reasons[module], cache_index, local_as_full))
+    return _numbered(_keep_parts(model, layers, runs))
+
+
+def _undecided(call: Call, name: str, reason: str, cache_index: int | None, local_as_full: bool) -> LayerPlan:
+    causal = call.mask != "bidirectional" and (call.mask == "causal" or call.is_causal)
+    shape = HeadShape(call.query[1], call.key[1], call.query[3], call.value[3], causal)
+    local = (LOCAL,) if local_as_full and call.mask == "local" else ()
+    host = (*_host(call, shape, cache_index), *local)
+    # The number says for now that it can be converted.
+    index = None if reason else 0
+    return LayerPlan(name, index, SOFTMAX, shape, reason=reason, cache_index=cache_index, host=host)
+
+
+def _numbered(layers: list[LayerPlan]) -> list[LayerPlan]:
+    numbers = itertools.count()
+    return [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
+
+
+def _keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run]) -> list[LayerPlan]:
+    """Keep softmax in parts, run separately, that would compute something else; the other parts are converted."""
+    for run in runs:
+        modules = set(run.module.modules())
+        inside = {name for name, module in model.base_model.named_modules() if module in modules}
+        chosen = [layer if layer.index is None else dataclasses.replace(layer, kernel=_ANY) for layer in layers]
+        if run.module is model or not any(layer.converted and layer.module in inside for layer in chosen):
+            continue
+        if why := why_part_differs(model, Plan("", model.config.model_type, tuple(chosen)), run):
+            layers = [
+                dataclasses.replace(layer, index=None, reason=why, host=(*layer.host, OWN))
+                if layer.index is not None and layer.module in inside
+                else layer
+                for layer in layers
+            ]
+    return layers
+
+
+_ANY = "any"
+"""Stands for a kernel that is not chosen yet."""
+
+
+def _shares_keys(module: nn.Module) -> bool:
+    """Tell whether an attention reads the keys of an earlier layer (Gemma 4), or later ones read its keys."""
+    return any(getattr(module, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
+
+
+def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
+    """List the attentions of the body that no trial run called, found by their classes' names: they stay softmax."""
+    if model.config.model_type in REDIRECTED:
+        return []
+    root = model.base_model
+    named = {
+        name: one
+        for name, one in root.named_modules()
+        if re.search(r"(attention|attn)(v?\d+)?$", type(one).__name__, re.I)
+    }
+    seen = [name for name, one in root.named_modules() if any(call.module is one for call in calls)]
+    layers = []
+    for name, one in named.items():
+        around = any(other.startswith(f"{name}.") for other in (*named, *seen))
+        inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
+        if around or inside or next(one.parameters(), None) is None:
+            continue
+        dispatches = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(one).forward)
+        reason, host = _why_unreached(one, dispatches), (MASKED,) if dispatches else (MASKED, OWN)
+        layers.append(LayerPlan(name, None, SOFTMAX, UNKNOWN, reason=reason, host=host))
+    return layers
+
+
+def _why_unreached(host: nn.Module, dispatches: bool) -> str:
+    kind = type(host)
+    if dispatches:
+        return f"did not run in the trial run ({kind.__name__}); pass example inputs that reach it (--example-inputs)"
+    return f"attention code of its own ({kind.__name__}), which cannot be reached"
+
+
+def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
+    """Return the facts of a host, and whether its direction comes from its module, its call or its mask."""
+    facts = host_facts(call.module, shape, cache_index)
+    if "is_causal" in facts:
+        return facts
+    return (CALLED if call.declared == shape.causal else MASKED, *facts)
+
+
+def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
+    """Return why the attention with a name cannot be converted; empty if it can."""
+    if call.refused:
+        return call.refused
+    if call.altered:
+        return f"scores carry {call.altered}, which a kernel cannot honour"
+    if call.mask == "bias":
+        return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
+    if _attends_across(call, name):
+        return CROSS
+    if call.query[2] != call.key[2]:
+        return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
+    if call.mask == "local" and (not local_as_full or _shares_keys(call.module)):
+        # A cache keeps no keys beyond the window for the layers that share them.
+        return LOCAL_KEPT
+    if hasattr(call.module, "indexer"):
+        return "an indexer chooses the keys of every query, which a kernel cannot honour"
+    if call.mask == "own":
+        return "a mask of the model's own (such as parts that see ahead), which a kernel cannot honour"
+    if call.query[1] % call.key[1]:
+        return f"{call.query[1]} query heads over {call.key[1]} key heads"
+    return ""
+
+
+def _attends_across(call: Call, name: str) -> bool:
+    """Recognise cross-attention between sequences of one length by its name."""
+    own = name.split(".")[-2:]
+    return bool(getattr(call.module, "is_cross_attention", False)) or any(
+        "cross" in part or part.startswith("encoder_attn") for part in own
+    )

@@ -1,0 +1,264 @@
+"""Compare a converted model that attends with softmax again with its original, on one batch.
+
+A host may do more with transformers' attention function and masks than a plan shows: a second call per layer, a mask
+read elsewhere, sinks in layers that stay. Converted, it would differ from its original without warning, and stage one
+would imitate something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from linearize.attention.interface import observed, register_interface
+from linearize.attention.mixer import IMPLEMENTATION
+from linearize.conversion.inputs import Inputs, text_config
+from linearize.conversion.probe import Run, trial_runs
+from linearize.core.errors import UnsupportedModelError
+from linearize.modeling.compat import implementation_of, set_implementation
+from linearize.modeling.implementations import use_implementations
+from linearize.modeling.modes import evaluating
+from linearize.modeling.plan import CALLED, LOCAL, Plan
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
+"""Largest difference due to rounding, as a share of the largest output; 5 % in half precision."""
+PADDED = 2
+"""Padding tokens in the second row."""
+
+
+class Recorded(NamedTuple):
+    """A run of the original.
+
+    Attributes:
+        module: the model, or a part of it that was run separately.
+        batch: keyword arguments of its forward.
+        outputs: its floating point outputs; None for those that are not compared on this batch.
+    """
+
+    module: PreTrainedModel
+    batch: Inputs
+    outputs: Sequence[Tensor | None]
+
+
+def record(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None, longest: int | None = None
+) -> list[Recorded]:
+    """Run the original on a batch, with padding if it takes a padding mask.
+
+    Args:
+        model: the original, not yet converted.
+        inputs: keyword arguments for its forward; None: made up from the config.
+        longest: largest number of tokens, up to which layers that lose their window compute the same.
+
+    Returns:
+        The runs for `check`; empty if the model does not run on made-up inputs.
+    """
+    if longest is not None and longest <= PADDED:
+        return []
+    runs: list[Run] = []
+    with contextlib.suppress(UnsupportedModelError):
+        runs = trial_runs(model, inputs)[0]
+    return [recorded for run in runs for recorded in _record(run, longest, padded=inputs is None)]
+
+
+def _record(run: Run, longest: int | None = None, padded: bool = True) -> list[Recorded]:
+    batch = _cut(run.inputs, longest)
+    with_padding = _with_padding(run.module, batch) if padded else None
+    recorded = []
+    for inputs in (with_padding, batch):
+        if inputs is None or not (outputs := _try_outputs(run.module, inputs)):
+            continue
+        known = _without_those_of_padding(run.module, inputs, outputs) if inputs is with_padding else outputs
+        recorded.append(Recorded(run.module, inputs, known))
+        # Outputs that come from a padding token are compared on rows without padding.
+        if all(output is not None for output in known):
+            break
+    return recorded
+
+
+def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: list[Tensor]) -> list[Tensor | None]:
+    """Replace outputs that a head takes from a padding token (GPT-2's choices) by None.
+
+    These are the outputs, other than those of tokens, that change with the embeddings of padding.
+    """
+    mask, embeddings = batch["attention_mask"], None
+    assert isinstance(mask, Tensor)
+    with contextlib.suppress(NotImplementedError):
+        embeddings = model.get_input_embeddings()
+
+    def shift(module: object, args: object, embedded: Tensor) -> Tensor:
+        fits = torch.is_tensor(embedded) and embedded.ndim == 3 and embedded.shape[:2] == mask.shape
+        # Not by a constant, which layer norm would remove again.
+        return torch.where(mask[..., None].bool(), embedded, embedded.roll(1, -1)) if fits else embedded
+
+    if embeddings is None:
+        return list(outputs)
+    handle = embeddings.register_forward_hook(shift)
+    try:
+        moved = _try_outputs(model, batch)
+    finally:
+        handle.remove()
+    kept: list[Tensor | None] = list(outputs)
+    for index, (old, new) in enumerate(zip(outputs, moved, strict=False)):
+        if _real(mask, old) is None and not _difference(old, new, []) <= TOLERANCE.get(old.dtype, 5e-2):
+            kept[index] = None
+    return kept
+
+
+def _try_outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
+    with contextlib.suppress(Exception):
+        return _outputs(model, batch)
+    return []
+
+
+def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
+    """Compare a converted model, with softmax in place of its kernels, with its recorded original.
+
+    Raises:
+        UnsupportedModelError: if its outputs differ.
+    """
+    # An observer that returns nothing leaves softmax's output.
+    with observed(model, lambda *call: None):
+        for one in recorded:
+            if why := _why_differs(one):
+                raise UnsupportedModelError(
+                    f"{type(one.module).__name__.removeprefix('Linearized')} {why}, so it is not converted; load it "
+                    "again, as this object has been changed"
+                )
+
+
+def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
+    """Return how a part of a model would differ once converted; empty if it would not. The model is not changed.
+
+    Args:
+        model: the original.
+        plan: converts every attention that can be.
+        run: a run of the part.
+    """
+    recorded = _record(run)
+    with _as_converted(model, plan):
+        return next((why for one in recorded if (why := _why_differs(one))), "")
+
+
+@contextlib.contextmanager
+def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
+    """Let a model attend as a converted one with softmax in place of its kernels, while the block runs."""
+    register_interface()
+    holders = [one for one in model.modules() if isinstance(getattr(one, "config", None), PreTrainedConfig)]
+    before = [(one, one.config, implementation_of(one.config)) for one in holders]  # type: ignore[arg-type]
+    hosts = [(model.base_model.get_submodule(layer.module), layer) for layer in plan.converted]
+    try:
+        for host, layer in hosts:
+            direction, local = CALLED in layer.host, LOCAL in layer.host
+            facts = {"shape": layer.shape, "declares_direction": direction, "local_as_full": local}
+            vars(host)["linear_attention"] = SimpleNamespace(**facts, observer=lambda *call: None)
+        use_implementations(model, plan, IMPLEMENTATION)
+        yield
+    finally:
+        for host, _ in hosts:
+            vars(host).pop("linear_attention", None)
+        for holder, config, name in before:
+            holder.config = config
+            set_implementation(config, name)  # type: ignore[arg-type]
+
+
+def why_not_built(model: PreTrainedModel) -> str:
+    """Return why a model cannot be built from its config again, as by a load; empty if it can. Uses no memory."""
+    try:
+        with torch.device("meta"):
+            type(model)(copy.deepcopy(model.config))
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def _why_differs(recorded: Recorded) -> str:
+    """Return how a model's outputs differ from the recorded ones by more than rounding; empty if they do not."""
+    module, batch, before = recorded
+    masked = "once its attention goes through linear attention's masks"
+    try:
+        after = _outputs(module, batch)
+    except Exception as error:
+        return f"does not run any more {masked} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    masks = [x for key, x in batch.items() if key.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2]
+    for old, new in zip(before, after, strict=False):
+        if old is None:
+            continue
+        difference, allowed = _difference(old, new, masks), TOLERANCE.get(old.dtype, 5e-2)
+        if not difference <= allowed:
+            return (
+                f"computes something else {masked} (with softmax in place of the kernels its outputs differ by "
+                f"{difference:.2g} of the largest, expected at most {allowed:g})"
+            )
+    return ""
+
+
+def _cut(inputs: Inputs, longest: int | None) -> Inputs:
+    """Cut the tokens of a batch to `longest`."""
+    texts = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()}
+    return dict(inputs) | {key: x[:, :longest] for key, x in texts.items()}
+
+
+def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
+    """Return a batch of two rows, the second with padding; None for models of anything but text."""
+    ids, written = inputs.get("input_ids"), inputs.get("decoder_input_ids")
+    tensors = {key for key, x in inputs.items() if torch.is_tensor(x)}
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not tensors <= {"input_ids", "decoder_input_ids"}:
+        return None
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long, device=ids.device)
+    mask[1, -PADDED:] = 0
+    rows = ids.repeat(2, 1)
+    # Heads that take the last token's state look for the padding among the numbers of the tokens.
+    pad = getattr(text_config(model.config), "pad_token_id", None)
+    rows[1, -PADDED:] = rows[1, -PADDED:] if pad is None else pad
+    decoder = {"decoder_input_ids": written.repeat(2, 1)} if isinstance(written, Tensor) else {}
+    return inputs | {"input_ids": rows, "attention_mask": mask} | decoder
+
+
+def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
+    """Return the floating point outputs of a forward in evaluation mode."""
+    # The same random numbers each time: some models draw in evaluation too (ViT-MAE masks patches).
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = model(**batch)
+    if isinstance(found, Mapping):
+        # Eager softmax's weights of padding mean nothing.
+        found = {key: value for key, value in found.items() if not key.endswith("attentions")}
+    return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
+
+
+def _real(mask: Tensor, output: Tensor) -> Tensor | None:
+    """Return a padding mask [B, T] as that of an output [B, T, ...]; None if it does not belong to it."""
+    if output.ndim < 2:
+        return None
+    if output.ndim > 2 and output.shape[1] == mask.shape[1] - 1:
+        # Without the first token (CSM's codebooks).
+        mask = mask[:, 1:]
+    if output.ndim > 2 and output.shape[0] % mask.shape[0] == 0:
+        # Several rows of outputs for one row of tokens (MusicGen's codebooks).
+        mask = mask.repeat_interleave(output.shape[0] // mask.shape[0], dim=0)
+    return mask.bool() if output.shape[:2] == mask.shape else None
+
+
+def _difference(old: Tensor, new: Tensor, masks: list[Tensor]) -> float:
+    """Return the largest difference of outputs at real tokens, as a share of the largest output there."""
+    if old.shape != new.shape:
+        return float("inf")
+    real = next((found for mask in masks if (found := _real(mask, old)) is not None), None)
+    if real is not None:
+        old, new = old[real], new[real]
+    known = torch.isfinite(old) & torch.isfinite(new)
+    if not torch.equal(torch.isnan(old), torch.isnan(new)):
+        return float("inf")
+    if not bool(known.any()):
+        return 0.0
+    old, new = old[known].double(), new[known].double()
+    return float((old - new).abs().max() / old.abs().max().clamp_min(1e-12))

@@ -1,0 +1,288 @@
+"""Read GGUF files as checkpoints: find the file, check it, and let transformers load it in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from linearize.core.errors import CheckpointError, UnsupportedModelError, first_line, missing_package
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SUFFIX = ".gguf"
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
+"""Ending of the names that llama.cpp gives the files of a split model."""
+OTHER_WEIGHTS = (".safetensors", ".bin")
+
+
+class Header(NamedTuple):
+    """Header of a GGUF file.
+
+    Attributes:
+        architecture: llama.cpp's name of it; empty in all shards but the first.
+        shards: number of files of the model.
+        parameters: number of parameters in this file.
+    """
+
+    architecture: str
+    shards: int
+    parameters: int
+
+
+def find_gguf(name: str | os.PathLike[str]) -> Path | None:
+    """Return the GGUF file of a name: the file itself, or the one in a folder without other weights.
+
+    Args:
+        name: Hub name, file or folder.
+
+    Returns:
+        The file (the first existing one of a model in shards); None if the name is not that of a GGUF file.
+
+    Raises:
+        CheckpointError: if the file does not exist, or a folder holds several GGUF models.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path if path.suffix.lower() == SUFFIX or _begins_as_gguf(path) else None
+    if not path.is_dir():
+        if path.suffix.lower() == SUFFIX:
+            raise CheckpointError(f"{str(name)!r}: no such GGUF file; check the path")
+        return None
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    if any(file.suffix.lower() in OTHER_WEIGHTS for file in files):
+        return None
+    models = {SHARD.sub("", file.name): file for file in reversed(files) if file.suffix.lower() == SUFFIX}
+    if len(models) > 1:
+        names = ", ".join(sorted(file.name for file in models.values()))
+        raise CheckpointError(f"{str(name)!r} holds {len(models)} GGUF models ({names}); give the path of one of them")
+    return next(iter(models.values()), None)
+
+
+def located(name: str) -> tuple[str, dict[str, str]]:
+    """Return the name and options with which `from_pretrained` finds a checkpoint.
+
+    transformers prefers tokenizer files in the same folder to the tokenizer inside a GGUF file.
+
+    Raises:
+        CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
+        MissingPackageError: if the package `gguf` is needed and not installed.
+    """
+    file = find_gguf(name)
+    if file is None:
+        return name, {}
+    whole = _whole(file)
+    return str(whole.parent), {"gguf_file": whole.name}
+
+
+def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the values of a checkpoint's config, with the original's class for a GGUF file.
+
+    Raises:
+        CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
+        UnsupportedModelError: if transformers cannot read a GGUF file of that architecture.
+    """
+    from transformers import PreTrainedConfig
+
+    file = find_gguf(name)
+    if file is None:
+        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+    return dict(_gguf_values(*_stamp(_whole(file))))
+
+
+def count_parameters(name: str | os.PathLike[str]) -> int | None:
+    """Return the number of parameters in a GGUF file; None if the name is not that of one.
+
+    Raises:
+        CheckpointError: if the file is damaged, or one of its shards is missing.
+    """
+    file = find_gguf(name)
+    return None if file is None else _header(*_stamp(_whole(file))).parameters
+
+
+def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
+    """Load a model with a class of transformers; a GGUF file's weights are all in fp32.
+
+    Args:
+        loader: a model class or Auto class.
+        name: Hub name, folder or GGUF file.
+        **options: of `from_pretrained`.
+
+    Raises:
+        CheckpointError: if a GGUF file is damaged, or lacks weights of the model.
+        UnsupportedModelError: if transformers cannot read a GGUF file of that architecture.
+    """
+    place, where = located(name)
+    if not where:
+        return loader.from_pretrained(name, **options)
+    _need("accelerate")
+    import torch
+    from transformers import GgufConfig
+
+    own = read_config_values(name)["architectures"]
+    with _named(Path(place) / where["gguf_file"]), contextlib.redirect_stderr(io.StringIO()):  # its own progress bar
+        model, found = loader.from_pretrained(
+            place,
+            **where,
+            **options,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    body = f"{model.base_model_prefix}."
+    missing = sorted(key for key in found["missing_keys"] if type(model).__name__ in own or key.startswith(body))
+    if missing:
+        raise CheckpointError(
+            f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"
+        )
+    # transformers sets this to the title of the model, which could be mistaken for a name on the Hub.
+    model.config._name_or_path = model.name_or_path = name
+    vars(model.config).pop("_model_name_or_path", None)
+    return model
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[Path, int, int]:
+    """Return the facts that tell a file from a later one of the same name."""
+    status = path.stat()
+    return path, status.st_size, status.st_mtime_ns
+
+
+def _whole(file: Path) -> Path:
+    """Return a file with all tensors: the file itself, or a temporary one if the model is in shards.
+
+    Raises:
+        CheckpointError: if a file is damaged or missing.
+    """
+    count = _header(*_stamp(file)).shards
+    part = SHARD.search(file.name)
+    if count == 1 and part is None:
+        return file
+    if part is None or int(part[2]) != max(count, 1):
+        raise CheckpointError(
+            f"{str(file)!r} is one of {count} files of a model; expected a name like model-00001-of-{count:05}.gguf: "
+            "give all files their original names again"
+        )
+    names = [f"{file.name[: part.start()]}-{number:05}-of-{part[2]}{SUFFIX}" for number in range(1, count + 1)]
+    missing = [name for name in names if not (file.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{str(file)!r} is one of {count} files of a model; missing: {', '.join(missing)}; download them into the "
+            "same folder"
+        )
+    return _joined(tuple(_stamp(file.parent / name) for name in names))[1]
+
+
+@functools.lru_cache(maxsize=8)
+def _header(path: Path, size: int, changed: int) -> Header:
+    """Return a file's header, after checking that all its tensors are in it."""
+    reader = _open(path)
+    architecture, shards = (reader.get_field(key) for key in ("general.architecture", "split.count"))
+    return Header(
+        "" if architecture is None else str(architecture.contents()),
+        1 if shards is None else int(shards.contents()),
+        sum(int(tensor.n_elements) for tensor in reader.tensors),
+    )
+
+
+def _need(package: str) -> Any:
+    """Import a package of the extra `gguf`.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from error
+
+
+def _open(path: Path) -> Any:
+    gguf = _need("gguf")
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # Depends on where the file ends.
+        raise CheckpointError(
+            f"{str(path)!r} is not a complete GGUF file: it is cut off or damaged ({first_line(error)}); download it "
+            "again"
+        ) from error
+
+
+@functools.lru_cache(maxsize=2)
+def _joined(files: tuple[tuple[Path, int, int], ...]) -> tuple[object, Path]:
+    """Join the shards of a model in a temporary folder, which is removed when Python ends: transformers reads one file.
+
+    Returns:
+        The folder, which lives as long as this value, and the file in it.
+    """
+    from gguf import GGUFValueType, GGUFWriter
+
+    readers = [_open(path) for path, *_ in files]
+    architecture = _header(*files[0]).architecture
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="linearize-gguf-")
+        path = Path(folder.name) / files[0][0].name
+        writer = GGUFWriter(path, architecture)
+        for field in readers[0].fields.values():
+            # The writer adds these.
+            if field.name == "general.architecture" or field.name.startswith(("GGUF.", "split.")):
+                continue
+            kind, inner = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+        for tensor in (tensor for reader in readers for tensor in reader.tensors):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    except OSError as error:
+        raise CheckpointError(
+            f"the {len(files)} shards of {files[0][0].name!r} cannot be joined in {tempfile.gettempdir()!r} "
+            f"({first_line(error)}); make room there, or set TMPDIR to another folder"
+        ) from error
+    return folder, path
+
+
+@functools.lru_cache(maxsize=8)
+def _gguf_values(path: Path, size: int, changed: int) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    with _named(path):
+        values = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)[0]
+    # A GGUF file does not name a class; it is a language model.
+    classes = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    found = classes.get(str(values.get("model_type")))
+    return {"architectures": [] if found is None else [found], **values}
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Any:
+    """Report in one line that transformers cannot read an intact file."""
+    import transformers
+
+    try:
+        yield
+    except Exception as error:  # Each architecture fails in its own way.
+        architecture = _header(*_stamp(path)).architecture
+        raise UnsupportedModelError(
+            f"{path.name!r} holds the architecture {architecture!r}, which transformers {transformers.__version__} "
+            f"cannot read from GGUF ({first_line(error)}); give a checkpoint in safetensors, or update transformers"
+        ) from error

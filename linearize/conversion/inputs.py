@@ -1,0 +1,301 @@
+"""Inputs for a trial run, made up from a model's config: a few tokens, one image, a little sound.
+
+Architectures want them in different shapes and combinations. So there are several candidates, the fullest first, and
+the first one that the model accepts is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from linearize.core.errors import ConfigError, UnsupportedModelError, first_line
+
+TOKENS, DECODER_TOKENS = 7, 5
+"""Different lengths, so that cross-attention is recognised by its shape."""
+_MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
+_SAMPLES, _FRAMES = 4000, 64
+_SIZED = ("backbone_config", "prompt_encoder_config")
+
+Inputs = dict[str, Tensor | bool]
+"""Keyword arguments of a forward: tensors, and whether to use a cache."""
+
+
+def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
+    """Make up keyword arguments for a model's forward, the fullest first.
+
+    Raises:
+        UnsupportedModelError: if the model's inputs are of an unknown kind.
+    """
+    names = _forward_names(model)
+    text, images, sounds = _texts(model, names), list(_images(model, names)), list(_sounds(model, names))
+    images += _patches(model, names)
+    others = [*_series(model, names), *_states(model, names)]
+    if not text and not images and not sounds and not others:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes {', '.join(sorted(names)) or 'nothing'}, expected input_ids, pixel_values, "
+            "input_values, input_features or past_values; pass example_inputs=... (--example-inputs FILE)"
+        )
+    both = [text | other for other in (*images, *sounds)] if text else []
+    # An encoder-decoder of text has one input; the decoder's tokens of others go with any input.
+    decoder = {key: x for key, x in text.items() if key == "decoder_input_ids"}
+    alone = [other | decoder for other in (*images, *sounds)]
+    wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
+    wanted += [made | added for made in wanted if (added := _companions(model, names, made))]
+    wanted += [made | added for made in wanted[:1] if (added := _rows_of_codebooks(model, made))]
+    more: Inputs = {"use_cache": False} if "use_cache" in names else {}
+    for made in wanted:
+        yield made | more
+    with contextlib.suppress(Exception):
+        dummy = {key: x for key, x in model.dummy_inputs.items() if torch.is_tensor(x) and key in names}
+        vocabulary = getattr(text_config(model.config), "vocab_size", None) or 1
+        if dummy:
+            made = {key: x if x.is_floating_point() else x % vocabulary for key, x in dummy.items()}
+            yield {**made, **more}
+
+
+def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return keyword arguments for a model's forward from a file of tensors.
+
+    Args:
+        path: a .safetensors or .npz file with tensors by the names of the arguments.
+        model: the model; the tensors get its device and floating point type.
+
+    Raises:
+        ConfigError: if the file cannot be read, or holds a name that the model does not take.
+    """
+    try:
+        if path.endswith(".npz"):
+            with np.load(path, allow_pickle=False) as file:
+                found = {key: torch.from_numpy(file[key]) for key in file.files}
+        else:
+            found = load_file(path)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, SafetensorError, BadZipFile) as error:
+        raise ConfigError(
+            f"example inputs: {path!r} cannot be read ({first_line(error)}); expected a .safetensors or .npz file with "
+            "tensors by the names of the forward's arguments, such as input_ids and pixel_values"
+        ) from None
+    parameters = inspect.signature(model.forward).parameters
+    unknown = sorted(found.keys() - parameters.keys())
+    if not found or (unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())):
+        got = repr(unknown[0]) if unknown else "nothing"
+        raise ConfigError(
+            f"example inputs: got {got} in {path!r}, expected arguments of {type(model).__name__}'s forward: "
+            f"{', '.join(list(parameters)[:12])}"
+        )
+    device = next(model.parameters()).device
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {key: x.to(device, dtype if x.is_floating_point() else x.dtype) for key, x in found.items()}
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a config for the text that is read or written: the config itself if it has no parts."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        # With two (MusicGen), the one of the text that is written.
+        return config.get_text_config(decoder=True)
+
+
+def _forward_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of forward's arguments, and the main input of a wrapper that takes **kwargs only."""
+    names = set(inspect.signature(model.forward).parameters)
+    if not names & set(_MAIN):
+        names.add(model.main_input_name)
+    return names
+
+
+def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs:
+    """Make up further inputs of some models, by the names of forward's arguments."""
+    found: Inputs = {}
+    tensors = {key: x for key, x in made.items() if isinstance(x, Tensor)}
+    ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), next(model.parameters()).device
+    if ids is not None and "lang_ids" in names:
+        found["lang_ids"] = torch.zeros(len(ids), dtype=torch.long, device=device)
+    images = next((x for x in tensors.values() if x.ndim == 5), None)
+    if ids is not None and images is not None and "image_attention_mask" in names:
+        found["image_attention_mask"] = torch.ones(*ids.shape, images.shape[1], dtype=torch.long, device=device)
+    codebooks = getattr(model.config, "num_codebooks", None)
+    if ids is not None and isinstance(codebooks, int):
+        # Each position has a token of text and one of every codebook.
+        found["input_ids"] = ids[..., None].expand(*ids.shape, codebooks + 1).contiguous()
+    if sound is not None and "input_features_mask" in names:
+        frames = sound.shape[1] if sound.shape[1] == _FRAMES else sound.shape[2]
+        found["input_features_mask"] = torch.ones(1, frames, dtype=torch.long, device=device)
+    return found
+
+
+def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
+    """Make up tokens with a row for every codebook, [batch * codebooks, tokens] (MusicGen)."""
+    config = getattr(model.config, "decoder", None) or model.config
+    codebooks = getattr(config, "num_codebooks", None)
+    name = next((key for key in ("decoder_input_ids", "input_ids") if key in made), "")
+    ids = made.get(name)
+    return {name: ids.repeat(codebooks, 1)} if isinstance(ids, Tensor) and isinstance(codebooks, int) else {}
+
+
+def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    """Make up the past of a time series, and the time features that some forecasters take."""
+    if "past_values" not in names:
+        return
+    config, device = model.config, next(model.parameters()).device
+    horizon = getattr(config, "prediction_length", None) or 1
+    length = getattr(config, "context_length", None) or horizon
+    lags = getattr(config, "lags_sequence", None)
+    if lags:
+        past, more = length + max(lags), getattr(config, "num_time_features", None) or 0
+        columns = (config.input_size,) if getattr(config, "input_size", 1) > 1 else ()
+        made = {
+            "past_values": _floats(model, 1, past, *columns),
+            "past_time_features": _floats(model, 1, past, more),
+            "past_observed_mask": torch.ones(1, past, *columns, device=device),
+            "future_values": _floats(model, 1, horizon, *columns),
+            "future_time_features": _floats(model, 1, horizon, more),
+            "static_categorical_features": torch.zeros(
+                1, getattr(config, "num_static_categorical_features", 0), dtype=torch.long, device=device
+            ),
+            "static_real_features": _floats(model, 1, getattr(config, "num_static_real_features", 0)),
+        }
+        yield {key: x for key, x in made.items() if key in names and (x.numel() or not key.startswith("static"))}
+        return
+    channels = getattr(config, "num_input_channels", None)
+    if channels:
+        yield {"past_values": _floats(model, 1, length, channels)}
+        return
+    # Shorter ones would be filled up with padding, for which forecasters return numbers too.
+    flags = {
+        "past_values_padding": torch.zeros(1, length, dtype=torch.long, device=device),
+        "freq": torch.zeros(1, dtype=torch.long, device=device),
+    }
+    made = {"past_values": _floats(model, 1, length)} | flags
+    yield {key: x for key, x in made.items() if key in names}
+
+
+def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    """Make up embedded inputs for a part that takes nothing else, such as an encoder without embeddings."""
+    width = next((x for x in (getattr(model.config, key, None) for key in ("hidden_size", "d_model")) if x), None)
+    if "inputs_embeds" in names and not names & set(_MAIN) and isinstance(width, int):
+        yield {"inputs_embeds": _floats(model, 1, TOKENS, width)}
+
+
+def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
+    config, device = model.config, next(model.parameters()).device
+    made: dict[str, Tensor | None] = {}
+    if "input_ids" in names:
+        made["input_ids"] = _tokens(config, TOKENS, device)
+    if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
+        made["decoder_input_ids"] = _tokens(config, DECODER_TOKENS, device)
+    return {key: ids for key, ids in made.items() if ids is not None}
+
+
+def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    name = next((x for x in ("pixel_values", "pixel_values_videos") if x in names), None)
+    if name is None:
+        return
+    shape, config = _image_shape(model.config), getattr(model.config, "vision_config", None) or model.config
+    yield {name: _floats(model, 1, *shape)}
+    frames = next((x for x in (getattr(config, key, None) for key in ("num_frames", "frames_per_clip")) if x), 2)
+    yield {name: _floats(model, 1, frames, *shape)}
+
+
+def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    """Make up the patches of an image for towers that take images of all sizes in one row (Qwen-VL ...)."""
+    config = model.config
+    if "flattened_patches" in names:
+        # The row and column of each patch come first (Pix2Struct).
+        width = getattr(getattr(config, "vision_config", None) or config, "patch_embed_hidden_size", 768)
+        yield {"flattened_patches": _floats(model, 1, TOKENS, 2 + width).abs()}
+    name = next((x for x in ("hidden_states", "pixel_values") if x in names), None)
+    reads_text = "input_ids" in inspect.signature(model.forward).parameters
+    grid_name = next((x for x in ("grid_thw", "image_grid_thw") if x in names and not reads_text), None)
+    size, depth = (getattr(config, key, None) for key in ("patch_size", "temporal_patch_size"))
+    channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
+    if name is not None and grid_name is not None and isinstance(size, int):
+        merge = getattr(config, "spatial_merge_size", None) or 2
+        grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=next(model.parameters()).device)
+        patches = 4 * merge * merge
+        yield {name: _floats(model, patches, channels * (depth or 1) * size**2), grid_name: grid}
+        yield {name: _floats(model, 1, patches, channels, size, size), grid_name: grid}
+
+
+def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
+    step, semantic = (getattr(model.config, key, None) for key in ("hop_length", "semantic_model_config"))
+    if {"input_values", "input_features"} <= names and isinstance(step, int) and semantic is not None:
+        # A codec that reads the wave and its features, with as many frames of each.
+        bins = getattr(semantic, "feature_projection_input_dim", None) or semantic.hidden_size
+        features = _floats(model, 1, _FRAMES // 4, bins)
+        yield {"input_values": _floats(model, 1, 1, step * _FRAMES // 4), "input_features": features}
+    if "input_values" in names:
+        yield {"input_values": _floats(model, 1, _SAMPLES)}
+        yield {"input_values": _floats(model, 1, 1, _SAMPLES)}
+        bins, longest = (getattr(model.config, key, None) for key in ("num_mel_bins", "max_length"))
+        if bins and longest:
+            yield {"input_values": _floats(model, 1, longest, bins)}
+    if "input_features" in names:
+        config = getattr(model.config, "audio_config", None) or getattr(model.config, "encoder_config", None)
+        config = config or model.config
+        sizes = (getattr(config, key, None) for key in ("num_mel_bins", "feature_projection_input_dim", "input_dim"))
+        bins = next((x for x in sizes if isinstance(x, int)), 80)
+        stacked = getattr(config, "num_stacked_frames", None) or 1
+        positions = getattr(config, "max_source_positions", None)
+        if isinstance(per_token := getattr(model.config, "audio_length_per_tok", None), int):
+            # Sound that is added to the text token by token.
+            yield {"input_features": _floats(model, 1, bins, TOKENS * per_token)}
+        yield {"input_features": _floats(model, 1, bins, 2 * positions if positions else _FRAMES)}
+        yield {"input_features": _floats(model, 1, _FRAMES, bins * stacked)}
+        # Frames that are joined before the first layer, whose width tells how many.
+        first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
+        if first is not None and first.in_features not in (bins, bins * stacked) and first.in_features % bins == 0:
+            yield {"input_features": _floats(model, 1, _FRAMES, first.in_features)}
+
+
+def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
+    """Draw numbers: zeros would hide differences."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return drawn if parameter is None else drawn.to(parameter.device, parameter.dtype)
+
+
+def _tokens(config: PreTrainedConfig, count: int, device: torch.device) -> Tensor | None:
+    """Make up tokens [1, count] without special ones; None if the config has no vocabulary."""
+    text = text_config(config)
+    named = {name for one in (config, text) for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
+    special = {i for name in named for one in (config, text) for i in _ids(one, name)}
+    vocabulary = getattr(text, "vocab_size", 0) or 0
+    ids = [i for i in range(min(vocabulary, 64)) if i not in special][:count]
+    if not ids:
+        return None
+    ids = (ids * count)[:count]
+    # CLIP-like text towers look for the end token.
+    for end in _ids(text, "eos_token_id")[:1]:
+        if end < vocabulary:
+            ids[-1] = end
+    return torch.tensor([ids], device=device)
+
+
+def _ids(config: PreTrainedConfig, name: str) -> list[int]:
+    """Return the special tokens that a config has under a name; some have several (Llama 3's ends of text)."""
+    found = getattr(config, name, None)
+    return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
+
+
+def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    vision = getattr(config, "vision_config", None) or config
+    # Some give the size for their backbone, or for the part that reads the backbone's map (SAM 2).
+    places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
+    size = next((x for x in (getattr(one, "image_size", None) for one in places) if x), None)
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    if size is None:
+        args = getattr(vision, "pretrained_cfg", None) or {}
+        channels, *size = args.get("input_size", (channels, 224, 224))
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    return channels, height, width

@@ -1,0 +1,229 @@
+"""Which layer gets which kernel: the small language of `--layers` and `--keep-softmax`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from linearize.attention.factory import check_hybrid, default_scale
+from linearize.attention.shape import HeadShape
+from linearize.conversion.config import ConversionConfig
+from linearize.conversion.positions import current_length
+from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.modeling.plan import SOFTMAX
+
+_LARGEST = 99_999
+"""Largest layer number: a larger one is a mistake, and its range too long a list."""
+
+
+def parse_indices(text: str, where: str) -> list[int]:
+    """Read "0-2,5" as [0, 1, 2, 5].
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()) or part.strip().endswith("-"):
+            raise ConfigError(f"{where}: got {text!r}, expected layer numbers such as 0-5 or 0,11")
+        start, stop = int(first), int(last or first)
+        if stop < start:
+            raise ConfigError(f"{where}: got the range {part.strip()!r}, expected the smaller number first")
+        if stop > _LARGEST:
+            raise ConfigError(f"{where}: got layer {stop}, expected at most {_LARGEST}")
+        found.extend(range(start, stop + 1))
+    return found
+
+
+def kept_layers(keep: Iterable[int] | str, count: int) -> list[int]:
+    """Return the numbers of the layers that stay softmax.
+
+    Args:
+        keep: their numbers; or text, such as "0,11", or "1/N" for the last layer of every N.
+        count: number of attentions that can be converted.
+
+    Raises:
+        ConfigError: if the text cannot be read.
+    """
+    if not isinstance(keep, str):
+        return list(keep)
+    every = parse_share(keep)
+    return parse_indices(keep, "keep_softmax") if every is None else list(range(every - 1, count, every))
+
+
+def parse_share(text: str) -> int | None:
+    """Read "1/N" as N; None if the text is not a share.
+
+    Raises:
+        ConfigError: if it is not one layer of two or more.
+    """
+    first, slash, last = text.partition("/")
+    if not slash:
+        return None
+    if first.strip() != "1" or not last.strip().isdecimal() or not 2 <= int(last) <= _LARGEST:
+        raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of so many, such as 1/4")
+    return int(last)
+
+
+def parse_layers(text: str) -> dict[int, str]:
+    """Read "0-5=diag_softmax,6-11=norm_elu" as a kernel name per layer.
+
+    Raises:
+        ConfigError: if a part has no kernel, or a layer is named twice.
+    """
+    kernels: dict[int, str] = {}
+    pending: list[str] = []
+    for part in text.split(","):
+        numbers, equals, name = part.partition("=")
+        pending.append(numbers)
+        if not equals:
+            continue
+        if not name.strip():
+            raise ConfigError(f"layers: got {part!r}, expected RANGE=KERNEL such as 0-5=hedgehog")
+        for index in parse_indices(",".join(pending), "layers"):
+            if index in kernels:
+                raise ConfigError(f"layers: layer {index} is named twice in {text!r}; name each layer once")
+            kernels[index] = name.strip()
+        pending = []
+    if pending:
+        raise ConfigError(f"layers: {','.join(pending)!r} has no kernel; write RANGE=KERNEL such as 0-5=hedgehog")
+    return kernels
+
+
+def parse_heads(text: str) -> dict[int, list[int]]:
+    """Read "4:0,11:7,11:8" as {4: [0], 11: [7, 8]}: query heads by layer.
+
+    Raises:
+        ConfigError: if it cannot be read, or a head is named twice.
+    """
+    heads: dict[int, list[int]] = {}
+    for part in text.split(","):
+        layer, colon, head = (x.strip() for x in part.partition(":"))
+        if not colon or not layer.isdecimal() or not head.isdecimal() or max(int(layer), int(head)) > _LARGEST:
+            raise ConfigError(f"softmax-heads: got {text!r}, expected LAYER:HEAD pairs such as 4:0,11:7")
+        if int(head) in heads.setdefault(int(layer), []):
+            raise ConfigError(f"softmax-heads: head {part.strip()} is named twice in {text!r}; name it once")
+        heads[int(layer)].append(int(head))
+    return heads
+
+
+def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list[tuple[str, dict[str, object]]]:
+    """Return kernel and arguments for each of the `count` layers of a model that can be converted.
+
+    Raises:
+        ConfigError: if a layer is missing, named twice or beyond the last one, a single layer is to be a preset, or an
+            addition or a head is asked for that no layer has.
+        UnsupportedModelError: if all layers stay softmax.
+    """
+    chosen = assign(count, config)
+    if all(name == SOFTMAX for name, _ in chosen):
+        raise UnsupportedModelError(
+            f"all {count} attentions of {type(model).__name__} are kept as softmax, nothing is left to convert; name "
+            "fewer layers in keep_softmax"
+        )
+    text = config.softmax_heads
+    heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
+    _check_used(config.additions, heads, chosen)
+    return [
+        complete(model, name, arguments, config.additions | _heads_of(heads, number), config.max_length)
+        for number, (name, arguments) in enumerate(chosen)
+    ]
+
+
+def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, object]]]:
+    """Return kernel and arguments for each of `count` layers, without additions."""
+    named = parse_layers(config.layers) if isinstance(config.layers, str) else dict(config.layers or {})
+    kept = kept_layers(config.keep_softmax, count)
+    for index in [*named, *kept]:
+        if not 0 <= index < count:
+            raise ConfigError(
+                f"layer {index} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
+            )
+    if both := sorted(set(named) & set(kept)):
+        raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
+    rest = [] if config.kernel is None else expand(count, config.kernel, config.kernel_args or {})
+    chosen: list[tuple[str, dict[str, object]]] = []
+    for index in range(count):
+        if index in kept:
+            chosen.append((SOFTMAX, {}))
+        elif index in named:
+            chosen.append(_entry(index, named[index]))
+        elif rest:
+            chosen.append(rest[index])
+        else:
+            raise ConfigError(
+                f"layer {index} has no kernel: name it in layers or keep_softmax, or give a kernel for the rest"
+            )
+    return chosen
+
+
+def complete(
+    model: PreTrainedModel,
+    kernel: str,
+    arguments: dict[str, object],
+    more: Mapping[str, object],
+    max_length: int | None,
+) -> tuple[str, dict[str, object]]:
+    """Complete a layer's arguments with the additions of all layers and the longest input."""
+    if kernel == SOFTMAX:
+        return kernel, arguments
+    info = kernel_info(kernel)
+    if info.windowed:
+        arguments = {**more, **arguments}
+        own = {name: value for name, value in arguments.items() if name not in HYBRID}
+        arguments.setdefault("scale", default_scale(info, make_config(info, own), arguments.get("window")))
+    if info.maximum_positions and arguments.get("max_positions") is None:
+        arguments = arguments | {"max_positions": max_length or current_length(model)}
+    return kernel, arguments
+
+
+def _heads_of(heads: Mapping[int, Iterable[int]], number: int) -> dict[str, object]:
+    return {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
+
+
+def _check_used(
+    more: Mapping[str, Any], heads: Mapping[int, Iterable[int]], chosen: list[tuple[str, dict[str, object]]]
+) -> None:
+    """Refuse additions that no layer can have, and heads of layers that do not exist or stay softmax."""
+    used = [(name, arguments) for name, arguments in chosen if name != SOFTMAX]
+    if more and not any(kernel_info(name).windowed for name, _ in used):
+        info = kernel_info(used[0][0])
+        check_hybrid(info, make_config(info, used[0][1]), Hybrid.of(more), HeadShape(1, 1, 1, 1, info.causal))
+    for number in heads:
+        if not 0 <= number < len(chosen):
+            raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
+        if chosen[number][0] == SOFTMAX:
+            raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
+
+
+def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:
+    """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
+
+    Raises:
+        ConfigError: for an unknown kernel, or a wrong argument of a preset.
+    """
+    info = kernel_info(kernel)
+    if info.preset is not None:
+        return [(name, dict(values)) for name, values in info.preset(make_config(info, arguments), count)]
+    return [(kernel, dict(arguments)) for _ in range(count)]
+
+
+def _entry(index: int, entry: Any) -> tuple[str, dict[str, object]]:
+    """Read the entry of one layer: a name, or a name and arguments."""
+    if isinstance(entry, str):
+        name, arguments = entry, {}
+    else:
+        try:
+            name, arguments = entry[0], dict(entry[1])
+        except (TypeError, ValueError, IndexError, KeyError):
+            raise ConfigError(f"layer {index}: got {entry!r}, expected a kernel or (kernel, arguments)") from None
+    if name != SOFTMAX and kernel_info(name).preset is not None:
+        raise ConfigError(
+            f"layer {index}: {name!r} is a plan for all layers of a model, not a kernel of one; name its parts here, "
+            "or give it as the model's kernel"
+        )
+    return name, arguments

@@ -1,0 +1,189 @@
+"""A plan as a YAML file that people edit: each layer's kernel, and why; written, read, and applied to a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel
+
+from linearize.conversion.plan import replan
+from linearize.core.errors import ConfigError
+from linearize.core.parsing import check_file, parse_yaml, read_text, write_file
+from linearize.core.registry import HYBRID, SCALES
+from linearize.modeling.plan import SOFTMAX, Plan
+
+FORMAT = 1
+HEAD = """\
+# What becomes of every attention. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
+#   linearize convert MODEL --plan {name}
+"""
+_LAYER = ("layer", "module", "kernel", "arguments", *HYBRID, "why")
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a plan file.
+
+    Attributes:
+        layer: its number.
+        module: its module, from the base model.
+        kernel: the kernel's name, or "softmax".
+        arguments: its arguments, window and other additions among them.
+        why: why it has this kernel.
+    """
+
+    layer: int
+    module: str
+    kernel: str
+    arguments: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan file.
+
+    Attributes:
+        path: the file.
+        architecture: class of the model that it was made for.
+        model_type: its type.
+        layers: the layers in order.
+    """
+
+    path: str
+    architecture: str
+    model_type: str
+    layers: tuple[PlannedLayer, ...]
+
+    @property
+    def why(self) -> dict[int, str]:
+        """Why each layer has its kernel, by number, if the file gives a reason."""
+        return {one.layer: one.why for one in self.layers if one.why}
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan, why: Mapping[int, str] | None = None) -> None:
+    """Write a plan to a temporary file, then rename it.
+
+    Args:
+        path: the file.
+        plan: the plan; layers that can never be converted are left out.
+        why: why each layer has its kernel, by number.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    layers = [
+        {
+            "layer": layer.index,
+            "module": layer.module,
+            "kernel": layer.kernel,
+            "arguments": dict(layer.arguments),
+            "window": layer.hybrid.window,
+            **layer.hybrid.changed,
+            "why": (why or {}).get(layer.index, layer.reason),
+        }
+        for layer in plan.layers
+        if layer.index is not None
+    ]
+    data = {"format": FORMAT, "architecture": plan.architecture, "model_type": plan.base_model_type, "layers": layers}
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=10_000)
+    write_file(path, "plan", (HEAD.format(name=Path(path).name) + text).encode("utf-8"))
+
+
+def check_plan_target(path: str, *, overwrite: bool) -> None:
+    """Check, before anything slow, that a plan can be written to a file.
+
+    Raises:
+        ConfigError: if it is not a .yaml, its folder is missing, or it exists and is not a plan, or `overwrite` is
+            false.
+    """
+    check_file(path, "--plan-out", (".yaml", ".yml"), overwrite=overwrite)
+    if Path(path).exists():
+        read_plan(path, "--plan-out")
+
+
+def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
+    """Read a plan file.
+
+    Args:
+        path: the file.
+        where: the option that names it, for messages.
+
+    Raises:
+        ConfigError: if it cannot be read, or is not a plan; names what is wrong.
+    """
+    shown = os.fspath(path)
+    try:
+        data = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file of --plan-out") from error
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"{where}: {shown!r} is no plan ({what}); expected a file as --plan-out writes it")
+
+    if not isinstance(data, dict) or set(data) != {"format", "architecture", "model_type", "layers"}:
+        raise refuse("expected the keys format, architecture, model_type and layers")
+    if data["format"] != FORMAT:
+        raise refuse(f"format {data['format']!r}, this version reads {FORMAT}")
+    named = all(isinstance(data[key], str) for key in ("architecture", "model_type"))
+    if not named or not isinstance(data["layers"], list) or not data["layers"]:
+        raise refuse("architecture and model_type are text, layers is a list")
+    layers = []
+    for number, one in enumerate(data["layers"]):
+        if not isinstance(one, dict) or not {"layer", "module", "kernel"} <= set(one) <= set(_LAYER):
+            raise refuse(f"layer {number} has other keys than {', '.join(_LAYER)}")
+        layers.append(_layer(one, number, refuse))
+    return PlanFile(shown, data["architecture"], data["model_type"], tuple(layers))
+
+
+def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
+    arguments = one.get("arguments") or {}
+    if one["layer"] != number or isinstance(one["layer"], bool):
+        raise refuse(f"layer {number} has the number {one['layer']!r}")
+    if not isinstance(one["kernel"], str) or not isinstance(one["module"], str):
+        raise refuse(f"kernel and module of layer {number} are text")
+    plain = isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments)
+    if not plain or not all(value is None or isinstance(value, str | int | float) for value in arguments.values()):
+        raise refuse(f"arguments of layer {number} are names with plain values")
+    heads = one.get("softmax_heads") or []
+    if not isinstance(heads, list) or not all(type(head) is int for head in heads):
+        raise refuse(f"softmax_heads of layer {number} is a list of numbers")
+    arguments = {**arguments, **{name: one[name] for name in HYBRID if one.get(name) not in (None, [])}}
+    if arguments.get("window") is not None:
+        # A file lists all additions; `convert` would add scales.
+        arguments.setdefault("scale", SCALES[0])
+    if one["kernel"] == SOFTMAX and arguments:
+        raise refuse(f"layer {number} stays softmax, which takes no arguments")
+    return PlannedLayer(number, one["module"], one["kernel"], arguments, str(one.get("why") or ""))
+
+
+def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: int | None = None) -> Plan:
+    """Return the plan of a file for a model.
+
+    Args:
+        model: the model, not converted.
+        base: a plan of it that converts all that can be.
+        file: the file.
+        max_length: as in `linearize.plan`.
+
+    Raises:
+        ConfigError: if the file is for another model, keeps every layer, or a kernel or argument is wrong.
+    """
+    mine = [layer.module for layer in base.layers if layer.index is not None]
+    its = [one.module for one in file.layers]
+    if file.model_type != base.base_model_type or its != mine:
+        here = f"{base.architecture} ({base.base_model_type}, {len(mine)} layers)"
+        raise ConfigError(
+            f"--plan: {file.path!r} is for another model, {file.architecture} ({file.model_type}, {len(its)} layers), "
+            f"and not for this {here}; make one for it: linearize search MODEL --plan-out FILE.yaml"
+        )
+    if all(one.kernel == SOFTMAX for one in file.layers):
+        raise ConfigError(f"--plan: {file.path!r} keeps every layer softmax; give at least one a kernel")
+    made = replan(model, base, {one.layer: (one.kernel, one.arguments) for one in file.layers}, max_length=max_length)
+    return made.with_reasons({n: text for n, text in file.why.items() if file.layers[n].kernel == SOFTMAX})

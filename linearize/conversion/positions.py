@@ -1,0 +1,389 @@
+"""Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
+
+The model is searched for what depends on the length (`linearize.conversion.follow`), and that is changed:
+
+- learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
+  stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
+- tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does
+  (timm models: by their own `set_input_size`);
+- values of a formula (sinusoidal tables, `position_ids`, causal masks): the values that the class itself writes;
+- numbers that modules keep (`num_embeddings`, `image_size`, `max_seq_len_cached`).
+
+Any other difference is an error, raised before any change. Rotary frequencies stay (no scaling). Parameters are
+replaced, so build the optimizer afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from linearize.conversion.follow import follow, refusal, stray
+from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
+
+if TYPE_CHECKING:
+    from linearize.core.types import Processor
+
+_TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
+# No known table keeps more rows than this before position 0: a larger surplus means another table.
+_MOST_RESERVED = 8
+# Attributes with a token whose row in the table of an image model comes before those of the patches.
+_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")
+# Model types whose own interpolation smooths; the others do not.
+_ANTIALIASED = frozenset({"dinov2_with_registers"})
+_LENGTH, _IMAGE = "max_position_embeddings", "image_size"
+
+
+@dataclass(frozen=True)
+class PositionReport:
+    """How a model was changed to take longer inputs.
+
+    Attributes:
+        old_length: tokens the model took before.
+        new_length: tokens it takes now (image models: patches, class, distillation and register tokens).
+        method: "tile" or "interpolate" for texts; "bicubic" for images.
+        changed: dotted names of the replaced tensors, and `config.<field>`; empty if nothing had to change.
+        note: one line for the user.
+        image_size: height and width in pixels that an image model takes now.
+    """
+
+    old_length: int
+    new_length: int
+    method: str
+    changed: tuple[str, ...]
+    note: str
+    image_size: tuple[int, int] | None = None
+
+
+class _Image(NamedTuple):
+    size: tuple[int, int]
+    patch: tuple[int, int]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.size[0] // self.patch[0], self.size[1] // self.patch[1]
+
+
+def current_length(model: nn.Module) -> int | None:
+    """Return how many tokens a transformers or timm model takes now; None if unlimited or unknown.
+
+    RoBERTa's 514 rows are 512 tokens; image models count every token.
+    """
+    if (timm := _timm(model)) is not None:
+        image = _image(model) if isinstance(getattr(timm, "pos_embed", None), Tensor) else None
+        return None if image is None else math.prod(image.grid) + getattr(timm, "num_prefix_tokens", 0)
+    if not isinstance(model, PreTrainedModel) or _parts(model):
+        return None
+    if model.main_input_name == "pixel_values":
+        rows = [table.shape[-2] for name, table in model.named_parameters() if _TABLE.fullmatch(name)]
+        known = rows and _image(model) is not None
+        return rows[0] + (getattr(model.config, "num_register_tokens", None) or 0) if known else None
+    limit = getattr(model.config, _LENGTH, None)
+    if model.main_input_name != "input_ids" or not isinstance(limit, int) or limit < 1:
+        return None
+    return min((table.num_embeddings - _reserved(table, limit) for table in _tables(model).values()), default=limit)
+
+
+def current_image_size(model: nn.Module) -> tuple[int, int] | None:
+    """Return the image size, height and width in pixels, that an image model takes now; None for other models."""
+    image = _image(model)
+    return None if image is None else image.size
+
+
+def tokens_of_image_size(model: nn.Module, image_size: int) -> int:
+    """Return the tokens of a square image of `image_size` pixels a side, as `extend_positions` takes them.
+
+    Raises:
+        ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
+        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
+    """
+    return _with_image_size(model, image_size)[3]
+
+
+def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile") -> PositionReport:
+    """Let a model take inputs of up to `max_length` tokens, changing it and its config in place.
+
+    Args:
+        model: any transformers model, with or without a head, or a timm one.
+        max_length: tokens; image models get the smallest square of at least as many patches.
+        method: for learned tables of texts: "tile" repeats the trained rows, so that inputs of the old length give
+            the same output, bit for bit; "interpolate" stretches them linearly, and keeps the first and last row.
+
+    Raises:
+        ConfigError: `max_length` is not a whole number or below what the model takes; `method` is unknown.
+        UnsupportedModelError: the model has no limit, or one of an unknown kind.
+    """
+    if type(max_length) is not int or max_length < 1:
+        raise ConfigError(f"got max_length {max_length!r}, expected a whole number of tokens, 1 or more")
+    if method not in METHODS:
+        raise unknown_name("position method", method, METHODS)
+    length, image = current_length(model), _image(model)
+    if length is None:
+        raise _no_length(model)
+    if max_length < length:
+        raise ConfigError(
+            f"max_length: got {max_length}, but the model already takes {length}; choose a larger one or leave it out"
+        )
+    if image is not None:
+        patches = max_length - (length - math.prod(image.grid))
+        side = math.isqrt(max(patches, 1) - 1) + 1
+        square = side * image.patch[0], side * image.patch[1]
+        return extend_image_size(model, image.size if max_length == length else square)
+    if max_length == length:
+        return PositionReport(length, length, method, (), f"the model already takes {length} tokens")
+    assert isinstance(model, PreTrainedModel)
+    return _extend_text(model, length, max_length, method)
+
+
+def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> PositionReport:
+    """Let an image model take larger images, changing it and its config in place.
+
+    Args:
+        model: a transformers image model with a table of positions, or a timm model with `set_input_size`.
+        image_size: pixels, one number for a square or (height, width); multiples of the patch size.
+
+    Raises:
+        ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
+        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
+    """
+    old, new, length, tokens = _with_image_size(model, image_size)
+    if new == old:
+        return PositionReport(length, length, "bicubic", (), f"the model already takes {old.size} pixels", old.size)
+    changed = (_extend_images if _timm(model) is None else _extend_timm)(model, old, new)
+    note = f"{new.size} instead of {old.size} pixels: the table of patches was interpolated"
+    return PositionReport(length, tokens, "bicubic", changed, note, new.size)
+
+
+def extend_processor(processor: Processor, length: PositionReport | int, model: nn.Module) -> Processor:
+    """Let the tokenizer or image processor of an extended model make longer inputs.
+
+    Args:
+        processor: tokenizer, image processor, or a processor holding both (the one `model` needs is changed in place).
+        length: report of `extend_positions`, or tokens (an image processor takes its size from `model`).
+        model: the extended model.
+
+    Returns:
+        The same `processor`.
+
+    Raises:
+        ConfigError: of another kind than the model needs, or an image processor with a size of an unknown kind.
+    """
+    image = _image(model)
+    wanted = "tokenizer" if image is None else "image_processor"
+    part: Any = getattr(processor, wanted, None) if isinstance(processor, ProcessorMixin) else processor
+    if image is None and isinstance(part, PreTrainedTokenizerBase):
+        part.model_max_length = length.new_length if isinstance(length, PositionReport) else length
+    elif image is not None and hasattr(part, "data_config"):  # timm's transforms are built once, from its config
+        config = {**part.data_config, "input_size": (part.data_config["input_size"][0], *image.size)}
+        part.__dict__.update(type(part)(config, architecture=getattr(part, "architecture", None)).__dict__)
+    elif image is not None and getattr(part, "size", None):
+        _resize_processor(part, image.size)
+    else:
+        raise ConfigError(f"got {type(processor).__name__}, expected the {wanted} of {type(model).__name__}")
+    return processor
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """Return the names of the parts' configs (text, image ...) in a composite model."""
+    config = getattr(model, "config", None)
+    return [name for name in sorted(getattr(config, "sub_configs", ())) if getattr(config, name, None) is not None]
+
+
+def _no_length(model: nn.Module) -> UnsupportedModelError:
+    if parts := ", ".join(_parts(model)):
+        return refusal(model, f"composed of parts ({parts})", "extend the part itself")
+    why = f"with neither a table of positions nor a config.{_LENGTH}: without a limit, or with one of an unknown kind"
+    return refusal(model, why)
+
+
+def _tile(rows: Tensor, count: int) -> Tensor:
+    """Repeat the trained rows, [N, D] -> [count, D]."""
+    return rows.repeat(-(-count // len(rows)), 1)[:count]
+
+
+def _stretch(rows: Tensor, count: int) -> Tensor:
+    """Interpolate linearly between the trained rows, [N, D] -> [count, D]; first and last row are kept exactly."""
+    new = F.interpolate(rows.float().T[None], size=count, mode="linear", align_corners=True)[0].T.to(rows.dtype)
+    new[0], new[-1] = rows[0], rows[-1]
+    return new
+
+
+METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _stretch}
+"""How a learned table [N, D] of positions becomes one of more rows."""
+
+
+def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
+    limit = getattr(model.config, _LENGTH)
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Embedding)
+        and _TABLE.fullmatch(name)
+        and 0 <= module.num_embeddings - limit <= _MOST_RESERVED
+    }
+
+
+def _reserved(table: nn.Embedding, limit: int) -> int:
+    """Count the rows before position 0: RoBERTa's start after the padding row, BART's and OPT's at an offset."""
+    return table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
+
+
+def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: str) -> PositionReport:
+    limit, tables = getattr(model.config, _LENGTH), _tables(model)
+    note = f"{method}: {length} trained rows become {max_length}" if tables else _without_table(model)
+
+    def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
+        nonlocal note
+        if name not in tables or shape[0] - len(table) != max_length - length:
+            raise stray(model, name, _LENGTH)
+        if formula is not None:
+            note = "sinusoidal rows continued by their formula"
+            return formula
+        kept = _reserved(tables[name], limit)
+        return torch.cat([table[:kept], METHODS[method](table[kept:], shape[0] - kept)])
+
+    changed = follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
+    return PositionReport(length, max_length, method, changed, note)
+
+
+def _without_table(model: PreTrainedModel) -> str:
+    """Describe what raising the limit of a model without a table does; refuse other limits."""
+    rotary = False
+    for name, _ in model.named_parameters():
+        if "position_embedding" in name:
+            raise stray(model, name, _LENGTH)
+    for name, module in model.named_modules():
+        kind = getattr(module, "rope_type", None)
+        # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
+        if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
+            raise refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
+        rotary |= _is_rotary(module)
+    return f"no table; config.{_LENGTH} raised" + (", rotary frequencies unchanged (no rope scaling)" if rotary else "")
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    names = hasattr(module, "inv_freq") or hasattr(module, "rotary_dim")
+    return names or "rotary" in type(module).__name__.lower()
+
+
+def runs_beyond_limit(model: nn.Module) -> bool:
+    """Tell whether a text model reads more tokens than its config says: positions are rotary, without a table."""
+    if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
+        return False
+    named = any("position_embedding" in name for name, _ in model.named_parameters())
+    return not named and any(_is_rotary(module) for module in model.modules())
+
+
+def _pair(size: object) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
+        raise ConfigError(f"got size {size!r}, expected pixels: a whole number or (height, width)")
+    return pair
+
+
+def _image(model: nn.Module) -> _Image | None:
+    """Return the image and patch size, in pixels, of an image model; None for other models."""
+    timm = _timm(model)
+    if timm is not None:
+        embed = getattr(timm, "patch_embed", None)
+        size, patch = getattr(embed, "img_size", None), getattr(embed, "patch_size", None)
+    elif getattr(model, "main_input_name", None) == "pixel_values":
+        size, patch = getattr(model.config, _IMAGE, None), getattr(model.config, "patch_size", None)
+    else:
+        return None
+    try:
+        return _Image(_pair(size), _pair(patch))
+    except ConfigError:  # None, or the three sides of a video.
+        return None
+
+
+def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
+    """Return the current and the new image size, and the tokens of both.
+
+    Raises:
+        ConfigError: as `_grown`.
+        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
+    """
+    old, length = _image(model), current_length(model)
+    if old is None or length is None:
+        raise _no_length(model)
+    new = _grown(old, image_size)
+    return old, new, length, length - math.prod(old.grid) + math.prod(new.grid)
+
+
+def _grown(old: _Image, image_size: int | tuple[int, int]) -> _Image:
+    new = old._replace(size=_pair(image_size))
+    if any(n % p or n < o for n, p, o in zip(new.size, old.patch, old.size, strict=True)):
+        raise ConfigError(f"got image size {new.size}, expected multiples of {old.patch}, not below {old.size}")
+    return new
+
+
+def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
+    square = new.grid[0] == new.grid[1]
+
+    def resize(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
+        owner = model.get_submodule(name.removesuffix(".weight").rpartition(".")[0])
+        prefix = sum(getattr(owner, token, None) is not None for token in _PREFIX_TOKENS)
+        expected = prefix + math.prod(old.grid), prefix + math.prod(new.grid)
+        if not _TABLE.fullmatch(name) or (table.shape[-2], shape[-2]) != expected:
+            raise stray(model, name, _IMAGE)
+        # DINOv2 interpolates for every image, and assumes a square table.
+        always = "interpolate_pos_encoding" not in inspect.signature(owner.forward).parameters
+        if always and not square and hasattr(owner, "interpolate_pos_encoding"):
+            raise refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
+        rows = table.reshape(table.shape[-2:])
+        grid = rows[prefix:].float().reshape(1, *old.grid, -1).permute(0, 3, 1, 2)
+        smooth = model.config.model_type in _ANTIALIASED
+        grid = F.interpolate(grid, size=new.grid, mode="bicubic", align_corners=False, antialias=smooth)
+        return torch.cat([rows[:prefix], grid.flatten(2)[0].T.to(rows.dtype)]).reshape(shape)
+
+    # A number stays one if it can (CLIP's config takes nothing else), and a list stays a list.
+    was = model.config.image_size
+    value = type(was)(new.size) if not isinstance(was, int) else new.size[0] if square else new.size
+    expected = [name for name, _ in model.named_parameters() if _TABLE.fullmatch(name)]
+    return follow(model, _IMAGE, value, resize, expected)
+
+
+def _timm(model: nn.Module) -> Any:
+    """Return the timm model in `model` (bare, or in a TimmWrapper); None for other models."""
+    inner = getattr(model, "timm_model", model)
+    return inner if not isinstance(inner, PreTrainedModel) and hasattr(inner, "pretrained_cfg") else None
+
+
+def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
+    timm = _timm(model)
+    if not hasattr(timm, "set_input_size"):
+        raise refusal(timm, "a timm model without set_input_size")
+    timm.set_input_size(img_size=new.size)
+    changed = tuple(name for name, tensor in model.named_parameters() if tensor is timm.pos_embed)
+    if model is timm:
+        return changed
+    # The wrapper builds the timm model, and its image processor, from these when it is loaded again.
+    model.config.model_args = {**(model.config.model_args or {}), "img_size": list(new.size)}
+    source = getattr(model.config, "pretrained_cfg", None)
+    if source and "input_size" in source:
+        model.config.pretrained_cfg = {**source, "input_size": [source["input_size"][0], *new.size]}
+    return (*changed, "config.model_args")
+
+
+def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
+    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio to it."""
+    old, crop = dict(processor.size), dict(getattr(processor, "crop_size", None) or {})
+    base = crop if crop and getattr(processor, "do_center_crop", True) is not False else old
+    height, width = (base.get(key, base.get("shortest_edge")) for key in ("height", "width"))
+    if not height or not width or not old.keys() <= {"height", "width", "shortest_edge", "longest_edge"}:
+        raise ConfigError(f"got a processor with size {old}, expected height and width, or shortest_edge")
+    scale = {"height": size[0] / height, "width": size[1] / width}
+    edge = min(size) / min(height, width)
+    processor.size = type(processor.size)(**{key: round(n * scale.get(key, edge)) for key, n in old.items()})
+    if crop:
+        processor.crop_size = type(processor.crop_size)(height=size[0], width=size[1])

@@ -1,0 +1,236 @@
+"""timm models: wrapped as transformers models, so that they are saved like any other, and run once for a plan.
+
+timm's attentions have no interface to register with, but they call `F.scaled_dot_product_attention` themselves. These
+calls are recorded here, and redirected in a converted model (`linearize.attention.redirect`). Plain attentions that
+write softmax out (TNT, SHViT) have a form that calls it (`linearize.attention.written_out`); others (LeViT, CaiT,
+XCiT ...) are not recorded, and refused with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from linearize.attention.written_out import form
+from linearize.conversion.call import Call
+from linearize.core.errors import ConfigError, UnsupportedModelError
+
+
+def is_timm(model: nn.Module) -> bool:
+    """Tell whether a model is a bare timm model, not one that transformers wraps."""
+    return not isinstance(model, PreTrainedModel) and hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes")
+
+
+def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> PreTrainedModel:
+    """Wrap a bare timm model as a transformers model with the same weights.
+
+    Args:
+        model: a model of `timm.create_model`.
+        model_args: arguments of `timm.create_model` other than the name and `num_classes`; needed for those that change
+            the weights, except `img_size`, which is read from the model.
+
+    Returns:
+        `TimmWrapperForImageClassification`, or `TimmWrapperModel` for a model without a classifier.
+
+    Raises:
+        ConfigError: if timm does not build the same model from these arguments.
+    """
+    from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
+
+    facts: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+    classes = int(model.num_classes)  # type: ignore[arg-type]
+    arguments = dict(model_args or {})
+    patches = getattr(model, "patch_embed", None)
+    size = getattr(patches, "img_size", None)
+    facts = {key: value for key, value in facts.items() if _is_plain(value)}
+    if size is not None:
+        size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+        if size != tuple(facts.get("input_size", (3, 224, 224)))[-2:]:
+            arguments.setdefault("img_size", list(size))
+        facts["input_size"] = [facts.get("input_size", (3,))[0], *size]
+    values = {"architecture": facts.get("architecture"), "num_classes": classes, "pretrained_cfg": facts}
+    labels = {"num_labels": classes} if classes else {}
+    config = TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels)
+    made: Any = TimmWrapperForImageClassification if classes else TimmWrapperModel
+    with torch.device("meta"):
+        empty = made(config)
+    _check_same(model, empty.timm_model, arguments)
+    with torch.device("meta"):
+        wrapped = made(config)
+    wrapped.timm_model = model
+    wrapped.train(model.training)
+    wrapped.config.architectures = [made.__name__]
+    return wrapped
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (str, int, float, bool, list, tuple, type(None)))
+
+
+def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Compare the model with the one that a checkpoint of it would be loaded into."""
+    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    other = {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
+    if mine == other:
+        return
+    name = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))[0]
+    raise ConfigError(
+        f"timm model: {name} is {mine.get(name)}, but timm builds {other.get(name)} from its name and "
+        f"{dict(arguments)}; "
+        "wrap it first: linearize.conversion.timm.wrap(model, model_args={the arguments of create_model})"
+    )
+
+
+def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[Call]:
+    """Run a wrapped timm model once and return its attention calls in order.
+
+    Raises:
+        UnsupportedModelError: if no attention is called, although there are modules of that name.
+    """
+    watcher = _Watcher()
+    with _following(model, watcher), torch.no_grad(), watcher:
+        model(**inputs)
+    calls = watcher.calls
+    if any(call.query[2] == call.key[2] for call in calls):
+        return calls
+    called = {id(call.module) for call in calls}
+    unseen = [m for m in watcher.ran if _is_attention(m) and id(m) not in called and not _holds(m, called)]
+    if unseen:
+        raise UnsupportedModelError(
+            f"timm's {model.config.architecture!r} has attention that cannot be reached: {_why_unseen(unseen)}; use a "
+            "ViT, DeiT, EVA or DINO model"
+        )
+    return calls
+
+
+_ATTENTIONS = re.compile("ttention|Attn|XCA|MHSA|GPSA|SHSA|LiteMLA")
+_NO_ATTENTIONS = re.compile("Pool|Block|Split|SelectiveKernel|ChannelAttn|SpatialAttn|NonLocal")
+"""Names of attentions between tokens, and of modules with similar names: gates of channels, containers."""
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return bool(_ATTENTIONS.search(name)) and not _NO_ATTENTIONS.search(name)
+
+
+def _holds(module: nn.Module, called: set[int]) -> bool:
+    return any(id(one) in called for one in module.modules())
+
+
+def _why_unseen(unseen: list[nn.Module]) -> str:
+    """Describe the most common kind of attention that was not called."""
+    kind = Counter(type(module) for module in unseen).most_common(1)[0][0]
+    example = next(module for module in unseen if type(module) is kind)
+    names = [name for name, _ in (*example.named_parameters(), *example.named_buffers())]
+    if _between_channels(example):
+        return f"{kind.__name__}, {_CHANNELS}"
+    if any(word in kind.__name__ for word in _LINEAR):
+        return f"{kind.__name__} never compares two patches, which is linear in their number already"
+    if any(word in name for name in names for word in _BIASES):
+        return f"{kind.__name__} adds a position bias to the scores, which a kernel cannot honour"
+    if "Talking" in kind.__name__:
+        return f"{kind.__name__} mixes the scores of its heads, which a kernel cannot honour"
+    return f"{kind.__name__} writes softmax out instead of calling torch's scaled_dot_product_attention"
+
+
+_LINEAR = ("Factor", "Additive", "Linear", "LiteMLA")
+_BIASES = ("attention_bias", "relative_position", "rel_pos", "relative_pos", "pos_proj", "cpb_mlp", "meta_mlp", "_rel")
+_IN_WINDOWS = "attention inside windows of an image, which is linear in their number already"
+_CHANNELS = "attention between channels, which is linear in the number of patches already"
+
+
+def _between_channels(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "Channel" in name or "XCA" in name or "CrossCovariance" in name
+
+
+class _Watcher(TorchFunctionMode):
+    """Records scaled dot-product attentions, with the modules that call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.running: list[nn.Module] = []
+        self.ran: list[nn.Module] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self.running:
+            self._note(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _note(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: object = None,
+        dropout_p: object = 0,
+        is_causal: object = 0,
+        **_: object,
+    ) -> None:
+        q_shape, k_shape, v_shape = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
+        kind, module = "none" if attn_mask is None else "bias", self.running[-1]
+        # Five dimensions are windows and heads, in either order (Twins, Hiera, NesT).
+        refused = _IN_WINDOWS if q.ndim > 4 else _CHANNELS if _between_channels(module) else ""
+        self.calls.append(
+            Call(
+                module,
+                q_shape,
+                k_shape,
+                v_shape,
+                mask=kind,
+                altered="",
+                is_causal=bool(is_causal),
+                refused=refused,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
+    """Tell the watcher which module runs."""
+
+    def enter(module: nn.Module, args: object) -> None:
+        watcher.running.append(module)
+        watcher.ran.append(module)
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        watcher.running.pop()
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    # timm's switch between the fused function and a formula written out.
+    unfused: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
+    for module in unfused:
+        module.fused_attn = True
+    written_out = [(m, called) for m in model.modules() if (called := form(type(m))) is not None]
+    for module, called in written_out:
+        module.forward = types.MethodType(called, module)
+    try:
+        yield
+    finally:
+        for module, _ in written_out:
+            del module.forward
+        for module in unfused:
+            module.fused_attn = False
+        for handle in handles:
+            handle.remove()

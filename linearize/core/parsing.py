@@ -1,0 +1,215 @@
+"""Read text, JSON and YAML of unknown origin, with limits on size, depth and aliases; write single files.
+
+A few hundred bytes of YAML aliases stand for billions of values, and nested brackets overflow Python's stack. Whatever
+is wrong with a text raises `ValueError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linearize.core.errors import ConfigError, first_line
+
+MOST_BYTES = 16 * 2**20
+"""Longest JSON text: configs with a label for every class of a large vocabulary."""
+MOST_TEXT = 2**30
+"""Longest file of text: logs of long runs."""
+MOST_YAML_BYTES = 2**20
+MOST_DEPTH = 64
+MOST_ALIASES = 100
+MOST_VALUES = 200_000
+"""Values that a YAML text may have after its aliases are replaced."""
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read a text file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not UTF-8, or too long; one line.
+    """
+    facts = os.stat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError("it is a folder, a pipe or a device, expected a file")
+    if facts.st_size > MOST_TEXT:
+        raise ValueError(f"got {facts.st_size:,} bytes, expected at most {MOST_TEXT:,}")
+    with open(path, "rb") as file:
+        return _decode(file.read()).replace("\r\n", "\n")
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"got byte 0x{data[error.start]:02x} at {error.start:,}, expected text in UTF-8") from None
+
+
+def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
+    """Read a JSON file of at most so many characters; records of long runs have up to `MOST_TEXT`.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: as `read_text` and `parse_json`.
+    """
+    return parse_json(read_text(path), most)
+
+
+def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
+    """Parse JSON, in UTF-8 if it is given as bytes.
+
+    Raises:
+        ValueError: if it is not JSON, too long or nested too deeply; one line.
+    """
+    if len(text) > most:
+        raise ValueError(f"got {len(text):,} characters, expected at most {most:,}")
+    try:
+        value = json.loads(_decode(text) if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: object) -> None:
+    """Refuse lists and mappings that are nested deeper than `MOST_DEPTH` levels.
+
+    Raises:
+        ValueError: if they are.
+    """
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return
+    raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels")
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML with plain values only.
+
+    Raises:
+        ValueError: if it is not YAML, too long, nested too deeply, or has too many values; one line.
+    """
+    if len(text) > MOST_YAML_BYTES:
+        raise ValueError(f"got {len(text):,} characters, expected at most {MOST_YAML_BYTES:,}")
+    try:
+        _check_events(text)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        # Its own text speaks of "<unicode string>", and shows the line, which may be long.
+        mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end")
+        raise ValueError(
+            problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+        ) from None
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check_events(text: str) -> None:
+    """Go through the text without building anything: count levels, aliases, and what they stand for."""
+    sizes: dict[str, int] = {}
+    # For each open collection its anchor and the values in it so far; the first is the text itself.
+    counts: list[int] = [0]
+    anchors: list[str | None] = [None]
+    aliases = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            counts.append(1)
+            anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            count, anchor = counts.pop(), anchors.pop()
+            counts[-1] += count
+            if anchor is not None:
+                sizes[anchor] = count
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
+            if event.anchor in anchors:
+                raise ValueError(f"the alias {event.anchor!r} stands for itself")
+            counts[-1] += sizes.get(str(event.anchor), 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            counts[-1] += 1
+            if event.anchor is not None:
+                sizes[event.anchor] = 1
+        if len(counts) > MOST_DEPTH + 1:
+            raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels")
+        if aliases > MOST_ALIASES or sum(counts) > MOST_VALUES:
+            raise ValueError(
+                f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values in all that they stand for"
+            )
+
+
+def finite(data: object) -> object:
+    """Replace numbers that JSON lacks by null."""
+    if isinstance(data, dict):
+        return {str(key): finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def spare_name(path: Path) -> Path:
+    """Return a temporary name in the folder of a path; what a killed process leaves there is cleared."""
+    return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
+
+
+def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: bool) -> None:
+    """Check, before any work, that a file can be written.
+
+    Args:
+        path: the file.
+        option: the option that names it, for messages.
+        endings: the allowed ones, with their dots.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        ConfigError: if it has another ending, its folder does not exist, or it exists and `overwrite` is false.
+    """
+    if not path.lower().endswith(endings):
+        raise ConfigError(f"{option}: got {path!r}, expected the name of a {endings[0]} file")
+    file = Path(path)
+    try:
+        if not file.absolute().parent.is_dir() or file.is_dir():
+            raise ConfigError(f"{option}: got {path!r}, expected a file in an existing folder; make the folder first")
+        exists = os.path.lexists(file)
+        beside = spare_name(file)
+        beside.touch(exist_ok=False)
+        beside.unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option}: {path[:80]!r} cannot be used ({first_line(error)}); choose another file"
+        ) from None
+    if exists and not overwrite:
+        raise ConfigError(f"{option}: {path!r} exists; choose another file, or pass --overwrite")
+
+
+def write_file(path: str | os.PathLike[str], option: str, content: bytes) -> None:
+    """Write a file completely, or not at all.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    beside = spare_name(Path(path))
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{option}: {str(path)!r} cannot be written ({error.strerror}); choose another file"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,318 @@
+"""The registry: every kernel by name, with its facts, which other code reads instead of testing names.
+
+A kernel module registers itself on import (`register_kernel`). `linearize/kernels/<name>.py` files are found by their
+name or by listing the folder; kernels outside the package come from the entry point group `linearize.kernels` or from
+a call of `linearize.register_kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from linearize.core.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True)
+class StageOne:
+    """A kernel's defaults for stage one.
+
+    Attributes:
+        learning_rate: peak learning rate of AdamW.
+        weight_decay: AdamW's decay.
+        warmup: share of the steps in which the rate rises linearly; it then falls as a cosine.
+        loss: "weights" (cross-entropy of the normalised weights) or "output" (squared error of the head outputs).
+        negative_penalty: weight of the penalty on negative mass, for maps whose weights can be negative.
+        max_grad_norm: gradient clipping, per layer.
+    """
+
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.0
+    warmup: float = 0.05
+    loss: str = "weights"
+    negative_penalty: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """Facts about a kernel.
+
+    Attributes:
+        name: what users write.
+        summary: one line.
+        formula: the map, exactly as it is computed.
+        source: paper, section and equation.
+        url: where the paper is.
+        config: frozen dataclass of the arguments, declared with `option`.
+        build: class of the map or mixer (`linearize.kernels.base`); None for presets.
+        feature_dim: (config, head_dim) -> F, None for mixers without a feature map.
+        parameters: (config, head_dim) -> learnable numbers of one map of one head.
+        parameters_formula: the same in words.
+        learnable: whether stage one has parameters to train.
+        positive: whether weights can never be negative, or (config) -> bool if that depends on the arguments. Read it
+            through `is_positive`.
+        normalized: whether weights sum to one.
+        random: whether random numbers are drawn at conversion (saved in buffers).
+        estimates: for random features, the kernel that phi(x) . phi(y) estimates, as a function of x . y.
+        positional: whether features depend on the token's position.
+        causal: whether it works in causal models.
+        bidirectional: whether it works in bidirectional models.
+        streamable: whether decoding needs constant memory only.
+        maximum_positions: whether it needs the longest input length at conversion (argument `max_positions`).
+        max_head_dim: largest head size, None for any.
+        shared_parameters: (config, head_dim) -> learnable numbers that all heads of one map share.
+        output_parameters: (config, value_dim) -> learnable numbers per query head after the attention (norms, powers).
+        preset: (config, layers) -> (kernel, arguments) for each layer, for the name of a whole layer plan, which has no
+            mixer.
+        choose: when to choose it, in a few words.
+        stage_one: defaults of stage one, or (config) -> `StageOne` if they depend on the arguments. Read them through
+            `training`.
+        needs_window: whether it works only together with a softmax window.
+        legacy_defaults: defaults of arguments that older checkpoints do not mention, if they were others when those
+            checkpoints were written; newer checkpoints always mention these arguments.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    source: str
+    url: str
+    config: type
+    build: type | None
+    feature_dim: Callable[[Any, int], int] | None
+    parameters: Callable[[Any, int], int]
+    parameters_formula: str
+    learnable: bool
+    positive: bool | Callable[[Any], bool]
+    normalized: bool = True
+    random: bool = False
+    positional: bool = False
+    causal: bool = True
+    bidirectional: bool = True
+    streamable: bool = True
+    maximum_positions: bool = False
+    max_head_dim: int | None = None
+    shared_parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
+    output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
+    estimates: Callable[[Any], Any] | None = None
+    preset: Callable[[Any, int], list[tuple[str, dict[str, object]]]] | None = None
+    choose: str = ""
+    needs_window: bool = False
+    stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
+    legacy_defaults: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a softmax window can be joined to it: it has a feature map and a denominator."""
+        return self.feature_dim is not None and self.normalized
+
+    def is_positive(self, config: Any) -> bool:
+        """Tell whether the weights of a kernel with these arguments can never be negative."""
+        return self.positive(config) if callable(self.positive) else self.positive
+
+    def training(self, config: Any) -> StageOne:
+        """Return the defaults of stage one for a kernel with these arguments."""
+        return self.stage_one(config) if callable(self.stage_one) else self.stage_one
+
+
+SCALES = ("none", "linear", "network")
+"""Kinds of learned log-scales (`linearize.attention.scale`)."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What a layer has in addition to its kernel: softmax for some keys and heads, and learned scales.
+
+    Attributes:
+        window: W of the softmax window joined to the kernel (`linearize.ops.window`), or None.
+        sinks: first tokens that get softmax's weights from everywhere.
+        exact_keys: S keys per head, outside the window, that do so too (`linearize.ops.window_causal`).
+        scale: learned log-scales of queries and keys: "none", "linear" or "network".
+        softmax_heads: query heads that stay softmax.
+    """
+
+    window: int | None = None
+    sinks: int = 0
+    exact_keys: int = 0
+    scale: str = "none"
+    softmax_heads: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
+        """Read the additions among a layer's arguments, which may be text (as typed on a command line)."""
+        values = {name: value for name, value in arguments.items() if name in HYBRID}
+        for name, value in values.items():
+            if name == "softmax_heads":
+                values[name] = tuple(value if not isinstance(value, str) else map(_number, value.split("+")))
+            elif name != "scale":
+                values[name] = _number(value)
+        return cls(**values)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The values that differ from the defaults, as plain data."""
+        values = {name: getattr(self, name) for name in HYBRID}
+        values["softmax_heads"] = list(self.softmax_heads)
+        return {name: value for name, value in values.items() if value not in (None, 0, "none", [])}
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+PLAIN = Hybrid()
+"""Only the kernel."""
+HYBRID = tuple(f.name for f in dataclasses.fields(Hybrid))
+"""The arguments that every kernel with `windowed` takes in addition to its own."""
+
+_KERNELS: dict[str, KernelInfo] = {}
+_LOCK = threading.Lock()
+_discovered = False
+
+
+def register_kernel(info: KernelInfo) -> KernelInfo:
+    """Add a kernel; adding it again from the same class (a reloaded module) replaces it.
+
+    Raises:
+        ConfigError: if another kernel has the name, or the facts contradict each other.
+    """
+    known = _KERNELS.get(info.name)
+    if known is not None and _origin(known) != _origin(info):
+        raise ConfigError(f"kernel {info.name!r} is registered already by {_origin(known)}; choose another name")
+    if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
+    if taken := {f.name for f in dataclasses.fields(info.config)} & set(HYBRID):
+        name = sorted(taken)[0]
+        raise ConfigError(f"kernel {info.name!r}: {name!r} is an argument of every kernel; give its own another name")
+    if (info.build is None) == (info.preset is None):
+        raise ConfigError(f"kernel {info.name!r}: got a build and a preset or neither, expected one of them")
+    if not (info.causal or info.bidirectional):
+        raise ConfigError(f"kernel {info.name!r}: works neither causally nor bidirectionally; set one of the two")
+    _KERNELS[info.name] = info
+    return info
+
+
+def _origin(info: KernelInfo) -> str:
+    return (info.build or info.config).__qualname__
+
+
+def kernel_info(name: str) -> KernelInfo:
+    """Look a kernel up by name.
+
+    Raises:
+        UnknownNameError: if it does not exist; names the nearest one and lists all.
+    """
+    if name not in _KERNELS:
+        _discover()
+    if name not in _KERNELS:
+        raise unknown_name("kernel", name, _KERNELS)
+    return _KERNELS[name]
+
+
+def kernel_infos() -> list[KernelInfo]:
+    """Return all kernels, sorted by name."""
+    _discover()
+    return [_KERNELS[name] for name in sorted(_KERNELS)]
+
+
+def _discover() -> None:
+    """Import the package's kernel files and the entry points, once. Code that travels with a checkpoint has neither."""
+    global _discovered
+    with _LOCK:
+        if _discovered:
+            return
+        _discovered = True
+        if not __name__.startswith("linearize."):
+            return
+        importlib.import_module("linearize.kernels").load_all()
+        from importlib.metadata import entry_points
+
+        for entry in entry_points(group="linearize.kernels"):
+            entry.load()
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Iterable[Any] | None = None,
+    multiple_of: int | None = None,
+) -> Any:
+    """Declare a kernel argument: a dataclass field with its help text and allowed values."""
+    allowed = tuple(choices) if choices is not None else None
+    limits = {"help": help, "low": low, "high": high, "choices": allowed, "multiple_of": multiple_of}
+    return field(default=default, metadata=limits)
+
+
+def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
+    """Build a kernel's config from arguments, which may be text (as typed on a command line).
+
+    Raises:
+        UnknownNameError: for an argument that the kernel does not have.
+        ConfigError: for a value of the wrong type or out of range.
+    """
+    fields = {f.name: f for f in dataclasses.fields(info.config)}
+    hints = typing.get_type_hints(info.config)
+    values = {}
+    for name, value in arguments.items():
+        if name not in fields:
+            raise unknown_name(f"argument of kernel {info.name}", name, fields)
+        where = f"kernel {info.name}, argument {name}"
+        values[name] = _check(where, _convert(where, value, hints[name]), fields[name].metadata)
+    return info.config(**values)
+
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+"""Names of types in messages."""
+
+
+def _convert(where: str, value: Any, hint: Any) -> Any:
+    """Convert text to the annotated type; other values must have it already."""
+    optional = isinstance(hint, types.UnionType) and type(None) in hint.__args__
+    kind = next(t for t in hint.__args__ if t is not type(None)) if optional else hint
+    if optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+    elif isinstance(value, str) and kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    elif isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    raise ConfigError(
+        f"{where}: got {value!r}, expected {KINDS.get(kind, 'another value')}{' or none' if optional else ''}"
+    )
+
+
+def _check(where: str, value: Any, limits: Mapping[str, Any]) -> Any:
+    """Check a value against its limits."""
+    if value is None:
+        return value
+    if limits.get("choices") is not None and value not in limits["choices"]:
+        raise ConfigError(f"{where}: got {value!r}, expected one of {', '.join(map(str, limits['choices']))}")
+    low, high = limits.get("low"), limits.get("high")
+    # Written so that NaN is refused too.
+    if low is not None and not value >= low:
+        raise ConfigError(f"{where}: got {value}, expected at least {low}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{where}: got {value}, expected at most {high}")
+    step = limits.get("multiple_of")
+    if step is not None and value % step:
+        raise ConfigError(f"{where}: got {value}, expected a multiple of {step}")
+    return value

@@ -1,5 +1,0 @@
-"""Stage one: kernels learn to imitate the frozen softmax attention, layer by layer, in one pass of the model."""
-
-from linearize.distillation.config import DistillConfig
-
-__all__ = ["DistillConfig"]

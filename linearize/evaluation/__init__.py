@@ -1,0 +1,1 @@
+"""Measure and compare models: time and memory (bench), and the page of pictures (report)."""

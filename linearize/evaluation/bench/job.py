@@ -1,0 +1,261 @@
+"""The whole measurement: options in, rows out. The command line calls this and prints."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from linearize.attention.factory import default_scale
+from linearize.checkpoint.loading import check_device
+from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.events import Callback, Event, Started, ignore
+from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
+from linearize.evaluation.bench.machine import Machine, check_dtype, describe, peak_rate
+from linearize.evaluation.bench.memory import memory_of, out_of_memory
+from linearize.evaluation.bench.meter import Call, Noise, NoiseWatch, in_turns, seconds_of
+from linearize.evaluation.bench.model_suites import DecodeModelSuite, ModelSuite, OfModel, TrainSuite
+from linearize.evaluation.bench.models import BERT_BASE, BenchModel
+from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.bench.rows import Crossover, Row, Variant, crossovers
+from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
+
+LENGTHS = {
+    "attention": (512, 4096, 16384),
+    "decode": (8192, 32768),
+    "decode-model": (8192, 32768),
+    "model": (128, 512, 4096),
+    "train": (512, 2048, 4096),
+}
+"""The suites, and their default lengths."""
+OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
+    "model": ModelSuite,
+    "train": TrainSuite,
+    "decode-model": DecodeModelSuite,
+}
+KERNEL = "hedgehog"
+
+
+@dataclass(frozen=True)
+class Measured(Event):
+    """A length is measured."""
+
+    row: Row
+
+
+@dataclass
+class BenchResult:
+    """The measurements.
+
+    Attributes:
+        machine: the machine.
+        noise: how quiet it was.
+        rows: one per kernel and length.
+        crossovers: from which length on the kernel is faster.
+        notes: what a reader must know.
+    """
+
+    machine: Machine
+    noise: Noise
+    rows: list[Row]
+    crossovers: list[Crossover] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return {
+            "machine": asdict(self.machine),
+            "noise": self.noise.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "crossovers": [asdict(crossover) for crossover in self.crossovers],
+            "notes": self.notes,
+        }
+
+
+def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult:
+    """Measure one suite for every kernel and length.
+
+    Args:
+        options: what to measure.
+        on_event: called with every event.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right, before anything is measured.
+    """
+    options = checked(options)
+    lengths = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)
+    several = len(options.kernels) > 1 or len(options.image_sizes or ()) > 1
+    notes: list[str] = []
+    with threads(options.threads):
+        suites: Iterable[Suite] = make_suites(options, lengths[-1])
+        # Several suites are made again when they are measured, so that only one model at a time is in memory.
+        suites = suites if several else list(suites)
+        for suite in suites:
+            suite.check()
+            notes += [suite.note] if suite.note else []
+        if several:
+            suites = make_suites(options, lengths[-1])
+        result = run_tasks(((s, tokens) for s in suites for tokens in _lengths_of(s, lengths)), options, on_event)
+    return replace(result, crossovers=crossovers(result.rows), notes=list(dict.fromkeys(notes)))
+
+
+def _lengths_of(suite: Suite, lengths: Sequence[int]) -> Sequence[int]:
+    """Return the lengths at which a suite is measured: a picture has one, which follows from its size."""
+    return (suite.model.tokens,) if isinstance(suite, OfModel) and suite.model.image_size is not None else lengths
+
+
+def checked(options: BenchOptions) -> BenchOptions:
+    """Check what does not depend on the suite, and name the device.
+
+    Raises:
+        ConfigError: for an unknown suite, a missing device, or a type that it lacks.
+    """
+    if options.suite not in LENGTHS:
+        raise unknown_name("suite", options.suite, LENGTHS)
+    if options.batch_tokens is not None and (options.suite not in ("model", "train") or options.batch != 1):
+        # Decoding is measured on as many sequences as it says.
+        other = "leave batch out" if options.suite in ("model", "train") else "measure a MODEL's forward, or --train"
+        raise ConfigError(f"batch-tokens: got {options.batch_tokens}, which says how many sequences; {other}")
+    if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
+        raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
+    if options.image_sizes is not None:
+        bad = [n for n in options.image_sizes if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16]
+        if bad or not options.image_sizes:
+            raise ConfigError(f"image-size: got {bad[0] if bad else 'none'}, expected pixels such as 224,384,512")
+        if options.suite != "model" or options.lengths is not None:
+            other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
+            raise ConfigError(f"image-size: only a MODEL's forward is measured by the size of pictures; {other}")
+    device = check_device(options.device)
+    return replace(options, device=device, dtype=check_dtype(options.dtype, device))
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return lengths ascending, each once.
+
+    Raises:
+        ConfigError: if there are no lengths, or one is not a positive whole number.
+    """
+    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
+    if bad or not lengths:
+        got = repr(bad[0]) if bad else "none"
+        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
+    return sorted(set(lengths))
+
+
+def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
+    """Make the suites one by one, one for each kernel and size of pictures."""
+    for kernel in options.kernels or (KERNEL,):
+        for size in sorted(set(options.image_sizes or ())) or (None,):
+            yield _suite(options, kernel, longest, size)
+
+
+def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | None) -> Suite:
+    info = kernel_info(kernel)
+    # Scales by default as `convert` chooses them.
+    scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
+    hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
+    named: dict[str, Any] = {
+        "kernel": kernel,
+        "kernel_args": dict(options.kernel_args),
+        "hybrid": hybrid,
+        "batch": options.batch,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    if options.suite in OF_MODELS:
+        model = BenchModel(
+            options.model or BERT_BASE,
+            **named,
+            batch_tokens=options.batch_tokens,
+            layers=options.layers,
+            # A token is decoded after its context.
+            longest=longest + (options.suite == "decode-model"),
+            image_size=image_size,
+        )
+        if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
+            raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
+        return OF_MODELS[options.suite](model)
+    sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
+    if options.suite == "decode":
+        return DecodeSuite(sizes, options.layers or 12)
+    return AttentionSuite(sizes, options.causal, options.backward, options.features)
+
+
+def run_tasks(
+    tasks: Iterable[tuple[Suite, int]],
+    options: BenchOptions,
+    on_event: Callback,
+    remember: Callable[[tuple[Suite, int]], bool] | None = None,
+) -> BenchResult:
+    """Measure suites at lengths, and the machine before, between and after.
+
+    Args:
+        tasks: suites and lengths.
+        options: device, type and repeats.
+        on_event: called with every event.
+        remember: tells which of them are measured for memory too; None: all or none, as the options say.
+    """
+    on_event(Started("measuring the machine"))
+    machine = describe(options.device, options.dtype)
+    watch = NoiseWatch(options.device)
+    rates = {options.dtype: machine.peak}
+    rows = []
+    for suite, tokens in tasks:
+        on_event(Started(f"{suite.what}, {tokens:,} tokens"))
+        memory = options.memory if remember is None else remember((suite, tokens))
+        if suite.dtype not in rates:
+            rates[suite.dtype] = peak_rate(options.device, suite.dtype)
+        row = measure(suite, tokens, rate=rates[suite.dtype], repeats=options.repeats, memory=memory)
+        on_event(Measured(row))
+        rows.append(row)
+        watch.probe()
+    return BenchResult(machine, watch.stop(), rows)
+
+
+def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = None, memory: bool = True) -> Row:
+    """Measure all variants of a suite at one length: memory first, then time in turns.
+
+    Args:
+        suite: what to measure.
+        tokens: the length.
+        rate: the machine's operations per second.
+        repeats: turns; None: chosen from how long they take.
+        memory: whether peak memory is measured too.
+
+    Raises:
+        LinearizeError: if a variant fails for another reason than memory that runs out, which is a result.
+    """
+    tried = suite.memory_variants if memory else suite.may_run_out_of_memory
+    variants = dict.fromkeys(suite.variants, Variant()) | {name: memory_of(suite, name, tokens) for name in tried}
+    calls: dict[str, Call] = {}
+    warm_up = 0.0
+    for name in suite.variants:
+        if variants[name].problem is None:
+            try:
+                calls[name] = suite.prepare(name, tokens)
+                warm_up += seconds_of(calls[name])
+            except (RuntimeError, MemoryError) as error:
+                calls.pop(name, None)
+                variants[name] = out_of_memory(error)
+    for name, timing in in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls).items():
+        variants[name] = Variant(timing, variants[name].bytes)
+    calls.clear()
+    gc.collect()
+    row = Row(suite.name, suite.what, tokens, suite.pair, variants)
+    return replace(row, figures=suite.figures(row, rate))
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads while the block runs; None: as many as before."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)

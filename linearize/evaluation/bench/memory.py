@@ -1,0 +1,256 @@
+"""Peak memory of a call: in a fresh process on the CPU, where only a process as a whole can be measured."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from linearize.core.errors import LinearizeError
+from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.rows import Variant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OUT_OF_MEMORY = "out of memory"
+SHARE = 0.8
+"""Share of the free memory that a measured process may take: it alone is to fail, and no other process."""
+WARM_UP = 8
+"""Tokens of the call that a process makes before the one that is measured."""
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Makes glibc's figure that of the tensors: no arenas of threads, and freed memory is returned to the system at once.
+By default glibc keeps freed blocks of up to 32 MiB, and a tensor that takes one of them adds nothing to the peak."""
+
+_STATUS, _RESET, _FREE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+
+
+class OutOfMemoryError(LinearizeError):
+    """A measured call needs more memory than there is: a result, not a fault."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory ran out, on the CPU or on a GPU."""
+    text = str(error).lower()
+    known = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
+    return isinstance(error, MemoryError | OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(part in text for part in known)
+    )
+
+
+def out_of_memory(error: Exception) -> Variant:
+    """Return a variant that ran out of memory, and free what it had; raises any other error again."""
+    if not is_out_of_memory(error):
+        raise error
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Variant(problem=OUT_OF_MEMORY)
+
+
+class Prepares(Protocol):
+    """What can be measured: `linearize.evaluation.bench.suites.Suite`, or `Reading`."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def counts_prepared(self) -> bool: ...
+
+    def prepare(self, variant: str, tokens: int) -> Call: ...
+
+
+def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
+    """Measure the peak memory of one variant: here on a GPU, in a fresh process on the CPU; nothing elsewhere."""
+    try:
+        if suite.device == "cpu":
+            return Variant(bytes=peak_memory(suite, variant, (tokens,))[tokens])
+        if suite.device.startswith("cuda"):
+            return Variant(bytes=_on_gpu(suite, variant, tokens))
+    except (RuntimeError, MemoryError, OutOfMemoryError) as error:
+        return out_of_memory(error)
+    return Variant()
+
+
+def peak_memory(suite: Prepares, variant: str, lengths: Sequence[int]) -> dict[int, int]:
+    """Return the bytes that a call of one variant adds to a fresh process's peak, by length.
+
+    Raises:
+        OutOfMemoryError: if memory runs out there.
+        LinearizeError: if the process fails in another way.
+    """
+    taken = in_fresh_process(measure_memory, suite, variant, list(lengths), torch.get_num_threads())
+    return {int(tokens): count for tokens, count in taken.items()}
+
+
+def measure_memory(suite: Prepares, variant: str, lengths: Sequence[int], threads: int) -> dict[int, int]:
+    """Return the bytes that a call per length adds to this process's peak; the body of the fresh process."""
+    torch.set_num_threads(threads)
+    suite.prepare(variant, WARM_UP)()
+    limit_memory()
+    taken = {}
+    for tokens in lengths:
+        gc.collect()
+        before = start_peak()
+        call = suite.prepare(variant, tokens)
+        if not suite.counts_prepared:
+            before = start_peak()
+        call()
+        taken[tokens] = max(0, peak() - before)
+        del call
+    return taken
+
+
+def _on_gpu(suite: Prepares, variant: str, tokens: int) -> int:
+    device = suite.device
+    suite.prepare(variant, WARM_UP)()
+    gc.collect()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    call = suite.prepare(variant, tokens)
+    if not suite.counts_prepared:
+        before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.max_memory_allocated(device) - before)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One forward pass of rows of tokens through a saved checkpoint, as a suite with one variant.
+
+    Attributes:
+        model: folder or Hub name, converted or not.
+        auto_class: class of transformers that loads it.
+        rows: texts (or chunks) of the pass.
+        device: where it runs.
+    """
+
+    model: str
+    auto_class: str
+    rows: int
+    device: str = "cpu"
+    counts_prepared: ClassVar[bool] = False
+
+    @cached_property
+    def loaded(self) -> PreTrainedModel:
+        import transformers
+
+        import linearize  # noqa: F401 - makes the Auto classes know converted checkpoints
+        from linearize.conversion.gguf import load_weights
+
+        model = load_weights(getattr(transformers, self.auto_class), self.model).eval().to(self.device)
+        if getattr(model.config, "pad_token_id", 0) is None:
+            model.config.pad_token_id = 0
+        return model
+
+    def prepare(self, variant: str, tokens: int) -> Call:
+        ids = torch.ones(self.rows, tokens, dtype=torch.long, device=self.device)
+        mask = torch.ones_like(ids)
+        return torch.no_grad()(lambda: self.loaded(input_ids=ids, attention_mask=mask))
+
+
+def peak_of_reading(model: str, auto_class: str, rows: int, tokens: int, device: str = "cpu") -> int | None:
+    """Return the bytes that a pass of `rows` texts of `tokens` tokens adds; None if they could not be measured."""
+    try:
+        return memory_of(Reading(model, auto_class, rows, device), "linear", tokens).bytes
+    except LinearizeError:
+        # A comparison of scores does not fail because of its memory.
+        return None
+
+
+def in_fresh_process(function: Callable[..., object], *arguments: object) -> Any:
+    """Call a module's function in a new interpreter, offline; the arguments are pickled, the result comes as JSON.
+
+    Raises:
+        OutOfMemoryError: if memory runs out there.
+        LinearizeError: if the process fails in another way.
+    """
+    environment = os.environ | MALLOC | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from linearize.evaluation.bench.memory import serve; serve()"],
+        input=base64.b64encode(pickle.dumps((function, arguments))).decode(),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        raise OutOfMemoryError(OUT_OF_MEMORY)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise LinearizeError(f"a measurement in a separate process failed: {last}")
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    if answer == OUT_OF_MEMORY:
+        raise OutOfMemoryError(OUT_OF_MEMORY)
+    return answer
+
+
+def serve() -> None:
+    """Read a function with its arguments, and write its answer; the fresh process does nothing else."""
+    function, arguments = pickle.loads(base64.b64decode(sys.stdin.read()))
+    try:
+        answer = function(*arguments)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        answer = OUT_OF_MEMORY
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+def limit_memory() -> None:
+    """Make this process fail when it needs more than `SHARE` of the free memory (Linux)."""
+    if not (_STATUS.exists() and _FREE.exists()):
+        return
+    import resource
+
+    limit = _entry(_STATUS, "VmSize") + int(SHARE * _entry(_FREE, "MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def start_peak() -> int:
+    """Reset this process's peak, which loading the weights has raised, if the system can; return the memory now."""
+    try:
+        _RESET.write_text("5")
+    except OSError:
+        return peak()
+    return _entry(_STATUS, "VmRSS")
+
+
+def peak() -> int:
+    """Return the process's peak memory in bytes."""
+    if _STATUS.exists():
+        return _entry(_STATUS, "VmHWM")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident() -> int:
+    """Return the memory that this process holds now, in bytes; its peak if the system does not report it."""
+    return _entry(_STATUS, "VmRSS") if _STATUS.exists() else peak()
+
+
+def free_memory() -> int | None:
+    """Return the memory that processes can still get, in bytes; None if the system does not report it."""
+    return _entry(_FREE, "MemAvailable") if _FREE.exists() else None
+
+
+def _entry(file: Path, name: str) -> int:
+    line = next(line for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

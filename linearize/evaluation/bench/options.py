@@ -1,0 +1,80 @@
+"""Options of `bench`; importing this loads nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.core import kernel_options
+from linearize.core.options import check, option, parse_image_sizes, parse_lengths
+
+WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
+FEATURES = 128
+"""Size of given features by default."""
+SIZE: dict[str, Any] = {"low": 1, "high": 65536}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, and how.
+
+    Attributes:
+        suite: one of `linearize.evaluation.bench.job.LENGTHS`.
+    """
+
+    suite: str = "attention"
+    model: str | None = option(
+        None, "measure a whole model: Hub name, folder, or bert-base", positional=True, metavar="MODEL"
+    )
+    kernels: tuple[str, ...] = option(
+        (), "kernel; may be repeated (hedgehog)", name="kernel", repeat=True, metavar="NAME", parse=tuple
+    )
+    kernel_args: Mapping[str, object] = kernel_options.kernel_args()
+    window: int | None = kernel_options.window()
+    sinks: int = kernel_options.sinks()
+    exact_keys: int = kernel_options.exact_keys()
+    scale: str | None = kernel_options.scale()
+    lengths: tuple[int, ...] | None = option(
+        None, "tokens, or contexts to decode after; by default the suite's own", metavar="N,N", parse=parse_lengths
+    )
+    image_sizes: tuple[int, ...] | None = option(
+        None,
+        "pixels of square pictures, for a MODEL that reads images",
+        name="image_size",
+        metavar="N,N",
+        parse=parse_image_sizes,
+    )
+    heads: int = option(12, "heads", group=SIZES, metavar="H", **SIZE)
+    head_dim: int = option(64, "size of a head", group=SIZES, metavar="D", **SIZE)
+    batch: int = option(1, "sequences", group=SIZES, metavar="B", **SIZE)
+    batch_tokens: int | None = option(
+        None,
+        "as many sequences as have so many tokens, at least one; of whole models",
+        group=SIZES,
+        metavar="N",
+        **SIZE,
+    )
+    layers: int | None = option(
+        None, "layers to decode through, or of bert-base (12)", group=SIZES, metavar="L", **SIZE
+    )
+    causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
+    backward: bool = option(False, "forward and backward", group=WHAT)
+    features: int | None = option(
+        None,
+        "the bare op on given features of size F, without a kernel's map (128)",
+        name="features_given",
+        group=WHAT,
+        nargs="?",
+        const=FEATURES,
+        metavar="F",
+        **SIZE,
+    )
+    dtype: str = option("float32", "float32, bfloat16 or float16", group=HOW, metavar="T")
+    device: str = option("cpu", "cpu, cuda, cuda:1, mps or auto", group=HOW, metavar="D")
+    repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW, **SIZE)
+    threads: int | None = option(None, "threads of torch on the CPU; by default its own choice", group=HOW, **SIZE)
+    memory: bool = option(True, "measure peak memory too; without it time only", shown="yes", group=HOW)
+
+    def __post_init__(self) -> None:
+        check(self, "bench")

@@ -1,0 +1,332 @@
+"""Suites: something that can be computed in several ways, at any length; here attentions on made-up inputs."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linearize.attention.backends.choose import attend_causally
+from linearize.attention.call import AttentionCall
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.shape import HeadShape
+from linearize.core.errors import ConfigError
+from linearize.core.registry import PLAIN, Hybrid
+from linearize.evaluation.bench.machine import DTYPES
+from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.rows import Row, ratio
+from linearize.ops import bidirectional_attention
+
+SPARE = 16
+"""Places that the cache of keys has after the context."""
+PREFILL = 16
+"""Tokens that make the state: its size does not depend on how many there were."""
+
+
+class Suite(abc.ABC):
+    """Something that can be computed in several ways, at any length. Suites are frozen dataclasses that can be pickled.
+
+    Attributes:
+        name: of the kind.
+        variants: the ways.
+        pair: the two of them that are compared: the reference, and ours.
+        memory_variants: the ways whose memory is measured.
+        may_run_out_of_memory: the ways that are tried in a separate process first, even if memory is not measured.
+        calls: of one variant in a row, in each turn.
+        counts_prepared: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
+        note: what a reader of its figures must know, or None; available after `check`.
+    """
+
+    name: ClassVar[str]
+    variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    pair: ClassVar[tuple[str, str]] = ("softmax", "linear")
+    memory_variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    may_run_out_of_memory: ClassVar[tuple[str, ...]] = ()
+    calls: ClassVar[int] = 1
+    counts_prepared: ClassVar[bool] = False
+
+    @property
+    def note(self) -> str | None:
+        return None
+
+    @property
+    @abc.abstractmethod
+    def what(self) -> str:
+        """What is measured, in full: no two suites have the same text."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> str:
+        """Where it runs."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> str:
+        """Type of the numbers."""
+
+    @abc.abstractmethod
+    def prepare(self, variant: str, tokens: int) -> Call:
+        """Make the inputs of a length, or of a context, and return the call."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Refuse what cannot be measured, before anything is.
+
+        Raises:
+            LinearizeError: one of its children.
+        """
+
+    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
+        """Derive further figures of a row; `rate` is the machine's operations per second."""
+        return {}
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes and kernel of a made-up attention.
+
+    Attributes:
+        kernel: name of the kernel.
+        kernel_args: its arguments.
+        hybrid: what the attention has in addition to the kernel.
+        heads: heads H of the queries, and by default of keys and values.
+        head_dim: size D of a head.
+        batch: sequences B.
+        dtype: type of the inputs.
+        device: where it runs.
+        key_heads: heads K of keys and values; None: as many as of queries.
+        value_dim: size V of a value; None: that of a head.
+    """
+
+    kernel: str = "hedgehog"
+    kernel_args: Mapping[str, object] = field(default_factory=dict)
+    hybrid: Hybrid = PLAIN
+    heads: int = 12
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    key_heads: int | None = None
+    value_dim: int | None = None
+
+    def mixer(self, *, causal: bool) -> Mixer:
+        """Build the kernel's mixer with its starting values.
+
+        Raises:
+            ConfigError: if the kernel does not fit these sizes.
+        """
+        mixer = self.empty_mixer(causal=causal)
+        mixer.reset_parameters(torch.Generator().manual_seed(0))
+        return mixer.eval().to(self.device)
+
+    def empty_mixer(self, *, causal: bool) -> Mixer:
+        """Build the kernel's mixer without values."""
+        key_heads, value_dim = self.key_heads or self.heads, self.value_dim or self.head_dim
+        shape = HeadShape(self.heads, key_heads, self.head_dim, value_dim, causal)
+        return build_mixer(self.kernel, self.kernel_args, shape, self.hybrid)
+
+    def draw(self, tokens: int, size: int | None = None, *, seed: int = 0, heads: int | None = None) -> Tensor:
+        """Draw normal numbers [B, H, T, D], with another size than D or other heads if they are given."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.batch, heads or self.heads, tokens, size or self.head_dim)
+        return torch.randn(shape, generator=generator).to(self.device, DTYPES[self.dtype])
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], laid out as models do: a token's heads side by side."""
+        kinds = ((None, None), (None, self.key_heads), (self.value_dim, self.key_heads))
+        q, k, v = (
+            self.draw(tokens, size, seed=seed, heads=heads).transpose(1, 2).contiguous().transpose(1, 2)
+            for seed, (size, heads) in enumerate(kinds)
+        )
+        return q, k, v
+
+
+@dataclass(frozen=True)
+class SizedSuite(Suite):
+    """A suite of made-up attentions.
+
+    Attributes:
+        sizes: of the attention, and the kernel.
+    """
+
+    sizes: AttentionSizes = field(default_factory=AttentionSizes)
+
+    @property
+    def device(self) -> str:
+        return self.sizes.device
+
+    @property
+    def dtype(self) -> str:
+        return self.sizes.dtype
+
+
+@dataclass(frozen=True)
+class AttentionSuite(SizedSuite):
+    """One attention.
+
+    Attributes:
+        causal: whether a query sees only keys up to its own position.
+        backward: whether the gradients of inputs and kernel parameters are computed too.
+        features: F of given features, so that the bare op is measured without the kernel's map; None: with the map.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    causal: bool = False
+    backward: bool = False
+    features: int | None = None
+
+    @property
+    def what(self) -> str:
+        kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.kernel_args.items())
+        kernel += "".join(f" {k}={v}" for k, v in self.sizes.hybrid.changed.items())
+        means = kernel if self.features is None else f"given features of size {self.features}"
+        direction = "causal" if self.causal else "bidirectional"
+        passes = "forward and backward" if self.backward else "forward"
+        return f"{means}, {direction}, {passes}, {self.sizes.dtype}"
+
+    def check(self) -> None:
+        if self.features is None:
+            self.sizes.mixer(causal=self.causal)
+
+    def prepare(self, variant: str, tokens: int) -> Call:
+        q, k, v = self.sizes.inputs(tokens)
+        if variant == "softmax":
+            grouped = self.sizes.key_heads not in (None, self.sizes.heads)
+            attend = partial(F.scaled_dot_product_attention, is_causal=self.causal, enable_gqa=grouped)
+            return self._call(attend, [q, k, v], [])
+        if self.features is not None:
+            phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
+            op = attend_causally if self.causal else _attend_bidirectionally
+            return self._call(op, [phi_q, phi_k, v], [])
+        mixer = self.sizes.mixer(causal=self.causal)
+        scaling = self.sizes.head_dim**-0.5
+
+        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return mixer(AttentionCall(q, k, v, scaling))[0]
+
+        return self._call(mix, [q, k, v], list(mixer.parameters()))
+
+    def _call(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], parameters: list[nn.Parameter]
+    ) -> Call:
+        if not self.backward:
+            return torch.no_grad()(lambda: attend(*inputs))
+        wanted = [x.requires_grad_() for x in [*inputs, *parameters]]
+        gradient = torch.ones_like(inputs[2])
+        return lambda: torch.autograd.grad(attend(*inputs), wanted, gradient, allow_unused=True)
+
+    def products(self, variant: str, tokens: int) -> float | None:
+        """Count floating-point operations of the matrix products; None for mixers without features.
+
+        Softmax has two products, halved if causal. The linear form has the same two with one column more for the
+        denominator, and the products of the map with its per-head matrices [H, F, D] for queries and keys. The backward
+        pass counts twice the forward one.
+        """
+        size, passes = self.sizes.head_dim, 3.0 if self.backward else 1.0
+        rows = 2.0 * self.sizes.batch * self.sizes.heads * tokens * passes
+        if variant == "softmax":
+            return rows * 2 * size * tokens * (0.5 if self.causal else 1.0)
+        features, projected = self.features, 0
+        if features is None:
+            with torch.device("meta"):
+                mixer = self.sizes.empty_mixer(causal=self.causal)
+            if mixer.info.feature_dim is None:
+                return None
+            features = mixer.info.feature_dim(mixer.config, size)
+            matrices = [*mixer.parameters(), *mixer.buffers()]
+            projected = sum(m.shape[1] for m in matrices if m.ndim == 3 and m.shape[2] == size)
+            projected *= 2 if getattr(mixer.config, "tied", True) else 1
+        return rows * (2 * features * (size + 1) + projected * size)
+
+    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
+        """Return each variant's operations, and the share of the machine's matrix products per second it reaches."""
+        figures: dict[str, float | None] = {}
+        for variant in self.variants:
+            products = self.products(variant, row.tokens)
+            least = None if products is None or not rate else products / rate
+            figures[f"{variant}_operations"] = products
+            figures[f"{variant}_share_of_bound"] = ratio(least, row.seconds(variant))
+        return figures
+
+
+def _attend_bidirectionally(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
+    return bidirectional_attention(phi_q, phi_k, v)[0]
+
+
+@dataclass(frozen=True)
+class DecodeSuite(SizedSuite):
+    """One new token after a context, through the attentions of all layers.
+
+    Softmax writes its key and value into a cache that has room for them already, and attends to all of it through SDPA;
+    the kernel takes its own step with its state. A turn is several tokens in a row. The first of them finds none of its
+    state in the processor's caches, because softmax's keys and values went through them: a separate figure.
+
+    Attributes:
+        layers: attentions, one after the other.
+    """
+
+    name: ClassVar[str] = "decode"
+    calls: ClassVar[int] = 8
+    counts_prepared: ClassVar[bool] = True
+
+    layers: int = 12
+
+    @property
+    def what(self) -> str:
+        return f"{self.sizes.kernel}, one token through {self.layers} layers, {self.sizes.dtype}"
+
+    def check(self) -> None:
+        if not self.sizes.mixer(causal=True).info.streamable:
+            raise ConfigError(f"kernel {self.sizes.kernel!r} cannot decode in constant memory; choose another kernel")
+
+    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
+        """Return how many times as fast the first token of a turn is, directly after softmax's turn."""
+        return {"first_speedup": ratio(row.first("softmax"), row.first("linear"))}
+
+    def prepare(self, variant: str, tokens: int) -> Call:
+        return self._softmax(tokens) if variant == "softmax" else self._linear(tokens)
+
+    def _softmax(self, context: int) -> Call:
+        sizes = self.sizes
+        q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
+        caches = [
+            tuple(sizes.draw(context + SPARE, seed=2 * layer + half) for half in (3, 4)) for layer in range(self.layers)
+        ]
+
+        @torch.no_grad()
+        def step() -> None:
+            for keys, values in caches:
+                keys[:, :, context : context + 1] = k
+                values[:, :, context : context + 1] = v
+                F.scaled_dot_product_attention(q, keys[:, :, : context + 1], values[:, :, : context + 1])
+
+        return step
+
+    @torch.no_grad()
+    def _linear(self, context: int) -> Call:
+        sizes = self.sizes
+        scaling = sizes.head_dim**-0.5
+        q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
+        mixers = [sizes.mixer(causal=True) for _ in range(self.layers)]
+        first_q, first_k, first_v = (sizes.draw(PREFILL, seed=seed) for seed in range(3, 6))
+        prefill = AttentionCall(first_q, first_k, first_v, scaling, needs_state=True)
+        states = [mixer(prefill)[1] for mixer in mixers]
+        for state in states:
+            if "seen" in state:
+                state["seen"].fill_(context)
+
+        @torch.no_grad()
+        def step() -> None:
+            for layer, mixer in enumerate(mixers):
+                call = AttentionCall(q, k, v, scaling, state=states[layer], needs_state=True)
+                _, states[layer] = mixer(call)
+
+        return step

@@ -1,0 +1,221 @@
+"""Several conversions on the same inputs: which kernel, how close, how fast; as data, one table and one picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linearize.core.errors import ConfigError
+from linearize.core.events import Callback, Started, ignore
+from linearize.evaluation.report.measure import FIGURES as PER_INPUT
+from linearize.evaluation.report.options import CompareOptions, check_lengths
+from linearize.evaluation.report.paired import SideDifference, best_by, fastest
+
+if TYPE_CHECKING:
+    from linearize.checkpoint.loading import Loaded
+
+FIGURES = {
+    "kl": "KL, nats per query",
+    "total_variation": "total variation",
+    "output_error": "output error per head",
+    "negative_share": "share of negative weights",
+    "cosine": "cosine to the original's outputs",
+    "speedup": "times faster than softmax",
+}
+PICTURE, NUMBERS = "comparison.png", "comparison.json"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One conversion; figures are means over its layers.
+
+    Attributes:
+        name: of the folder.
+        kernels: which, and in how many layers.
+        parameters_added: learnable numbers of the kernels.
+        kl: nats per query; None if no kernel has normalised weights.
+        total_variation: the same.
+        negative_share: the same.
+        output_error: of the heads.
+        cosine: of whole outputs to the original's; None without the original.
+        layers: module, kernel and the first four figures of every layer.
+        per_input: figures on each input alone, by name.
+        seconds: of a forward at `tokens`; None if it was not timed.
+        speedup: softmax's time over it.
+        tokens: the longest length that was timed.
+        seconds_spread: distance of the quartiles of the turns over `seconds`.
+    """
+
+    name: str
+    kernels: str
+    parameters_added: int
+    kl: float | None
+    total_variation: float | None
+    negative_share: float | None
+    output_error: float | None
+    cosine: float | None
+    layers: list[dict[str, object]]
+    per_input: dict[str, list[float]] = field(default_factory=dict)
+    seconds: float | None = None
+    speedup: float | None = None
+    tokens: int | None = None
+    seconds_spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All conversions.
+
+    Attributes:
+        inputs: the inputs, in one line.
+        conversions: one entry each.
+        notes: what the reader should know.
+        noisy: whether the machine was too noisy for the times to be compared.
+        verdicts: by each figure which conversion is the best, one sentence each.
+        differences: of the best conversion by each figure from every other one.
+    """
+
+    inputs: str
+    conversions: list[Conversion]
+    notes: list[str]
+    noisy: bool = False
+    verdicts: list[str] = field(default_factory=list)
+    differences: list[SideDifference] = field(default_factory=list)
+
+    @property
+    def timed_at(self) -> str:
+        """Lengths at which the conversions were timed, which differ if some take shorter inputs; empty if not timed."""
+        lengths = sorted({conversion.tokens for conversion in self.conversions if conversion.tokens})
+        return " and ".join(f"{tokens:,}" for tokens in lengths) + " tokens" if lengths else ""
+
+
+def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) -> Compared:
+    """Measure several conversions on the same inputs, one after the other, and time all of them in turns.
+
+    Raises:
+        ConfigError: if there are fewer than two, or one reads text and another one images.
+        LinearizeError: another of its children, for everything the user can correct.
+    """
+    from linearize.checkpoint.loading import check_converted, check_device, load_converted
+    from linearize.conversion.positions import current_length
+    from linearize.evaluation.bench.side_by_side import Comparison, Timed, measure_speed
+
+    if len(options.checkpoints) < 2:
+        raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
+    check_lengths(options.lengths, None)
+    device = check_device(options.device)
+    folders = [Path(checkpoint).name for checkpoint in options.checkpoints]
+    names = folders if len(set(folders)) == len(folders) else options.checkpoints
+    for checkpoint in options.checkpoints:
+        check_converted(checkpoint)
+    conversions: dict[str, Conversion] = {}
+    timed: dict[str, Timed] = {}
+    notes: list[str] = []
+    inputs = modality = ""
+    for name, checkpoint in zip(names, options.checkpoints, strict=True):
+        on_event(Started(f"measuring {name}"))
+        loaded = load_converted(checkpoint, device=device)
+        if modality and loaded.modality != modality:
+            raise ConfigError(
+                f"compare: {name} reads {loaded.modality}, but {names[0]} reads {modality}; compare models of the same "
+                "inputs"
+            )
+        conversions[name], described, warnings = _measure(name, loaded, options)
+        modality, inputs = loaded.modality, inputs or described
+        if loaded.modality == "text":
+            lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
+            warnings += dropped
+            if lengths:
+                timed[name] = Timed(loaded.model, lengths[-1:])
+        notes += [f"{name}: {warning}" for warning in warnings]
+    noisy = False
+    if timed:
+        on_event(Started("timing all of them in turns"))
+        rows, noise = measure_speed(timed, options.repeats)
+        noisy = noise.too_noisy
+        if noisy:
+            notes.append(f"No verdict on speed, the machine was {noise.text}.")
+        for name, (row,) in rows.items():
+            speed = Comparison.of(row)
+            conversions[name] = replace(
+                conversions[name],
+                seconds=speed.linear_seconds,
+                speedup=speed.speedup,
+                tokens=speed.tokens,
+                seconds_spread=speed.linear_spread,
+            )
+    measured = list(conversions.values())
+    verdicts, differences = _verdicts(measured, noisy=noisy)
+    return Compared(inputs, measured, list(dict.fromkeys(notes)), noisy, verdicts, differences)
+
+
+def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conversion, str, list[str]]:
+    """Return a conversion without its time, the description of its inputs, and notes about it."""
+    from linearize.attention.interface import linear_attentions
+    from linearize.evaluation.report.measure import measure_checkpoint, measure_each_input
+    from linearize.modeling.model import kernel_parameters
+
+    # With the default seed, not each checkpoint's: the inputs are the same for all.
+    measured = measure_checkpoint(loaded, options.inputs, options.original)
+    notes = list(measured.notes)
+    if measured.original is None:
+        notes.append(f"no cosine to the original, as {measured.missing}; give it with --original.")
+    fidelity = measured.fidelity
+    kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
+    conversion = Conversion(
+        name=name,
+        kernels=", ".join(f"{count} x {kernel}" for kernel, count in kernels.items()),
+        parameters_added=sum(p.numel() for p in kernel_parameters(loaded.model)),
+        kl=fidelity.mean("kl"),
+        total_variation=fidelity.mean("total_variation"),
+        negative_share=fidelity.mean("negative_share"),
+        output_error=fidelity.mean("output_error"),
+        cosine=None if measured.outputs is None else measured.outputs.cosine,
+        layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
+        per_input=measure_each_input(loaded, measured),
+    )
+    return conversion, measured.inputs.description, notes
+
+
+def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:
+    """Say by each figure which conversion is the best, and by how far."""
+    verdicts, differences = [], []
+    for figure in (*PER_INPUT, "cosine"):
+        values = {one.name: one.per_input[figure] for one in conversions if figure in one.per_input}
+        if len(values) == len(conversions):
+            verdict, found = best_by(FIGURES[figure], values, larger_is_better=figure == "cosine")
+            verdicts.append(verdict)
+            differences += found
+    times = {
+        one.name: (one.seconds, one.seconds_spread)
+        for one in conversions
+        if one.seconds is not None and one.seconds_spread is not None
+    }
+    if not noisy and len(times) == len(conversions) and len({one.tokens for one in conversions}) == 1:
+        verdicts.append(fastest(times))
+    return verdicts, differences
+
+
+def write_comparison(compared: Compared, target: str, *, overwrite: bool = False) -> None:
+    """Write the picture and the numbers to a folder, all or nothing.
+
+    Raises:
+        CheckpointError: if the folder cannot be used or written.
+    """
+    from linearize.checkpoint.output import atomic_folder
+    from linearize.core.parsing import finite
+    from linearize.fidelity.plots_compare import compare_conversions
+    from linearize.fidelity.plots_style import to_png
+
+    rows = [asdict(conversion) for conversion in compared.conversions]
+    labels = {key: label for key, label in FIGURES.items() if any(row[key] is not None for row in rows)}
+    if "speedup" in labels:
+        labels["speedup"] += f", {compared.timed_at}"
+    png, _, _ = to_png(compare_conversions([row["name"] for row in rows], rows, labels))
+    with atomic_folder(target, overwrite=overwrite) as folder:
+        (folder / PICTURE).write_bytes(png)
+        (folder / NUMBERS).write_text(json.dumps(finite(asdict(compared)), indent=2) + "\n", encoding="utf-8")

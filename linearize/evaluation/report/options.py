@@ -1,0 +1,102 @@
+"""Options of a report and of a comparison; importing this loads nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option, parse_lengths, section
+
+LENGTHS = (128, 512, 2048)
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """Which inputs to measure on."""
+
+    dataset: str | None = option(
+        None,
+        "Hub data set, local file or folder to take the inputs from",
+        metavar="NAME_OR_PATH",
+        shown="the built-in data",
+    )
+    text_column: str | None = option(
+        None, "column of the text, or the two of a pair; found automatically where it is clear", metavar="C[,D]"
+    )
+    image_column: str | None = option(None, "column of the image", metavar="C")
+    inputs: int = option(8, "how many inputs to measure on", low=1)
+    max_length: int | None = option(None, "tokens per input", low=1, shown="128")
+
+    def __post_init__(self) -> None:
+        check(self, "report")
+
+
+def _original() -> Any:
+    return option(
+        None,
+        "the model it was made from, to compare whole outputs with; by default the one that the checkpoint records",
+        metavar="MODEL",
+    )
+
+
+def _lengths() -> Any:
+    return option(
+        LENGTHS,
+        "tokens to time at; none: no timing",
+        shown=",".join(map(str, LENGTHS)),
+        metavar="N,N",
+        parse=parse_lengths,
+    )
+
+
+OF_RECORD = {
+    "dataset": "what the checkpoint was taught on, if that is here; else the built-in data",
+    "max_length": "as many as it was taught on, 512 at most",
+}
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of a report."""
+
+    checkpoint: str = option(help="folder or Hub name of a converted checkpoint", positional=True, metavar="DIR")
+    original: str | None = _original()
+    inputs: InputOptions = section(InputOptions, shown=OF_RECORD)
+    lengths: Sequence[int] = _lengths()
+    device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of a comparison."""
+
+    checkpoints: Sequence[str] = option(
+        help="folders of converted checkpoints, two or more", positional=True, nargs="+", metavar="DIR"
+    )
+    original: str | None = _original()
+    inputs: InputOptions = section(InputOptions)
+    lengths: Sequence[int] = _lengths()
+    device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
+    repeats: int = option(5, "how often each is timed; differences within the quartiles are noise", low=1)
+
+
+def check_lengths(lengths: Sequence[int], limit: int | None) -> tuple[list[int], list[str]]:
+    """Drop the lengths that a model cannot take.
+
+    Returns:
+        The others, ascending, and notes about those that were dropped.
+
+    Raises:
+        ConfigError: if one is not a whole number above 0.
+    """
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ConfigError(f"lengths: got {length!r}, expected numbers of tokens such as 128,512,2048")
+    kept = sorted({length for length in lengths if limit is None or length <= limit})
+    dropped = sorted(set(lengths) - set(kept))
+    if not dropped:
+        return kept, []
+    names = ", ".join(f"{length:,}" for length in dropped)
+    return kept, [f"Not timed at {names} tokens: this checkpoint takes at most {limit:,}; convert with --max-length."]

@@ -1,0 +1,150 @@
+"""Differences of two models measured on the same rows, each with a paired 95 % interval.
+
+A task's score has a bootstrap interval over rows (`stage_two.interval`). A mean over a few inputs has the
+interval of Hartigan 1969 ("Using subsample values as typical values", theorem 1), whose ends are means over subsets of
+the inputs: 0 lies outside exactly where Fisher's paired randomisation test rejects at 5 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from linearize.training.stage_two.interval import Score
+    from linearize.training.stage_two.task import Task
+
+LEVEL = 0.05
+"""A difference that chance alone makes more often than this is noise."""
+EXACT = 12
+"""Up to this many inputs all subsets are taken; of more inputs `DRAWN` subsets are drawn."""
+DRAWN = 4096
+FEWEST = 6
+"""With fewer inputs no difference can be told from noise: 2 of 2^5 signs are more than 5 %."""
+
+
+@dataclass(frozen=True)
+class SideDifference:
+    """How far one side is above another on the same rows, as plain data.
+
+    Attributes:
+        side: name of the one.
+        minus: name of the other.
+        by: the figure that is compared.
+        value: the one's figure minus the other's.
+        interval: its 95 % paired interval.
+        within_noise: whether 0 lies in the interval.
+        sentence: the same for people.
+    """
+
+    side: str
+    minus: str
+    by: str
+    value: float
+    interval: tuple[float, float]
+    within_noise: bool
+    sentence: str = ""
+
+
+def score_difference(
+    task: Task, by: str, side: str, minus: str, ours: Score | None, theirs: Score | None
+) -> SideDifference | None:
+    """Compare a task's score that two models have on the same rows; None if their rows are not the same.
+
+    Args:
+        task: the task.
+        by: name of the score.
+        side: name of the one model.
+        minus: name of the other model.
+        ours: the one's score.
+        theirs: the other's score.
+    """
+    from linearize.training.stage_two.interval import BALANCED, paired_difference
+
+    difference = paired_difference(ours, theirs)
+    if difference is None:
+        return None
+    value, noise = difference.value, difference.within_noise
+    scale, digits = (100, 2) if task.percent else (1, 3)
+    better = "better" if (value < 0) == task.lower_is_better else "worse"
+    size = f"{scale * abs(value):.{digits}f}{' points' if task.percent else ''}"
+    text = f"{side} is {f'{size} {better} than' if value else 'level with'} {minus}"
+    text += f" by {by}" if by == BALANCED else ""
+    interval = " to ".join(f"{scale * end:+.{digits}f}" for end in difference.interval)
+    text += f" (95 % interval of the difference: {interval}){': within the noise.' if noise else '.'}"
+    return SideDifference(side, minus, by, value, difference.interval, noise, text[0].upper() + text[1:])
+
+
+def mean_difference(
+    by: str, side: str, ours: Sequence[float], minus: str, theirs: Sequence[float]
+) -> SideDifference | None:
+    """Compare a figure that two models have on each of the same inputs; None for fewer than `FEWEST` inputs.
+
+    Args:
+        by: name of the figure.
+        side: name of the one model.
+        ours: its figure on each input.
+        minus: name of the other model.
+        theirs: the other's figure on each input.
+    """
+    if len(ours) < FEWEST:
+        return None
+    values = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    if len(values) <= EXACT:
+        subsets = np.array(list(itertools.product((0.0, 1.0), repeat=len(values)))[1:])
+    else:
+        subsets = np.random.default_rng(0).integers(2, size=(DRAWN, len(values))).astype(np.float64)
+    means = np.sort(subsets @ values / np.maximum(1, subsets.sum(axis=1)))
+    # The same numbers added in another order are equal within rounding.
+    means[np.abs(means) <= 1e-9 * np.abs(values).max()] = 0.0
+    rank = int(LEVEL / 2 * (len(means) + 1))
+    low, high = float(means[rank - 1]), float(means[-rank])
+    return SideDifference(side, minus, by, float(values.mean()), (low, high), low <= 0 <= high)
+
+
+def best_by(
+    by: str, per_input: Mapping[str, Sequence[float]], *, larger_is_better: bool = False
+) -> tuple[str, list[SideDifference]]:
+    """Say which model is the best by a figure, and which others differ from it by noise alone.
+
+    Args:
+        by: name of the figure.
+        per_input: the figure on each input, by model; the same inputs for all.
+        larger_is_better: for cosines.
+
+    Returns:
+        A sentence, and the best model's difference from every other.
+    """
+    means = {name: float(np.mean(values)) for name, values in per_input.items()}
+    best = (max if larger_is_better else min)(means, key=lambda name: means[name])
+    others = [name for name in per_input if name != best]
+    found = [mean_difference(by, best, per_input[best], name, per_input[name]) for name in others]
+    differences = [difference for difference in found if difference is not None]
+    if len(differences) < len(others):
+        count = len(per_input[best])
+        return f"{by}: {count} inputs are too few to tell a difference from noise; --inputs {FEWEST} or more", []
+    return _verdict(by, best, {one.minus: one.within_noise for one in differences}), differences
+
+
+def fastest(timings: Mapping[str, tuple[float, float]]) -> str:
+    """Say which model is the fastest; timings whose quartiles overlap are the same.
+
+    Args:
+        timings: median seconds and the distance of the quartiles over it, by model.
+    """
+    best = min(timings, key=lambda name: timings[name][0])
+    most = timings[best][0] * (1 + timings[best][1] / 2)
+    others = {name: time * (1 - spread / 2) <= most for name, (time, spread) in timings.items() if name != best}
+    return _verdict("seconds", best, others)
+
+
+def _verdict(by: str, best: str, noise: Mapping[str, bool]) -> str:
+    worse = ", ".join(name for name, within in noise.items() if not within)
+    equal = ", ".join(name for name, within in noise.items() if within)
+    parts = [f"better than {worse}"] if worse else []
+    parts += [f"within noise of {equal}"] if equal else []
+    return f"{by}: {best} is {' and '.join(parts)}"

@@ -1,0 +1,298 @@
+"""The sections of a report's page, made of the data that was gathered: words, pictures and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
+from linearize.core.errors import DataError
+from linearize.evaluation.bench.plot import time_and_memory
+from linearize.evaluation.bench.rows import mebibytes
+from linearize.evaluation.report.gather import Gathered
+from linearize.evaluation.report.predictions import CLASS, NUMBER, SEVERAL
+from linearize.fidelity import plots, plots_kernels, plots_maps
+from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from linearize.fidelity.maps import LayerMaps
+
+SCALES = {
+    "weight": "Maps of attention share the weight scale on the whole page: logarithmic, from 0.001 or less to 1.",
+    "distance": "Maps of distances share the distance scale on the whole page: 0 (equal, dark) to 1 or more (bright).",
+}
+LARGE = 2
+"""How many of the best heads, and of the worst, are shown large."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One drawn picture: file name without its ending, description, caption, and the PNG with its size."""
+
+    name: str
+    alt: str
+    caption: str
+    png: bytes
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first column names the row. `kind` says what the cells hold: facts, numbers or texts."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+    kind: str = "numbers"
+
+    @property
+    def wide(self) -> bool:
+        """Whether it is wider than a narrow screen, where facts wrap."""
+        return self.kind != "facts"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the page."""
+
+    anchor: str
+    title: str
+    text: str
+    pictures: tuple[Picture, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
+    """Draw a figure."""
+    png, width, height = to_png(figure)
+    return Picture(name, alt, caption or alt, png, width, height)
+
+
+def make_sections(found: Gathered) -> list[Section]:
+    """Draw all sections that have something to show, in the order of the page."""
+    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _scatter, _spread, _kernels, _training, _speed)
+    return [section for make in makers for section in make(found)]
+
+
+def _checkpoint(found: Gathered) -> Iterator[Section]:
+    in_training = dict(found.info.provenance.training_rows())
+    rows = [[label, value] for label, value in found.info.rows() if label not in in_training]
+    # A report is shared, and the layout of somebody's disk is private.
+    rows[0] = [rows[0][0], Path(found.info.name).name or found.info.name]
+    rows.append(["inputs of this report", found.inputs])
+    text = "Facts about the checkpoint, by its own record."
+    yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows, "facts"),))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+_CONTROLS = {"far_mass": "far mass", "window_error": "output error, window alone"}
+
+
+def _fidelity(found: Gathered) -> Iterator[Section]:
+    layers = found.fidelity.layers
+    controls = {name: text for name, text in _CONTROLS.items() if found.fidelity.mean(name) is not None}
+    titles = plots.FIDELITY_FIGURES | controls
+    names = list(titles)
+    rows = [
+        [name, layer.kernel, *(_number(getattr(layer, figure)) for figure in names)]
+        for name, layer in zip(layer_names([layer.module for layer in layers]), layers, strict=True)
+    ]
+    rows.append(["mean", "", *(_number(found.fidelity.mean(figure)) for figure in names)])
+    table = Table(
+        f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)",
+        ["layer", "kernel", *titles.values()],
+        rows,
+    )
+    text = (
+        "Every layer gets the hidden states of the frozen softmax model. KL divergence and total variation compare the "
+        "weights (0: equal), the output error is the norm of the difference over the norm of softmax's output."
+    )
+    if controls:
+        text += (
+            " Far mass is softmax's weight outside the window. The window alone is the control: a kernel is worth the "
+            "difference between that error and its own."
+        )
+    if found.outputs is not None:
+        text += (
+            f" Whole models, last hidden states of {found.outputs.tokens:,} tokens against the original's: mean cosine "
+            f"{found.outputs.cosine:.3f}, relative error {found.outputs.relative_error:.3f}."
+        )
+    alt = "Heat maps of KL divergence, total variation, negative share and output error per layer and head."
+    picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} {SCALES['distance']}")
+    yield Section("fidelity", "How close", text, (picture,), (table,))
+
+
+def _predictions(found: Gathered) -> Iterator[Section]:
+    changes = found.changes
+    if changes is None:
+        return
+    rows = [
+        [
+            change.text,
+            _labelled(change.original, change.original_probability),
+            _labelled(change.converted, change.converted_probability),
+            _number(change.difference),
+        ]
+        for change in changes.largest
+    ]
+    text = f"Of {changes.texts:,} texts, those whose prediction the conversion changed most"
+    text += "." if changes.same is None else f"; {changes.same:,} of all got the same answer as from the original."
+    text += {
+        CLASS: " The difference is half the sum of the probabilities' differences: 0 is equal, 1 the opposite.",
+        SEVERAL: " The difference is the largest one of a label's probability: 0 is equal, 1 the opposite.",
+        NUMBER: " The difference is that of the two numbers.",
+    }[changes.kind]
+    table = Table("Texts whose prediction changed most", ["text", "original", "converted", "difference"], rows, "texts")
+    yield Section("predictions", "Changed predictions", text, tables=(table,))
+
+
+def _labelled(label: str, probability: float | None) -> str:
+    return label if probability is None else f"{label} ({probability:.2f})"
+
+
+def _maps(found: Gathered) -> Iterator[Section]:
+    if not found.maps:
+        return
+    shown = "the first picture"
+    if found.picture is None:
+        shown = f"the first {len(found.tokens)} tokens of the first text"
+    text = (
+        f"Attention of {shown}: softmax above, the kernel below. Queries run down, keys to the right. "
+        f"{SCALES['weight']} Negative weights (below -{LEAST_WEIGHT:g}) are red."
+    )
+    alt = f"Attention maps of all {len(found.maps)} converted layers and their heads, softmax above linear."
+    pictures = [draw("maps", plots_maps.attention_grid(found.maps), alt)]
+    if found.picture is not None:
+        try:
+            figure = plots_maps.picture_maps(found.maps, found.picture)
+            alt = "The class token's attention laid over the picture, per layer, softmax next to linear."
+            pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is high. {SCALES['weight']}"))
+        except DataError as error:
+            found.left_out.append(f"Maps over the picture: {error}.")
+    yield Section("maps", "Attention maps", text, tuple(pictures))
+
+
+def _ranked(found: Gathered) -> list[tuple[float, LayerMaps, int]]:
+    """List all heads by the total variation of their maps, the closest first."""
+    all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
+    return sorted(all_heads, key=lambda entry: entry[0])
+
+
+def _heads(found: Gathered) -> Iterator[Section]:
+    ranked = _ranked(found)
+    if not ranked:
+        return
+    count = min(LARGE, max(1, len(ranked) // 2))
+    chosen = [("best", *entry) for entry in ranked[:count]]
+    chosen += [("worst", *entry) for entry in reversed(ranked[len(ranked) - count :]) if len(ranked) > count]
+    names = dict(zip([m.module for m in found.maps], layer_names([m.module for m in found.maps]), strict=True))
+    pictures = []
+    for number, (which, distance, layer, head) in enumerate(chosen):
+        title = f"{names[layer.module]}, head {head}: total variation {distance:.3f} ({which})"
+        alt = f"One of the {which} heads, {title}; softmax left, {layer.kernel} right."
+        name = f"head-{which}-{number % count + 1}"
+        if found.picture is None:
+            pictures.append(draw(name, plots_maps.head_map(layer, head, found.tokens, title), alt))
+            continue
+        try:
+            pictures.append(draw(name, plots_maps.picture_head(layer, head, found.picture, title), alt))
+        except DataError:
+            return
+    text = "The heads whose maps are closest to softmax's, and those that are furthest away, on the same input."
+    yield Section("heads", "Best and worst heads", text, tuple(pictures))
+
+
+def _scatter(found: Gathered) -> Iterator[Section]:
+    if not found.maps:
+        return
+    text = (
+        "Softmax's weight rises with q . k. A kernel that ranks the keys alike rises too (Hedgehog, section 3.2 and "
+        "figure 3): the rank correlation is Spearman's per query, mean over queries and heads; 1 is softmax's own."
+    )
+    alt = "Weight against q . k, one panel per layer: softmax's points and the kernel's."
+    yield Section("scatter", "Weight against q . k", text, (draw("scatter", plots.weight_scatter(found.maps), alt),))
+
+
+def _spread(found: Gathered) -> Iterator[Section]:
+    text = (
+        "Entropy says how many keys a query attends to. Locally accumulated attention (TransNormer, section 3.2) is "
+        "the weight of the keys nearest to a query: a curve below softmax's means diluted attention. "
+        "Negative weights count by their magnitude."
+    )
+    entropy = draw("entropy", plots.entropy_by_layer(found.spreads), "Entropy per layer, softmax against linear.")
+    local = draw(
+        "local",
+        plots.local_attention(found.spreads),
+        "Locally accumulated attention against the size of the neighbourhood, softmax left, linear right.",
+    )
+    yield Section("spread", "How widely attention is spread", text, (entropy, local))
+
+
+def _kernels(found: Gathered) -> Iterator[Section]:
+    pictures = []
+    for kernel in dict.fromkeys(layer.kernel for layer in found.maps):
+        picture = plots_kernels.kernel_picture(kernel)
+        if picture is None:
+            found.left_out.append(f"Learned kernels: there is no picture for kernel {kernel!r}.")
+            continue
+        figure = picture.draw([layer for layer in found.maps if layer.kernel == kernel])
+        alt = f"What the kernel {kernel} has learned, layer by layer."
+        pictures.append(draw(f"kernel-{kernel}", figure, alt, picture.caption or alt))
+    if pictures:
+        yield Section("kernels", "What the kernels learned", "Only these numbers were added.", tuple(pictures))
+
+
+def _training(found: Gathered) -> Iterator[Section]:
+    pictures = []
+    made = found.info.provenance
+    chance = None if made.finetuning is None else made.finetuning.chance
+    for stage, make, title in (
+        (STAGE_ONE, plots.stage_one_curves, "Stage one's losses, step by step."),
+        (STAGE_TWO, partial(plots.stage_two_curves, chance=chance), "Stage two's loss and score, step by step."),
+    ):
+        if not any(line["stage"] == stage for line in found.log):
+            continue
+        try:
+            pictures.append(draw(stage, make(found.log), title))
+        except DataError as error:
+            found.left_out.append(f"{str(error).partition(';')[0]}.".capitalize())
+    rows = [[label, value] for label, value in made.training_rows()]
+    if pictures or rows:
+        tables = (Table("What the checkpoint says about its training", ["", "value"], rows, "facts"),) if rows else ()
+        yield Section("training", "Training", "From the log in the checkpoint's folder.", tuple(pictures), tables)
+
+
+def _speed(found: Gathered) -> Iterator[Section]:
+    if not found.speeds:
+        return
+    rows = [
+        [
+            f"{row.tokens:,}",
+            _number(row.seconds("softmax")),
+            _number(row.seconds("linear")),
+            "-" if row.speedup is None else f"{row.speedup:.2f}",
+            mebibytes(row.memory("softmax")),
+            mebibytes(row.memory("linear")),
+        ]
+        for row in found.speeds
+    ]
+    columns = ["tokens", "softmax, s", "linear, s", "times faster", "softmax, MiB", "linear, MiB"]
+    text = (
+        "One forward of one input without the head, medians over the turns that both sides take; the softmax side is "
+        "the same checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in a separate "
+        "process per side. Short inputs do not gain: the crossing point depends on the model and the machine."
+    )
+    if found.noise is not None:
+        text += f" The machine was {found.noise.text}."
+    alt = "Seconds and peak memory against the length of the input, softmax next to linear."
+    picture = draw("speed", time_and_memory(found.speeds), alt)
+    yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))

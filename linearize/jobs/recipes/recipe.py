@@ -1,0 +1,332 @@
+"""Find, read, change and check recipes, and resolve a checked recipe into the cells of its table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from linearize.core.errors import ConfigError, LinearizeError, unknown_name
+from linearize.core.from_yaml import build, kind_of
+from linearize.core.parsing import parse_yaml, read_text
+from linearize.jobs.recipes import schema
+from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
+from linearize.training.stage_two.config import DataOptions, TuneConfig
+from linearize.training.stage_two.prepare import check_unlabelled
+from linearize.training.stage_two.tasks import Task, task
+
+SUFFIXES = (".yaml", ".yml")
+AVERAGE = "average"
+PRETRAIN = "pretrain"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task of a recipe with the options of all its stages.
+
+    Attributes:
+        name: of the table's column.
+        task: the task.
+        column: what the recipe says about it.
+        data: what to read; None: the task's own data set.
+        config: config of a model trained from scratch, or changes to a checkpoint's.
+        rows: how data becomes rows.
+        teacher: tuning of the softmax model.
+        distil: stage one.
+        align: the alignment.
+        finetune: stage two.
+    """
+
+    name: str
+    task: Task
+    column: Column
+    data: str | None
+    config: dict[str, object]
+    rows: DataOptions
+    teacher: TuneConfig
+    distil: schema.StageOne
+    align: schema.Alignment
+    finetune: StageTwo
+
+    def reading(self, **changes: Any) -> Job:
+        """Return the same task with other rows."""
+        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, **changes))
+
+
+OPTIONS: dict[str, type] = {
+    "rows": DataOptions,
+    "teacher": TuneConfig,
+    "distil": schema.StageOne,
+    "align": schema.Alignment,
+    "finetune": StageTwo,
+}
+"""The options that a recipe gives for all tasks, and a task changes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the table: a kernel, a task, a seed, and the task distilled on if that is another one."""
+
+    kernel: Row
+    job: Job
+    seed: int
+    source: Job | None = None
+
+    @property
+    def read(self) -> Job:
+        """The task with the rows that this row of the table reads."""
+        return self.job.reading(**self.kernel.rows)
+
+    @property
+    def row(self) -> str:
+        """Name of the table's row."""
+        return self.kernel.called if self.source is None else f"{self.kernel.called} from {self.source.name}"
+
+    @property
+    def key(self) -> str:
+        """Name of the cell's folder."""
+        return _file_name(f"{self.row}-{self.job.name}-s{self.seed}")
+
+    @property
+    def distilled_key(self) -> str:
+        """Name of the folder of its distilled model, which cells with the same source share."""
+        return self.key if self.source is None else _file_name(f"{self.row}-s{self.seed}")
+
+
+def _file_name(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in text)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with the package."""
+    folder = resources.files("linearize.recipes")
+    return sorted(file.name.rpartition(".")[0] for file in folder.iterdir() if file.name.endswith(SUFFIXES))
+
+
+def recipe_text(name: str) -> str:
+    """Return the text of a recipe of the package, by name, or of a recipe file.
+
+    Raises:
+        UnknownNameError: if neither exists.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in SUFFIXES and path.is_file():
+        return read_text(path)
+    names = recipe_names()
+    if name not in names:
+        raise unknown_name("recipe", name, names)
+    return (resources.files("linearize.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def new_recipe(file: str) -> Path:
+    """Write a recipe to start from, with every key explained. Existing files are not replaced.
+
+    Raises:
+        ConfigError: if the name is not that of a YAML file, or the file exists or cannot be written.
+    """
+    path = Path(file).expanduser()
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--new: got {file!r}, expected the name of a .yaml file")
+    template = (resources.files("linearize.jobs.recipes") / "template.yaml").read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as out:
+            out.write(Template(template).substitute(file=file, name=path.stem))
+    except FileExistsError:
+        raise ConfigError(f"--new: {file!r} exists; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"--new: {file!r} cannot be written ({error.strerror}); choose another folder") from error
+    return path
+
+
+def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
+    """Read a recipe, change it and check it.
+
+    Args:
+        name: of a recipe of the package, or a file.
+        changes: `key=value`; the key may have dots (`finetune.epochs=1`), the value is YAML (`kernels=[elu,relu]`).
+
+    Raises:
+        ConfigError: if it is not YAML, or for anything unknown or of the wrong type; names the key.
+    """
+    where = f"recipe {Path(name).stem}"
+    try:
+        values = parse_yaml(recipe_text(name))
+    except (OSError, ValueError) as error:
+        if isinstance(error, LinearizeError):
+            raise
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
+    for change in changes:
+        _change(values, change)
+    return check(values, where)
+
+
+def check(values: Mapping[str, object], where: str) -> Recipe:
+    """Build a recipe from plain data and check every name and number in it.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    recipe = build(Recipe, values, where)
+    for place, row in enumerate(recipe.kernels):
+        build(DataOptions, {**recipe.rows, **row.rows}, f"{where}.kernels[{place}].rows")
+    jobs = resolve(recipe, where)
+    for name, job in jobs.items():
+        _check_teacher(recipe, job, f"{where}.tasks.{name}")
+    for row_name, figures in recipe.figures.items():
+        for name in figures:
+            if name not in jobs and name != AVERAGE:
+                raise ConfigError(f"{where}.figures.{row_name}: {unknown_name('task', name, [*jobs, AVERAGE])}")
+    return recipe
+
+
+def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
+    """Return the tasks of a recipe by name, including those to distil on and to train on first.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    columns = recipe.columns
+    jobs = {name: _job(recipe, name, column, f"{where}.tasks.{name}") for name, column in columns.items()}
+    for name in recipe.sources:
+        jobs.setdefault(name, _job(recipe, name, columns.get(name, Column()), f"{where}.sources.{name}"))
+    if recipe.pretrain_task is not None:
+        job = _job(recipe, PRETRAIN, recipe.pretrain_task, f"{where}.pretrain_task")
+        tune = build(StageTwo, {**recipe.pretrain, **recipe.pretrain_task.finetune}, f"{where}.pretrain")
+        jobs[PRETRAIN] = dataclasses.replace(job, finetune=tune)
+    return jobs
+
+
+def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
+    from linearize.jobs.synthetic.sets import make_options
+
+    try:
+        chosen = task(
+            column.task or name,
+            columns=column.columns,
+            label=column.label,
+            labels=column.labels,
+            validation=column.validation,
+            score=column.score,
+        )
+        if column.folder is not None:
+            chosen = dataclasses.replace(chosen, folders=(column.folder,))
+        if column.make is not None:
+            make_options(column.make, column.options)
+    except LinearizeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    options: dict[str, Any] = {
+        key: build(config, {**getattr(recipe, key), **getattr(column, key)}, f"{where}.{key}")
+        for key, config in OPTIONS.items()
+    }
+    data = column.dataset if recipe.data is None else recipe.data
+    return Job(name, chosen, column, data, {**recipe.model.config, **column.model}, **options)
+
+
+def cells(recipe: Recipe) -> list[Cell]:
+    """Return the cells of a recipe's table in the order in which they are run: those of one task together."""
+    jobs = resolve(recipe)
+    table = []
+    for seed in recipe.seeds:
+        for name in recipe.columns:
+            for row in recipe.kernels:
+                sources: list[Job | None] = [None]
+                if recipe.sources and row.name != SOFTMAX:
+                    sources = [jobs[source] for source in recipe.sources if source != name]
+                table += [Cell(row, jobs[name], seed, source) for source in sources]
+    return table
+
+
+def plain(recipe: Recipe) -> dict[str, object]:
+    """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
+    values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
+    values["kernels"] = [row.name if row == Row(row.name) else plain_row(row) for row in recipe.kernels]
+    if isinstance(recipe.tasks, dict):
+        # A task without changes stays, as an empty section.
+        values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
+    return values
+
+
+def plain_row(row: Row) -> dict[str, object]:
+    """Return a row of the table as plain data. A single layer's kernel without arguments is its name."""
+    values: dict[str, object] = _without_empty(dataclasses.asdict(row))
+    if row.layers:
+        kernels = row.layers.items()
+        named = {n: k.name if k == Kernel(k.name) else _without_empty(dataclasses.asdict(k)) for n, k in kernels}
+        values["layers"] = named
+    return values
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_empty(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: _without_empty(part) for key, part in value.items()}
+    return {key: part for key, part in kept.items() if part is not None and part not in ({}, [], "")}
+
+
+def _check_teacher(recipe: Recipe, job: Job, where: str) -> None:
+    if job.finetune.teacher and recipe.flow == "scratch":
+        raise ConfigError(
+            f"{where}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
+            "model; leave it out"
+        )
+    if job.rows.unlabelled and not job.finetune.teacher:
+        option = job.rows.unlabelled[0]
+        called = "re-paired texts" if option == "extra_pairs" else "these texts"
+        raise ConfigError(f"{where}.rows.{option}: {called} have no label; set finetune.teacher to true")
+    try:
+        check_unlabelled(job.task, job.rows)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.rows: {error}") from error
+
+
+def _change(values: dict[str, Any], change: str) -> None:
+    """Apply one `key=value`.
+
+    Raises:
+        ConfigError: if it is not written so.
+    """
+    key, equals, text = change.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"got {change!r}, expected key=value such as finetune.epochs=1")
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{key}: got {text!r}, expected a YAML value such as 1, text or [a,b]") from error
+    tasks = values.get("tasks")
+    if parts[0] == "tasks" and len(parts) > 1 and not isinstance(tasks, dict):
+        values["tasks"] = {name: {} for name in tasks or []}
+    if parts in (["kernels"], ["tasks"], ["seeds"], ["sources"]) and not isinstance(value, list | dict):
+        value = [value]
+    # A name keeps what the recipe says about that row or task.
+    if parts == ["kernels"] and isinstance(value, list):
+        known = {_label(row): row for row in values.get("kernels", [])}
+        value = [known.get(row, row) if isinstance(row, str) else row for row in value]
+    if parts == ["tasks"] and isinstance(value, list) and isinstance(tasks, dict):
+        value = {name: tasks.get(name, {}) for name in value}
+    place = values
+    for part in parts[:-1]:
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{key}: {part!r} is not a section of keys")
+    place[parts[-1]] = value
+    if parts == ["tasks"] and isinstance(values.get("figures"), dict):
+        # Figures of the remaining tasks only: the paper's average is of all.
+        values["figures"] = {
+            row: {name: figure for name, figure in figures.items() if name in value}
+            if isinstance(figures, dict)
+            else figures
+            for row, figures in values["figures"].items()
+        }
+
+
+def _label(row: object) -> object:
+    return row.get("label") or row.get("name") if isinstance(row, dict) else row

@@ -1,0 +1,343 @@
+"""The rows of `results.jsonl`, the table made from them, and how a run differs from the recipe it is based on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypedDict
+
+from linearize.core.errors import ConfigError, DataError, first_line
+from linearize.core.parsing import parse_json, parse_yaml, read_text
+from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, plain_row, recipe_names, resolve
+from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe, Row
+from linearize.training.stage_two.tasks import recovery
+
+RESULTS = "results.jsonl"
+RECIPE = "recipe.yaml"
+CHANCE = "chance"
+"""The row of a table with the best scores of answers that ignore the input."""
+MATRIX = ("kernels", "tasks", "seeds", "sources")
+NONE = "nothing"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell as shown: means over seeds.
+
+    Attributes:
+        ours: our figure, in the paper's unit (points for shares); None if it was not measured yet.
+        paper: the paper's figure, or None.
+        recovered: share of the softmax model's score above chance, percent; None if that model is not above chance.
+        seeds: how many seeds ours is a mean of.
+        deviation: standard deviation over the seeds (of a sample, n - 1), in the unit of ours; None for less than two.
+    """
+
+    ours: float | None
+    paper: float | None
+    recovered: float | None
+    seeds: int
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How a run differs from the recipe of the package that it is based on.
+
+    Attributes:
+        recipe: name of that recipe; None for a run of another file.
+        everywhere: what differs for every row, as "key value (the recipe's value)".
+        rows: what differs for single rows, by name, such as another argument of the kernel.
+        columns: what differs for single tasks.
+        left_out: tasks and seeds of the recipe that the run does not have.
+    """
+
+    recipe: str | None = None
+    everywhere: tuple[str, ...] = ()
+    rows: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def of(self, row: str, column: str) -> tuple[str, ...]:
+        """Return what differs for a cell; chance is not made by a recipe."""
+        return () if row == CHANCE else (*self.everywhere, *self.rows.get(row, ()), *self.columns.get(column, ()))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A recipe's table.
+
+    Attributes:
+        title: one line.
+        columns: names of the tasks, and "average" if there is more than one.
+        rows: entries by row and column; the last row is `CHANCE`, if it is known.
+        missing: cells that were not run yet.
+        damaged: lines of the results file that cannot be read.
+        seeds: how many seeds the recipe has.
+        changes: how the run differs from the recipe of the package.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: dict[str, dict[str, Entry]]
+    missing: int
+    damaged: int
+    seeds: int = 1
+    changes: Changes = field(default_factory=Changes)
+
+
+class ResultRow(TypedDict, total=False):
+    """A line of a run's results, one per cell; `linearize.jobs.recipes.run` makes it."""
+
+    cell: str
+    row: str
+    kernel: str
+    task: str
+    source: str | None
+    seed: int
+    score: float
+    metrics: dict[str, float]
+    facts: dict[str, object]
+    percent: bool
+    lower_is_better: bool
+    interval: list[float] | None
+    chance: float | None
+    original: float | None
+    recovered: float | None
+    paper: float | None
+    fidelity: dict[str, dict[str, float]] | None
+    distil: dict[str, float] | None
+    align: dict[str, object] | None
+    finetune: dict[str, object]
+
+
+def append_row(folder: Path, row: ResultRow) -> None:
+    """Add a line to a folder's results and flush it to the disk."""
+    with (folder / RESULTS).open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def read_rows(folder: Path) -> tuple[list[ResultRow], int]:
+    """Read a folder's results.
+
+    Returns:
+        The rows, the last one for each cell; and how many lines are damaged (such as the last one of a killed run).
+    """
+    path = folder / RESULTS
+    if not path.is_file():
+        return [], 0
+    rows: dict[str, ResultRow] = {}
+    damaged = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = parse_json(line)
+            rows[row["cell"]] = row
+            float(row["score"])
+        except (ValueError, KeyError, TypeError):
+            damaged += bool(line.strip())
+    return [row for row in rows.values() if isinstance(row.get("score"), int | float)], damaged
+
+
+def repair(folder: Path) -> list[ResultRow]:
+    """Rewrite a results file that has damaged lines, and return its rows."""
+    rows, damaged = read_rows(folder)
+    if damaged:
+        fresh = folder / f".{RESULTS}"
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        fresh.replace(folder / RESULTS)
+    return rows
+
+
+def tables(folder: str | Path) -> list[Table]:
+    """Make the table of a run's folder, or of every run in a folder.
+
+    Raises:
+        DataError: if there is no run.
+        ConfigError: if a run's recipe is damaged.
+    """
+    root = Path(folder).expanduser()
+    runs = [root] if (root / RECIPE).is_file() else sorted(file.parent for file in root.glob(f"*/{RECIPE}"))
+    if not runs:
+        raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
+    made = []
+    for run in runs:
+        path = run / RECIPE
+        try:
+            values = parse_yaml(read_text(path))
+        except (OSError, ValueError) as error:
+            text = f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again"
+            raise ConfigError(text) from error
+        recipe = check(values if isinstance(values, dict) else {}, str(path))
+        rows, damaged = read_rows(run)
+        made.append(make_table(recipe, rows, run.name, damaged))
+    return made
+
+
+def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:
+    """Make a recipe's table from its results."""
+    wanted = cells(recipe)
+    columns = list(dict.fromkeys(cell.job.name for cell in wanted))
+    several = len(columns) > 1
+    table: dict[str, dict[str, Entry]] = {}
+    for label in dict.fromkeys([*(cell.row for cell in wanted), *recipe.figures]):
+        paper = recipe.figures.get(label, {})
+        line = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
+        if several:
+            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
+        table[label] = line
+    chances = {column: Entry(_chance(rows, column), None, None, len(recipe.seeds)) for column in columns}
+    if any(entry.ours is not None for entry in chances.values()) and CHANCE not in table:
+        table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), None, [])} if several else {})
+    if several:
+        _recover_averages(recipe, table)
+    done = {row["cell"] for row in rows}
+    source = "" if recipe.paper is None else f" ({recipe.paper.title}, {recipe.paper.table})"
+    return Table(
+        title=f"{name}: {recipe.summary}{source}",
+        columns=(*columns, *((AVERAGE,) if several else ())),
+        rows=table,
+        missing=sum(cell.key not in done for cell in wanted),
+        damaged=damaged,
+        seeds=len(recipe.seeds),
+        changes=changes_of(recipe),
+    )
+
+
+def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | None) -> Entry:
+    mine = [row for row in rows if row.get("row") == label and row.get("task") == column]
+    scores = [_scaled(row, row["score"]) for row in mine]
+    shares = [row.get("recovered") for row in mine]
+    # The share over all seeds is unknown if softmax learned nothing with one of them.
+    recovered = None if label == SOFTMAX else _mean(shares)
+    return Entry(_mean(scores), paper, recovered, len(mine), _deviation(scores))
+
+
+def _chance(rows: Sequence[ResultRow], column: str) -> float | None:
+    """Return what guessing reaches on a task: the validation rows, and so this level, are the same for all rows."""
+    levels = [
+        _scaled(row, level) for row in rows if row.get("task") == column and (level := row.get("chance")) is not None
+    ]
+    return _mean(levels)
+
+
+def _scaled(row: ResultRow, score: float) -> float:
+    return float(score * (100.0 if row.get("percent") else 1.0))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None if there is no value, or one is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> list[float]:
+    """Return a row's average over the tasks for each seed with which all of them were run."""
+    seeds: dict[object, dict[str, float]] = {}
+    for row in rows:
+        if row.get("row") == label:
+            seeds.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row, row["score"])
+    whole = [scores for scores in seeds.values() if set(columns) <= scores.keys()]
+    return [sum(scores[column] for column in columns) / len(columns) for scores in whole]
+
+
+def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[float]) -> Entry:
+    """Average a row if it is complete; the deviation is that of the averages of each seed."""
+    if paper is None:
+        paper = _mean([entry.paper for entry in entries])
+    ours = _mean([entry.ours for entry in entries])
+    return Entry(ours, paper, None, min(entry.seeds for entry in entries), _deviation(by_seed))
+
+
+def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:
+    """Set what share of the softmax model's average is recovered, as papers do: the share of the averages.
+
+    Without a chance level, as in older results, it is the share of the whole score. It is unknown if the share of any
+    task is.
+    """
+    tasks = [job.task for job in resolve(recipe).values()]
+    original, chance = (table.get(label, {}).get(AVERAGE) for label in (SOFTMAX, CHANCE))
+    if original is None or original.ours is None or any(task.lower_is_better for task in tasks):
+        return
+    for label, line in table.items():
+        entry = line[AVERAGE]
+        shares = [other.recovered for column, other in line.items() if column != AVERAGE]
+        if label not in (SOFTMAX, CHANCE) and entry.ours is not None and None not in shares:
+            level = None if chance is None else chance.ours
+            line[AVERAGE] = replace(entry, recovered=recovery(tasks[0], entry.ours, original.ours, chance=level))
+
+
+def changes_of(recipe: Recipe) -> Changes:
+    """Compare a run's recipe with the one of the package that has the same summary and paper."""
+    for name, original in _packaged():
+        if (original.summary, original.paper) == (recipe.summary, recipe.paper):
+            return _compare(name, original, recipe)
+    return Changes()
+
+
+@functools.cache
+def _packaged() -> tuple[tuple[str, Recipe], ...]:
+    return tuple((name, load_recipe(name)) for name in recipe_names())
+
+
+def _compare(name: str, original: Recipe, recipe: Recipe) -> Changes:
+    before, now = (
+        _flat({key: value for key, value in plain(one).items() if key not in (*FREE, *MATRIX)})
+        for one in (original, recipe)
+    )
+    rows = _differing(
+        {row.called: _of_row(row) for row in original.kernels},
+        {row.called: _of_row(row) for row in recipe.kernels},
+        "not a row of the recipe",
+    )
+    columns = _differing(
+        {task: _flat(vars(column)) for task, column in original.columns.items()},
+        {task: _flat(vars(column)) for task, column in recipe.columns.items()},
+        "not a task of the recipe",
+    )
+    left_out = [f"task {task}" for task in original.columns if task not in recipe.columns]
+    left_out += [f"seed {seed}" for seed in original.seeds if seed not in recipe.seeds]
+    left_out += [f"source {source}" for source in original.sources if source not in recipe.sources]
+    return Changes(name, differences(before, now), rows, columns, tuple(left_out))
+
+
+def _differing(
+    before: Mapping[str, Mapping[str, object]], now: Mapping[str, Mapping[str, object]], missing: str
+) -> dict[str, tuple[str, ...]]:
+    """Return the differences of each named section, without the sections that have none."""
+    pairs = {name: differences(before[name], values) if name in before else (missing,) for name, values in now.items()}
+    return {name: texts for name, texts in pairs.items() if texts}
+
+
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
+    """Return what differs between two flat mappings, each as "key value (value before)"."""
+    names = [*now, *(name for name in before if name not in now)]
+    return tuple(
+        f"{name} {now.get(name, NONE)} ({before.get(name, NONE)})"
+        for name in names
+        if now.get(name) != before.get(name)
+    )
+
+
+def _of_row(row: Row) -> dict[str, object]:
+    return _flat({key: value for key, value in plain_row(row).items() if key != "note"})
+
+
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested keys joined by dots, without empty values."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value is not None and value not in ("", (), []):
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat

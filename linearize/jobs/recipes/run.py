@@ -1,0 +1,249 @@
+"""Run a recipe cell by cell. Each cell is completed or not begun, and adds one line to the results."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from linearize.checkpoint.output import atomic_folder, clear_leftovers
+from linearize.checkpoint.ownership import remove_weights
+from linearize.core.errors import CheckpointError, ConfigError, DataError
+from linearize.core.events import Callback, Event, ignore
+from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text
+from linearize.data.local import looks_local
+from linearize.jobs.recipes.recipe import Cell, cells, check, plain, resolve
+from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_rows, repair
+from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
+from linearize.jobs.recipes.stages import RECORD, Runner, Stage, softmax_folder, stages_of
+from linearize.training.stage_two.prepare import located, texts_at
+from linearize.training.stage_two.tasks import recovery
+from linearize.training.stage_two.work import remove_work
+
+PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "tokenizers", "numpy")
+GROWING = ("kernels", "tasks", "sources", "seeds")
+"""Keys of which a resumed run may have more, as that only adds cells."""
+
+
+@dataclass(frozen=True)
+class CellStarted(Event):
+    """A cell begins.
+
+    Attributes:
+        number: which one, from 1.
+        count: how many cells there are.
+        key: its name.
+    """
+
+    number: int
+    count: int
+    key: str
+
+
+@dataclass(frozen=True)
+class CellDone(Event):
+    """A cell is complete; `row` is its line of the results."""
+
+    row: ResultRow
+
+
+def run_recipe(
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    resume: bool = False,
+    only: Sequence[str] = (),
+    on_event: Callback = ignore,
+) -> list[ResultRow]:
+    """Run a recipe to its end, or some of its cells.
+
+    Args:
+        recipe: a checked recipe.
+        output: the run's folder.
+        resume: whether to continue the run in that folder: an interrupted one, or one with fewer kernels or tasks.
+        only: patterns (`*-mrpc-*`) of the cells to run; none: all. Several processes may fill one folder, as long as no
+            two of them share a task: its softmax model is trained once.
+        on_event: called with `CellStarted`, `CellDone` and events of jobs.
+
+    Returns:
+        The rows of the results so far, one per cell.
+
+    Raises:
+        LinearizeError: one of its children, for everything the user can put right. Finished stages stay.
+    """
+    from linearize.checkpoint.loading import check_device
+
+    folder = Path(output)
+    check_data(recipe)
+    device = check_device(recipe.device)
+    _open_folder(recipe, folder, resume)
+    table = cells(recipe)
+    chosen = _choose(table, only)
+    rows = {row["cell"]: row for row in repair(folder)}
+    runner = Runner(recipe, folder, device, on_event)
+    for number, cell in enumerate(table, start=1):
+        if cell.key in rows or cell not in chosen:
+            continue
+        on_event(CellStarted(number, len(table), cell.key))
+        stages = stages_of(recipe, cell)
+        for stage in stages.values():
+            runner.run(stage)
+        row = _result(recipe, folder, cell, stages)
+        append_row(folder, row)
+        on_event(CellDone(row))
+        # Another process may have added some.
+        rows = {row["cell"]: row for row in read_rows(folder)[0]}
+    if all(cell.key in rows for cell in table):
+        _sweep(recipe, folder)
+    return [rows[cell.key] for cell in table if cell.key in rows]
+
+
+def _choose(table: list[Cell], only: Sequence[str]) -> list[Cell]:
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
+            raise ConfigError(
+                f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
+                "--dry-run lists the cells"
+            )
+    return [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
+
+
+def check_data(recipe: Recipe) -> None:
+    """Check before anything slow, and without the Hub, that the tasks' local folders and further texts exist.
+
+    Raises:
+        DataError: naming what is missing.
+    """
+    for job in resolve(recipe).values():
+        if job.data is not None:
+            if Path(job.data).expanduser().exists():
+                located(job.task, job.data)
+            elif recipe.data is not None and (looks_local(job.data) or job.data.count("/") > 1):
+                raise DataError(
+                    f"data: got {job.data!r}, which does not exist, expected a folder or a Hub name; check the path"
+                )
+        for name, _ in job.rows.text_sources:
+            texts_at(name, None if job.column.make else job.data)
+
+
+def environment(recipe: Recipe) -> dict[str, object]:
+    """Return what a result depends on in addition to the recipe."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.system(),
+        "packages": versions,
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "seeds": list(recipe.seeds),
+    }
+
+
+def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
+    """Make the run's folder, or check that the run in it can be resumed.
+
+    Raises:
+        ConfigError: if the folder holds something else, or a run with other options.
+    """
+    file = folder / RECIPE
+    values = plain(recipe)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    if not os.path.isdir(folder) or not any(folder.iterdir()):
+        with atomic_folder(folder, marked=False) as fresh:
+            (fresh / RECIPE).write_text(text, encoding="utf-8")
+            (fresh / "environment.json").write_text(json.dumps(environment(recipe), indent=2) + "\n", encoding="utf-8")
+        return
+    if not resume:
+        raise ConfigError(f"output {str(folder)!r} exists and is not empty; continue with --resume, or choose another")
+    if not file.is_file():
+        raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
+    clear_leftovers(folder)
+    try:
+        before = parse_yaml(read_text(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be read ({error}), so its run cannot be resumed; choose another output"
+        ) from None
+    before = plain(check(before if isinstance(before, dict) else {}, str(file)))
+    for key in sorted({*before, *values} - set(FREE)):
+        old, new = before.get(key), values.get(key)
+        if old != new and not (key in GROWING and _has_grown(old, new)):
+            raise ConfigError(
+                f"output {str(folder)!r} holds a run with another {key!r}; give the same changes (more kernels, tasks "
+                "or seeds may be added), or another output"
+            )
+    if before != values:
+        spare = file.with_name(f".{RECIPE}")
+        spare.write_text(text, encoding="utf-8")
+        spare.replace(file)
+
+
+def _has_grown(old: object, new: object) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(name in new and new[name] == value for name, value in old.items())
+    return isinstance(old, list) and isinstance(new, list) and all(item in new for item in old)
+
+
+def _result(recipe: Recipe, folder: Path, cell: Cell, stages: Mapping[str, Stage]) -> ResultRow:
+    """Make a cell's line of the results from the records of its stages."""
+    tuned = read_json(folder / stages["done"].folder / RECORD, MOST_TEXT)
+    distilled = stages.get("distilled")
+    stage_one = None if distilled is None else read_json(folder / distilled.folder / RECORD, MOST_TEXT)
+    softmax = folder / softmax_folder(recipe, cell) / RECORD
+    original = read_json(softmax, MOST_TEXT) if cell.kernel.name != SOFTMAX and softmax.is_file() else None
+    task = cell.job.task
+    recovered = None
+    if original is not None:
+        levels = {"chance": tuned.get("chance"), "interval": original.get("interval")}
+        recovered = recovery(task, tuned["score"], original["score"], **levels)
+    return {
+        "cell": cell.key,
+        "row": cell.row,
+        "kernel": cell.kernel.name,
+        "task": cell.job.name,
+        "source": None if cell.source is None else cell.source.name,
+        "seed": cell.seed,
+        "score": tuned["score"],
+        "metrics": tuned["metrics"],
+        "facts": tuned["facts"],
+        "percent": task.percent,
+        "lower_is_better": task.lower_is_better,
+        "interval": tuned.get("interval"),
+        "chance": tuned.get("chance"),
+        "original": None if original is None else original["score"],
+        "recovered": recovered,
+        "paper": recipe.figures.get(cell.row, {}).get(cell.job.name),
+        "fidelity": None if stage_one is None else {side: stage_one[side]["mean"] for side in ("before", "after")},
+        "distil": None if stage_one is None else {k: stage_one[k] for k in ("steps", "held_out_loss", "seconds")},
+        "align": None if stage_one is None else stage_one.get("alignment"),
+        "finetune": {k: tuned.get(k) for k in ("steps", "best_step", "stopped", "seconds", "selection", "teacher")},
+    }
+
+
+def _sweep(recipe: Recipe, folder: Path) -> None:
+    """Remove what only an interrupted run needs; without `keep_models` all weights too, never the records."""
+    for path in folder.glob(".work/*/*"):
+        with contextlib.suppress(CheckpointError):
+            remove_work(path)
+    for path in (*folder.glob(".work/*"), folder / ".work"):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    for path in folder.glob("distilled/*" if recipe.keep_models else "*/*"):
+        if path.is_dir():
+            remove_weights(path)
+
+
+__all__ = ["CellDone", "CellStarted", "check_data", "environment", "run_recipe"]

@@ -1,0 +1,368 @@
+"""The stages of a cell, as data, and what runs them.
+
+Each stage begins with files, has its own seed, and ends in a complete folder or in nothing. A resumed run therefore
+gives the same results as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.utils.data import ConcatDataset
+
+from linearize.checkpoint.loading import move
+from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
+from linearize.checkpoint.output import atomic_folder, claim
+from linearize.conversion.apply import convert as put_in_kernels
+from linearize.conversion.positions import current_length, extend_positions, extend_processor
+from linearize.core.errors import CheckpointError, ConfigError
+from linearize.core.events import Callback
+from linearize.data.columns import column_kinds, find_column
+from linearize.data.source import RowBatches
+from linearize.jobs.events import DataOpened, Logged, StepDone
+from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, resolve
+from linearize.jobs.recipes.schema import SOFTMAX, Batches, Model, Recipe, Row
+from linearize.jobs.sides import rows_per_batch
+from linearize.jobs.stages import alignment_record, distillation_record, without_heads
+from linearize.jobs.synthetic.sets import SETS, make
+from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
+from linearize.training.alignment.loop import align
+from linearize.training.stage_one.loop import distill
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.lengths import beyond_training, check_length
+from linearize.training.stage_two.load import fit_tokenizer, fresh_model, load_for_task, load_processor
+from linearize.training.stage_two.prepare import located, prepare
+from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.save import save_model, tuning_files, tuning_record
+from linearize.training.stage_two.tables import Given, raw_table
+from linearize.training.stage_two.teacher import load_teacher
+from linearize.training.stage_two.trainer import finetune, measure_with_interval
+from linearize.training.stage_two.work import remove_work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from linearize.core.types import Processor
+
+RECORD = "stage.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        do: what is done: tune a model, convert it (with stage one and the alignment), or measure it.
+        folder: the result's folder, inside the run's.
+        job: the task, with its rows and options.
+        seed: of everything random.
+        base: the stage whose result is the model; None: the recipe's own model.
+        row: the row of the table whose kernels are put in; None: the model keeps its own attention.
+        tune: the options of tuning.
+        teacher: the stage whose result guides the tuning.
+        longest: most tokens per row that a conversion reads.
+    """
+
+    do: Literal["tune", "convert", "measure"]
+    folder: str
+    job: Job
+    seed: int
+    base: Stage | None = None
+    row: Row | None = None
+    tune: TuneConfig | None = None
+    teacher: Stage | None = None
+    longest: int = 0
+
+
+def stages_of(recipe: Recipe, cell: Cell) -> dict[str, Stage]:
+    """Return the stages of a cell by name, in the order in which they run; `done` is what its result is read from."""
+    job, seed, row = cell.job, cell.seed, cell.kernel
+    folder = f"cells/{cell.key}"
+    if recipe.flow == "scratch":
+        first = resolve(recipe).get(PRETRAIN)
+        if first is None:
+            return {"done": Stage("tune", folder, cell.read, seed, row=row, tune=job.finetune)}
+        base = Stage("tune", f"pretrained/{row.called}-s{seed}", first, seed, row=row, tune=first.finetune)
+        return {PRETRAIN: base, "done": Stage("tune", folder, cell.read, seed, base, tune=job.finetune)}
+    tuned_first = recipe.flow == "finetuned"
+    softmax = Stage("tune", softmax_folder(recipe, cell), job, seed, tune=job.teacher if tuned_first else job.finetune)
+    if row.name == SOFTMAX:
+        if recipe.flow == "untuned":
+            return {"done": Stage("measure", folder, cell.read, seed)}
+        if row.rows:
+            return {SOFTMAX: softmax, "done": Stage("measure", folder, cell.read, seed, softmax)}
+        return {"done": softmax}
+    distilled = Stage(
+        "convert",
+        f"distilled/{cell.distilled_key}",
+        cell.source or job,
+        seed,
+        softmax if tuned_first else None,
+        row,
+        longest=cell.read.rows.max_length,
+    )
+    if recipe.flow == "untuned":
+        return {"distilled": distilled, "done": Stage("measure", folder, cell.read, seed, distilled)}
+    teacher = softmax if job.finetune.teacher else None
+    done = Stage("tune", folder, cell.read, seed, distilled, tune=job.finetune, teacher=teacher)
+    return ({SOFTMAX: softmax} if tuned_first or teacher else {}) | {"distilled": distilled, "done": done}
+
+
+def softmax_folder(recipe: Recipe, cell: Cell) -> str:
+    """Return the folder of the softmax model of a cell's task and seed, which the cell is compared with."""
+    name = f"{cell.job.name}-s{cell.seed}"
+    return f"teachers/{name}" if recipe.flow == "finetuned" else f"cells/{SOFTMAX}-{name}"
+
+
+class Runner:
+    """Runs the stages of a recipe, each once.
+
+    Args:
+        recipe: the recipe.
+        folder: the run's folder.
+        device: where models run.
+        on_event: called with events of jobs.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, device: str, on_event: Callback) -> None:
+        self.recipe, self.folder, self.device, self.on_event = recipe, folder, device, on_event
+        self._opened: tuple[object, tuple[TaskData, Processor]] | None = None
+
+    def run(self, stage: Stage) -> None:
+        """Run a stage, unless its result exists."""
+        target = self.folder / stage.folder
+        if not (target / RECORD).is_file():
+            with claim(target):
+                {"tune": self._tune, "convert": self._convert, "measure": self._measure}[stage.do](stage, target)
+
+    def _data(self, job: Job, seed: int) -> tuple[TaskData, Processor]:
+        """Return a task's rows and the processor that made them; the last ones are kept for the next stage."""
+        key = (job.name, seed, job.rows)
+        if self._opened is None or self._opened[0] != key:
+            data, processor = open_job(self.recipe.model, job, seed)
+            self.on_event(DataOpened(data.description))
+            self._opened = (key, (data, processor))
+        return self._opened[1]
+
+    def _tune(self, stage: Stage, target: Path) -> None:
+        assert stage.tune is not None
+        job = stage.job
+        data, processor = self._data(job, stage.seed)
+        config = dataclasses.replace(stage.tune, seed=stage.seed)
+        model = move(self._load(stage, data, new_head=True), self.device)
+        fit_tokenizer(model, processor)
+        check_length(model, job.task, job.rows.max_length)
+        teacher = None
+        if stage.teacher is not None:
+            place = str(self.folder / stage.teacher.folder)
+            teacher = load_teacher(place, data, model, processor, job.rows.max_length)
+        work = self.folder / ".work" / stage.folder
+        result = finetune(
+            model,
+            data,
+            config,
+            folder=work,
+            resume=True,
+            on_log=lambda entry: self.on_event(Logged(entry)),
+            tensorboard=self.folder / "tensorboard" / stage.folder,
+            teacher=teacher,
+        )
+        record = tuning_record(data, config, result, None if teacher is None else SOFTMAX)
+        earlier = [] if stage.base is None else read_log(self.folder / stage.base.folder)
+        files = tuning_files(record, result, earlier) | _record_file(record)
+        save_model(model, target, processor, stage={"finetuning": record}, extra_files=files)
+        with contextlib.suppress(CheckpointError, OSError):
+            remove_work(work)
+
+    def _load(self, stage: Stage, data: TaskData, *, new_head: bool) -> PreTrainedModel:
+        """Load the result of the stage before, or the recipe's checkpoint; or make a model from scratch."""
+        model, job = self.recipe.model, stage.job
+        if stage.base is not None:
+            return load_for_task(str(self.folder / stage.base.folder), data, new_head=new_head, seed=stage.seed)
+        if model.pretrained:
+            return load_for_task(model.checkpoint, data, new_head=new_head, seed=stage.seed, changes=job.config)
+        _, processor = self._data(job, stage.seed)
+        config = _sized(job.config, processor, job.rows.max_length)
+        fresh = fresh_model(config, data.task, data.num_labels, seed=stage.seed)
+        return fresh if stage.row is None or stage.row.name == SOFTMAX else convert(fresh, stage.row, stage.seed)
+
+    def _convert(self, stage: Stage, target: Path) -> None:
+        job, row, seed = stage.job, stage.row, stage.seed
+        assert row is not None
+
+        def reading(length: int | None) -> Job:
+            return job if length is None else job.reading(max_length=min(length, stage.longest))
+
+        taught = reading(job.distil.max_length)
+        data, processor = self._data(taught, seed)
+        model = self._load(stage, data, new_head=False)
+        fit_tokenizer(model, processor)
+        processor = lengthen(model, processor, row)
+        check_length(model, job.task, taught.rows.max_length)
+        model = move(convert(model, row, seed), self.device)
+        batches = batches_of(data, job.distil, seed)
+        config = dataclasses.replace(job.distil, seed=seed)
+        if not row.distil:
+            config = dataclasses.replace(config, steps=0)
+        elif config.epochs is not None:
+            passes = config.epochs * batches.steps_per_epoch
+            config = dataclasses.replace(config, steps=max(1, math.ceil(passes / config.gradient_accumulation)))
+        result = distill(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
+        record = distillation_record(result)
+        lines = log_lines(STAGE_ONE, result.history)
+        provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
+        if job.align.steps and row.align:
+            data, _ = self._data(reading(job.align.max_length), seed)
+            batches = batches_of(data, job.align, seed)
+            options = dataclasses.replace(job.align, seed=seed)
+            aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
+            provenance["alignment"] = record["alignment"] = alignment_record(aligned, config=job.align)
+            lines = log_lines(ALIGNMENT, aligned.history, lines)
+        files = _record_file(record) | log_file(STAGE_TWO, [], lines)
+        save_model(model, target, processor, stage=provenance, extra_files=files)
+
+    def _measure(self, stage: Stage, target: Path) -> None:
+        base = self.recipe.model.checkpoint if stage.base is None else str(self.folder / stage.base.folder)
+        data, processor = self._data(stage.job, stage.seed)
+        model = move(load_for_task(base, data), self.device).eval()
+        fit_tokenizer(model, processor)
+        beyond_training(model, data.task, stage.job.rows.max_length)
+        start = time.perf_counter()
+        measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
+        record = {
+            "metrics": measured.metrics,
+            "score": measured.score,
+            "interval": measured.interval,
+            "chance": measured.chance,
+            "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
+            "facts": data.facts,
+            "seconds": time.perf_counter() - start,
+        }
+        with atomic_folder(target, overwrite=True) as fresh:
+            for name, text in _record_file(record).items():
+                (fresh / name).write_text(text, encoding="utf-8")
+
+
+def _record_file(record: dict[str, Any]) -> dict[str, str]:
+    return {RECORD: json.dumps(record, indent=2) + "\n"}
+
+
+def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
+    """Return a task's rows as the batches of stage one and the alignment, which need no labels.
+
+    The rows held out are those of stage two (`stage_two.prepared`); the validation rows are only reported.
+    """
+    split = hold_out(data, seed=seed)
+    assert split.selection is not None
+    train = ConcatDataset([split.train, split.extra]) if split.extra else split.train
+    return RowBatches(train, split.selection, data.collate, data.digest, options.batch_size, options.holdout, seed)
+
+
+def lengthen(model: PreTrainedModel, processor: Processor, row: Row) -> Processor:
+    """Give a model the positions that its row of the table reads, and return a processor that knows of them.
+
+    Raises:
+        ConfigError: if the model cannot have more.
+    """
+    most, length = current_length(model), row.rows.get("max_length")
+    if not isinstance(length, int) or most is None or length <= most:
+        return processor
+    return extend_processor(processor, extend_positions(model, length, method=row.positions), model)
+
+
+def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
+    """Put the kernels of a row of the table into a model."""
+    layers = {number: (kernel.name, kernel.arguments()) for number, kernel in row.layers.items()}
+    return put_in_kernels(
+        model,
+        row.name,
+        row.arguments(),
+        layers=layers or None,
+        keep_softmax=row.keep_softmax,
+        softmax_heads=row.softmax_heads,
+        seed=seed,
+    )
+
+
+def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
+    """Open a task's data and make its rows, with the checkpoint's processor or one made for the data.
+
+    Raises:
+        ConfigError: if a model from scratch has no tokenizer or image size.
+    """
+    given: Given | None = job.data
+    processor: Processor | None = None
+    if job.column.make is not None:
+        source = None if job.data is None else str(located(job.task, job.data))
+        names = {field.name for field in dataclasses.fields(SETS[job.column.make].config)}
+        seeded = {"seed": seed} if "seed" in names else {}
+        made = make(job.column.make, seeded | job.column.options, source)
+        given, processor = made.tables, made.tokenizer
+    if model.pretrained:
+        processor = load_processor(model.checkpoint, job.task.modality)
+    elif job.task.modality == "image":
+        from transformers import ViTImageProcessor
+
+        size = model.image_size or model.config.get("image_size")
+        if not isinstance(size, int):
+            raise ConfigError("model.image_size: got none, expected pixels a side for a model trained from scratch")
+        processor = ViTImageProcessor(size={"height": size, "width": size})
+    elif processor is None:
+        processor = _tokenizer_for(model, job, given)
+    return prepare(job.task, processor, dataclasses.replace(job.rows, seed=seed), data=given), processor
+
+
+def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:
+    """Make or load the tokenizer of a model from scratch; words and pieces are learned from the training texts."""
+    tokens = job.column.tokenizer or model.tokenizer
+    if tokens is None:
+        raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
+    if tokens.name is not None:
+        return load_processor(tokens.name, "text")
+    texts: Iterable[str] = ()
+    if tokens.kind in LEARNED:
+        source = str(job.task.dataset) if given is None else given
+        table = raw_table(located(job.task, source), job.task.train)
+        columns = job.task.columns or (find_column(column_kinds(table, "text"), None, "text", "text"),)
+        texts = (text for column in columns for text in table[column] if text)
+    framed = not job.task.type.next_token
+    segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)
+    return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed, segments=segments)
+
+
+def _embeds_segments(config: dict[str, object]) -> bool:
+    """Tell whether a model of this config distinguishes a pair's two texts by `token_type_ids`, as BERT does."""
+    from transformers import AutoConfig
+
+    values = dict(config)
+    try:
+        made = AutoConfig.for_model(str(values.pop("model_type")), **values)
+    except Exception:  # Making the model reports what is wrong with its config.
+        return False
+    return bool(getattr(made, "type_vocab_size", 0) > 1)
+
+
+def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
+    """Fill in what follows from the data: the vocabulary, its special tokens, and room for the longest row."""
+    values = dict(config)
+    if not hasattr(processor, "convert_tokens_to_ids"):
+        return values
+    values.setdefault("vocab_size", len(processor))
+    values.setdefault("pad_token_id", processor.pad_token_id)
+    if values.get("model_type") == "gpt2":
+        values.setdefault("n_positions", length)
+        values.setdefault("bos_token_id", processor.eos_token_id)
+        values.setdefault("eos_token_id", processor.eos_token_id)
+    else:
+        # RoBERTa counts its positions from after the padding token's number.
+        extra = (processor.pad_token_id or 0) + 1 if values.get("model_type") == "roberta" else 0
+        values.setdefault("max_position_embeddings", length + extra)
+    return values

@@ -1,0 +1,94 @@
+"""Tokenizers made here: with a fixed vocabulary, of bytes, and of words or pieces learned from texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from linearize.core.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+PAD, UNKNOWN, START, BETWEEN, MASK, END = "<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "</s>"
+SPECIAL = (PAD, UNKNOWN, START, BETWEEN, MASK, END)
+LEARNED = ("words", "pieces")
+KINDS = ("bytes", *LEARNED)
+
+
+def make_tokenizer(
+    kind: str, texts: Iterable[str] = (), size: int | None = None, *, framed: bool = True, segments: bool = False
+) -> PreTrainedTokenizerBase:
+    """Make a tokenizer of a kind.
+
+    Args:
+        kind: "bytes" (one token per byte), "words" (all words between blanks) or "pieces" (byte-level BPE).
+        texts: what words or pieces are learned from.
+        size: size of the vocabulary, including special tokens; None: all words, or 8,192 pieces.
+        framed: whether rows begin with a special token, which classifiers read.
+        segments: whether rows have `token_type_ids` (1 from a pair's second text on), for models that embed them.
+
+    Raises:
+        UnknownNameError: for another kind.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if kind not in KINDS:
+        raise unknown_name("tokenizer", kind, KINDS)
+    if size is not None and size <= len(SPECIAL) + 256 * (kind != "words"):
+        raise ConfigError(f"tokenizer: got a vocabulary of {size}, expected more than its special tokens and bytes")
+    if kind == "words":
+        made = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        learner: trainers.WordLevelTrainer | trainers.BpeTrainer = trainers.WordLevelTrainer(
+            vocab_size=size or 10_000_000, special_tokens=list(SPECIAL)
+        )
+        # A special token in the texts, such as WikiText's <unk>, would leave a gap in the words' numbers, and the last
+        # number would be outside of the embedding.
+        plain = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
+        made.train_from_iterator(plain, learner)
+        return wrap(made, framed, segments)
+    made = Tokenizer(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "pieces")
+    made.decoder = decoders.ByteLevel()
+    wanted = len(SPECIAL) + len(alphabet) if kind == "bytes" else size or 8_192
+    learner = trainers.BpeTrainer(
+        vocab_size=wanted, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(() if kind == "bytes" else texts, learner)
+    return wrap(made, framed, segments)
+
+
+def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrainedTokenizerBase:
+    """Make a tokenizer of a known vocabulary, tokens between blanks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *tokens])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrap(made, framed)
+
+
+def wrap(made: Tokenizer, framed: bool, segments: bool = False) -> PreTrainedTokenizerBase:
+    """Give a tokenizer transformers' interface; framed, it writes `<cls> a` and `<cls> a <sep> b`."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    if framed:
+        numbers = [(token, made.token_to_id(token)) for token in (START, BETWEEN)]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{START} $A", pair=f"{START} $A {BETWEEN} $B:1", special_tokens=numbers
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        cls_token=START,
+        sep_token=BETWEEN,
+        mask_token=MASK,
+        eos_token=END,
+        bos_token=END,
+        model_input_names=["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
+    )

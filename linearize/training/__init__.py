@@ -1,0 +1,1 @@
+"""The three training stages and what they share."""

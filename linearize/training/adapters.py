@@ -1,0 +1,203 @@
+"""Low-rank updates through peft, added to a model in place and merged before it is saved.
+
+By default they are added to the linear maps inside every attention, which are found whatever their names are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.options import check, option
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+PEFT = "base_model.model."
+"""Prefix of the weights' names in peft's files."""
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank updates instead of full tuning; kernels and new heads are tuned in full in any case."""
+
+    r: int = option(8, "rank of the updates", low=1)
+    alpha: float = option(16.0, "their scale is alpha / r")
+    dropout: float = option(0.0, "dropout of their input", low=0, below=1)
+    targets: str | None = option(None, "endings of the modules' names, joined by +; by default those of the attention")
+
+    def __post_init__(self) -> None:
+        check(self, "lora")
+
+
+def parse_lora(text: str) -> LoraConfig:
+    """Read `r=8,alpha=16,dropout=0.05,targets=query+value`.
+
+    Raises:
+        ConfigError: for an unknown name, or a value that is not a number.
+    """
+    kinds = {"r": int, "alpha": float, "dropout": float, "targets": str}
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if name not in kinds:
+            raise unknown_name("lora option", name, kinds)
+        try:
+            values[name] = kinds[name](value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"lora: got {part!r}, expected {name}=NUMBER, such as r=8,alpha=16")
+    return LoraConfig(**values)
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Add low-rank updates to a model, and train only them, the kernels and the head.
+
+    Args:
+        model: softmax or converted.
+        config: rank, scale and targets.
+
+    Returns:
+        Names of the modules that got one.
+
+    Raises:
+        ConfigError: if no module fits the targets.
+    """
+    import peft
+
+    targets = target_modules(model, config.targets)
+    model.requires_grad_(False)
+    peft.inject_adapter_in_model(_peft_config(model, config, targets), model)
+    body = f"{model.base_model_prefix}."
+    for name, parameter in model.named_parameters():
+        inside = name.startswith(body)
+        if "lora_" in name or not inside or ".linear_attention." in name:
+            parameter.requires_grad_(True)
+    # A language model's head may be tied to the embedding, which is not trained.
+    embedding = model.get_input_embeddings()
+    if embedding is not None:
+        embedding.weight.requires_grad_(False)
+    return targets
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> Any:
+    """Return the options in peft's form."""
+    import peft
+
+    modules = [model.get_submodule(name) for name in targets]
+    return peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(type(getattr(module, "base_layer", module)).__name__ == "Conv1D" for module in modules),
+        **more,
+    )
+
+
+def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict[str, bytes]:
+    """Return the updates, before they are merged, as files for `peft.PeftModel.from_pretrained(base, folder)`.
+
+    The files also hold what was trained in full, the kernels and the head (peft's `modules_to_save`).
+
+    Args:
+        model: with the updates of `add_lora`.
+        config: the options of `add_lora`.
+        base: name of the model that they belong to.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from safetensors.torch import save
+
+    targets = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    whole = _trained_modules(model)
+    tensors = {
+        f"{PEFT}{name.replace('.default.', '.')}": tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_" in name
+    }
+    for module in whole:
+        weights = model.get_submodule(module).state_dict()
+        tensors |= {f"{PEFT}{module}.{name}": tensor for name, tensor in weights.items()}
+    peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
+    with tempfile.TemporaryDirectory() as folder:
+        peft_config.save_pretrained(folder)
+        written = (Path(folder) / ADAPTER_CONFIG).read_bytes()
+    # A tensor with two names is written twice: safetensors cannot share memory.
+    plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
+
+
+def _trained_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that are trained in full: kernels, and modules after the body."""
+    trained: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" not in name:
+            before, kernel, _ = name.partition(".linear_attention.")
+            trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
+    return list(trained)
+
+
+def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
+    """Add the updates to the weights and remove their modules."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, module.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    return model.requires_grad_(True)
+
+
+def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[str]:
+    """Return the names of the linear maps inside the attentions, or of the modules with the given endings.
+
+    Raises:
+        ConfigError: if the model has no such module.
+    """
+    if endings is not None:
+        wanted = tuple(part.strip() for part in endings.split("+"))
+        targets = [name for name, module in model.named_modules() if _linear(module) and name.split(".")[-1] in wanted]
+        if not targets:
+            raise ConfigError(f"lora: no linear module is called {' or '.join(wanted)}; leave targets out to find them")
+        return targets
+    targets = []
+    for host in _hosts(model):
+        module = model.get_submodule(host)
+        targets += [
+            f"{host}.{name}"
+            for name, child in module.named_modules()
+            if _linear(child) and not name.startswith("linear_attention")
+        ]
+    if not targets:
+        raise ConfigError(f"lora: {type(model).__name__} has no linear maps in its attentions; name targets=...")
+    return sorted(set(targets))
+
+
+def _hosts(model: PreTrainedModel) -> list[str]:
+    """Return the names of the attention modules; those of a softmax model are found by a trial run."""
+    from linearize.attention.interface import linear_attentions
+
+    converted = list(linear_attentions(model))
+    if converted:
+        return converted
+    from linearize.conversion.probe import probe
+
+    names = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(names[id(call.module)] for call in probe(model) if id(call.module) in names))
+
+
+def _linear(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -1,0 +1,76 @@
+"""Options of the alignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option
+from linearize.training.stage_one.config import LARGEST, PRECISIONS, check_states
+
+TRAINED = ("kernels", "attention", "blocks", "lora")
+POOLINGS = ("mean", "first")
+WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
+BLOCKWISE, END_TO_END = "blockwise", "end to end"
+SMALLEST = 1e-6
+"""Smallest temperature or gradient norm: losses are divided by them."""
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """How the alignment brings a whole converted model close to its original."""
+
+    steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)
+    blockwise: float = option(
+        0.25, "share of the steps in which each block is aligned under the teacher's inputs", low=0, high=1
+    )
+    train: str = option(
+        "blocks",
+        "what is trained: kernels, attention, blocks, or lora (on the attention)",
+        choices=TRAINED,
+        metavar="WHAT",
+    )
+    learning_rate: float = option(
+        2e-4, "peak learning rate of the weights that came from the original", low=0, high=LARGEST
+    )
+    kernel_learning_rate: float = option(1e-3, "peak learning rate of the kernels", low=0, high=LARGEST)
+    hidden_weight: float = option(1.0, "weight of the hidden states' error", low=0, high=LARGEST)
+    pooled_weight: float = option(1.0, "weight of the pooled output's distance (1 - cosine)", low=0, high=LARGEST)
+    pooling: str = option(
+        "mean",
+        "what the pooled output is: the mean over tokens, or the first token's state",
+        choices=POOLINGS,
+        metavar="HOW",
+    )
+    logits_weight: float = option(
+        1.0, "weight of the logits' divergence, where the model has a head", low=0, high=LARGEST
+    )
+    temperature: float = option(1.0, "temperature of the logits' divergence", low=SMALLEST, high=LARGEST)
+    lora_rank: int = option(8, "rank of the low-rank updates with train=lora", low=1)
+    weight_decay: float = option(0.0, "AdamW's weight decay", low=0, high=LARGEST)
+    warmup: float = option(
+        0.05, "share of a phase's steps in which the rate rises; it then falls as a cosine", low=0, high=1
+    )
+    max_grad_norm: float = option(1.0, "gradient clipping", low=SMALLEST, high=LARGEST)
+    eval_every: int = option(50, "steps between evaluations on held-out data", low=1)
+    patience: int = option(
+        3, "how often the rate is halved after two worse evaluations before the phase is stopped", low=0
+    )
+    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
+    precision: str = option("no", "mixed precision of the passes: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
+    save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
+    keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
+    folder: str | None = option(None, "where states are kept")
+    resume: bool = option(False, "resume from the newest state of an interrupted run")
+    seed: int = option(0, "seed of the low-rank updates")
+
+    def __post_init__(self) -> None:
+        check(self, "alignment")
+        check_states(self, "alignment")
+        if not any(getattr(self, name) for name in WEIGHTS):
+            raise ConfigError(f"alignment: got {', '.join(WEIGHTS)} all 0, expected at least one above; raise one")
+
+    def phases(self) -> list[tuple[str, int]]:
+        """Return the phases with steps, in order: ("blockwise" or "end to end", steps)."""
+        blockwise = round(self.steps * self.blockwise)
+        return [(name, n) for name, n in ((BLOCKWISE, blockwise), (END_TO_END, self.steps - blockwise)) if n]

@@ -1,0 +1,214 @@
+"""The error of a student on a batch: end to end against its teacher's outputs, or block by block on its inputs.
+
+Every term is a mean over the batch's tokens or rows, times the batch's share of the tokens or rows of the whole step.
+So the gradient is that of one mean over the step, however it is split over batches or processes. Squared errors are
+divided by the teacher's variances on held-out data, which do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from linearize.attention.interface import observed
+from linearize.fidelity.teacher.observe import run_body
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
+from linearize.training.alignment.pair import Block, Outputs, Pair, first_tensor, hooked, keeper
+
+POOLED, LOGITS = "pooled", "logits"
+FAR_BELOW = -1e4
+"""The logit of padding among logits over tokens, so that padding is never an answer."""
+
+
+class Share(NamedTuple):
+    """The size of a batch, or its share of a step.
+
+    Attributes:
+        tokens: tokens; rows if the batch has no mask.
+        rows: rows.
+    """
+
+    tokens: float = 1.0
+    rows: float = 1.0
+
+    def of(self, tokens: float, rows: float) -> Share:
+        """Return the share that a batch of this size has of so many tokens and rows."""
+        return Share(self.tokens / max(tokens, 1), self.rows / rows)
+
+
+def size_of(batch: Mapping[str, Tensor]) -> Share:
+    """Return a batch's number of tokens (rows, if it has no mask) and of rows."""
+    rows = len(next(iter(batch.values())))
+    mask = batch.get("attention_mask")
+    return Share(rows if mask is None else int(mask.sum()), rows)
+
+
+@dataclass
+class Scales:
+    """The divisors of errors: variances of the teacher's outputs, per token, summed over channels.
+
+    Attributes:
+        states: by block, and of the last hidden state.
+        attentions: by block, of its attention's output after the output projection.
+        numbers: of regression logits, by name.
+    """
+
+    states: dict[str, float] = field(default_factory=dict)
+    attentions: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def is_regression(config: PreTrainedConfig) -> bool:
+    """Tell whether a head's logits are numbers, not classes."""
+    return getattr(config, "problem_type", None) == "regression" or (
+        getattr(config, "num_labels", 2) == 1 and getattr(config, "problem_type", None) is None
+    )
+
+
+class Objective:
+    """Computes the terms of the alignment.
+
+    Attributes:
+        pair: student and teacher.
+        config: weights and temperature.
+        scales: divisors of the errors; `measure_scales` fills them.
+    """
+
+    def __init__(self, pair: Pair, config: AlignConfig) -> None:
+        self.pair, self.config = pair, config
+        self.head = config.logits_weight > 0
+        self.scales = Scales()
+
+    @torch.no_grad()
+    def measure_scales(self, batches: list[dict[str, Tensor]]) -> None:
+        """Measure the teacher's variances, as means over held-out batches weighted by tokens."""
+        total, sums = 0.0, Scales()
+        for batch in batches:
+            tokens = size_of(batch).tokens
+            total += tokens
+            with self._attentions(self.pair.teacher, *self.pair.blocks) as kept:
+                taught = self.pair.teach(batch, head=self.head)
+            for name, state in taught.states.items():
+                _add(sums.states, name, variance(state, taught.mask), tokens)
+            for block in self.pair.blocks:
+                _add(sums.attentions, block.name, variance(kept[block.name], taught.mask), tokens)
+            if is_regression(self.pair.teacher.config):
+                for name, value in taught.logits.items():
+                    _add(sums.numbers, name, variance(value), tokens)
+        for variances in (sums.states, sums.attentions, sums.numbers):
+            for name in variances:
+                variances[name] /= max(total, 1.0)
+        self.scales = sums
+
+    def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+        """Return the terms of whole models: one per hidden state, `POOLED`, and one per kind of logits."""
+        taught = self.pair.teach(batch, head=self.head)
+        learned = self.pair.learn(batch, head=self.head)
+        terms = {
+            name: share.tokens * self._error(learned.states[name], target, taught.mask, self.scales.states[name])
+            for name, target in taught.states.items()
+        }
+        mine, target = (self._pooled(side) for side in (learned, taught))
+        terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
+        for name, value in taught.logits.items():
+            terms[f"{LOGITS}/{name}"] = self._logits(name, learned.logits[name], value, taught.mask, share)
+        return terms
+
+    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Return the weighted sum of `end_to_end`'s terms: the mean over hidden states, the pooled output, logits."""
+        hidden = [term for name, term in terms.items() if name != POOLED and not name.startswith(LOGITS)]
+        logits = [term for name, term in terms.items() if name.startswith(LOGITS)]
+        config = self.config
+        loss = config.hidden_weight * torch.stack(hidden).mean() + config.pooled_weight * terms[POOLED]
+        return loss + config.logits_weight * torch.stack(logits).mean() if logits else loss
+
+    def blockwise(self, batch: Mapping[str, Tensor], share: Share, *, train: bool) -> dict[str, float]:
+        """Run the teacher, and each of the student's blocks on the inputs of the teacher's block.
+
+        A block's error is that of its attention after the output projection plus that of its output. With `train` its
+        gradient is computed as soon as it has run, and no intermediate result is kept.
+        """
+        terms: dict[str, float] = {}
+        mask, scales, student = batch.get("attention_mask"), self.scales, self.pair.student
+
+        def after(block: Block) -> Callable[..., None]:
+            module = student.get_submodule(block.name)
+
+            def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+                if block.name in terms:
+                    return
+                terms[block.name] = 0.0
+                target, attended = first_tensor(output).detach(), kept[block.name]
+                with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, block) as mine:
+                    state = first_tensor(module(*args, **kwargs))
+                    error = self._error(state, target, mask, scales.states[block.name])
+                    if block.attention != block.name:
+                        error = error + self._error(mine[block.name], attended, mask, scales.attentions[block.name])
+                    error = share.tokens * error
+                    if train and error.requires_grad:
+                        # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
+                        with torch.autocast(device_type=error.device.type, enabled=False):
+                            error.backward()
+                terms[block.name] = float(error.detach())
+                kept.pop(block.name, None)
+
+            return hook
+
+        teacher, blocks = self.pair.teacher, self.pair.blocks
+        hooks = {block.name: after(block) for block in blocks}
+        with self._attentions(teacher, *blocks) as kept, hooked(teacher, hooks), self.pair.softmax(), torch.no_grad():
+            run_body(teacher, batch)
+        return terms
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _attentions(model: nn.Module, *blocks: Block) -> Iterator[dict[str, Tensor]]:
+        """Keep the outputs of attentions, after their output projection, by block."""
+        kept: dict[str, Tensor] = {}
+        # If teacher and student are one model, the student's call inside the teacher's comes second.
+        with hooked(model, {block.attention: keeper(kept, block.name, first=True) for block in blocks}):
+            yield kept
+
+    def _pooled(self, side: Outputs) -> Tensor:
+        """Return the pooled output [B, C], as sentence embedders compute it."""
+        states = flat(side.last)
+        if self.config.pooling == "mean":
+            return pooled(states, side.mask)
+        if side.mask is None or side.mask.shape != states.shape[:2]:
+            return states[:, 0]
+        return states[torch.arange(len(states), device=states.device), side.mask.long().argmax(dim=1)]
+
+    def _error(self, mine: Tensor, target: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        rows = masked_rows(target, mask).shape[0]
+        return squared_error(mine, target, mask) / (max(rows, 1) * scale)
+
+    def _logits(self, name: str, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share) -> Tensor:
+        per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
+        if name in self.scales.numbers:
+            error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.scales.numbers[name])
+            return share.rows * error
+        if mask is not None and not per_token and target.shape == mask.shape:
+            # One logit per token, of which one is chosen (the start of an answer): never padding.
+            mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
+        first, second = masked_rows(mine, mask), masked_rows(target, mask)
+        mean = divergence(first, second, temperature=self.config.temperature) / max(len(first), 1)
+        return (share.tokens if per_token else share.rows) * mean
+
+
+def flat(states: Tensor) -> Tensor:
+    """Return states [B, T, C], of a grid [B, H, W, C] too."""
+    return states if states.ndim == 3 else states.flatten(1, -2)
+
+
+def _add(sums: dict[str, float], name: str, value: Tensor, weight: float) -> None:
+    sums[name] = sums.get(name, 0.0) + float(value) * weight
+
+
+__all__ = ["LOGITS", "POOLED", "Objective", "Outputs", "Scales", "Share", "flat", "is_regression", "size_of"]

@@ -1,0 +1,92 @@
+"""Options of stage one."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
+
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option
+
+LOSSES = ("auto", "weights", "output", "both")
+PRECISIONS = ("no", "bf16", "fp16")
+DISTILL_LENGTH = 256
+"""Default tokens per training row: attention is learned well on short rows, and they are cheap."""
+FEEDS = ("teacher", "student")
+LARGEST = 1e6
+"""Largest rate or weight: a larger one is a mistake."""
+
+
+class RunConfig(Protocol):
+    """The options that every training run has; frozen dataclasses."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def folder(self) -> str | None:
+        """Where states are kept."""
+
+    @property
+    def keep(self) -> int:
+        """How many of them are kept."""
+
+    @property
+    def resume(self) -> bool:
+        """Whether to resume from the newest one."""
+
+    @property
+    def save_every(self) -> int | None:
+        """Steps between them."""
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Batches of a step."""
+
+
+def check_states(config: RunConfig, where: str) -> None:
+    """Check that a run with states has a folder for them.
+
+    Raises:
+        ConfigError: naming `where`.
+    """
+    if (config.save_every or config.resume) and config.folder is None:
+        raise ConfigError(f"{where}: save_every and resume need a folder for the states; set folder")
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """How kernels learn to imitate softmax. None means the default in the kernel's registry entry."""
+
+    steps: int = option(1000, "optimizer steps; 0 skips stage one", low=0)
+    learning_rate: float | None = option(
+        None, "peak learning rate of AdamW; by default the kernel's own", low=0, high=LARGEST
+    )
+    weight_decay: float | None = option(None, "AdamW's weight decay; by default the kernel's own", low=0, high=LARGEST)
+    warmup: float | None = option(
+        None, "share of the steps in which the rate rises; by default the kernel's own", low=0, high=1
+    )
+    loss: str = option(
+        "auto", "weights, output, both, or auto: what the kernel supports", choices=LOSSES, metavar="LOSS"
+    )
+    negative_penalty: float | None = option(
+        None, "weight of negative attention weights in the loss; by default the kernel's own", low=0, high=LARGEST
+    )
+    output_weight: float = option(1.0, "weight of the output's error in the loss `both`", low=0, high=LARGEST)
+    feed: str = option(
+        "teacher", "whose hidden states feed the next layer: teacher or student", choices=FEEDS, metavar="WHOSE"
+    )
+    query_sample: int | None = option(None, "take the loss on N random queries per row, for long rows", low=1)
+    eval_every: int = option(100, "steps between evaluations of the held-out loss", low=1)
+    patience: int = option(5, "evaluations without a better held-out loss after which to stop; 0: never", low=0)
+    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
+    precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
+    layers_at_a_time: int | None = option(None, "train N layers, then the next N; by default all together", low=1)
+    save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
+    keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
+    folder: str | None = option(None, "where states are kept")
+    resume: bool = option(False, "resume from the newest state of an interrupted run")
+    seed: int = option(0, "seed of the order of the data and the sampling")
+
+    def __post_init__(self) -> None:
+        check(self, "stage one")
+        check_states(self, "stage one")

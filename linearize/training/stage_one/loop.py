@@ -1,0 +1,227 @@
+"""Stage one: teach the kernels of a converted model to imitate its frozen softmax attention.
+
+Only the kernels are trained. Each layer's loss needs only that layer's q, k and v under the frozen model, so its
+gradient is computed inside the frozen forward pass, as soon as the layer has run (`stage_one.observer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.fingerprint import fingerprint
+from linearize.checkpoint.loading import move
+from linearize.fidelity.measure import Fidelity, measure_layers
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
+from linearize.training.stage_one.processes import several
+from linearize.training.stage_one.run import Batches, Part, Progress, Report, Run, check_inputs, frozen
+from linearize.training.stage_one.shard import frozen_model
+from linearize.training.stage_one.state import RunState
+
+
+@dataclass(frozen=True)
+class StepReport(Report):
+    """The report of a step.
+
+    Attributes:
+        step: steps done.
+        steps: steps planned.
+        losses: mean loss per layer, by host module.
+        held_out: mean held-out loss over layers, at the steps that evaluate it.
+        learning_rate: of the first layer.
+        seconds: since the start, including those before a resumed run was interrupted.
+        stage: "stage one".
+        phase: empty.
+    """
+
+    step: int
+    steps: int
+    losses: dict[str, float]
+    held_out: float | None
+    learning_rate: float
+    seconds: float
+    stage: ClassVar[str] = "stage one"
+    phase: ClassVar[str] = ""
+
+    @property
+    def loss(self) -> float:
+        """Mean over the layers."""
+        return sum(self.losses.values()) / max(1, len(self.losses))
+
+
+@dataclass
+class DistillResult:
+    """The result of stage one.
+
+    Attributes:
+        steps: optimizer steps done.
+        best_step: the step whose parameters were kept (of the last group of layers).
+        held_out: its mean held-out loss.
+        stopped: why it ended ("steps", "early stopping", "nothing to learn").
+        before: fidelity before, on the held-out batches.
+        after: fidelity after.
+        history: one record per step.
+        seconds: duration of the training itself.
+        state: a resumed run returns this result at once from it; None if nothing was trained, or if the data cannot be
+            identified (it has no `digest`) and the run keeps no states.
+    """
+
+    steps: int
+    best_step: int
+    held_out: float | None
+    stopped: str
+    before: Fidelity
+    after: Fidelity
+    history: list[StepReport] = field(default_factory=list)
+    seconds: float = 0.0
+    state: RunState | None = None
+
+
+def distill(
+    model: PreTrainedModel,
+    data: Batches,
+    config: DistillConfig | None = None,
+    *,
+    on_step: Callable[[StepReport], None] | None = None,
+    accelerator: Accelerator | None = None,
+) -> DistillResult:
+    """Train the kernels of a converted model, in place.
+
+    Args:
+        model: a converted model.
+        data: the source of batches, e.g. `linearize.data.load_source(...)`.
+        config: options.
+        on_step: called after every step (progress bars, logs).
+        accelerator: an Accelerate object; None makes one.
+
+    Returns:
+        The result, with fidelity before and after on held-out batches.
+
+    Raises:
+        ConfigError: if the model is not converted, the data gives no batches, or an option does not fit a kernel or
+            the run to be resumed.
+        TrainingError: if a loss becomes NaN or infinite; names layer and step. The model then holds the best
+            parameters from before.
+    """
+    config = config or DistillConfig()
+    check_inputs("stage one", model, data)
+    return _Run(model, data, config, on_step, accelerator or make_accelerator(model)).run()
+
+
+def make_accelerator(model: PreTrainedModel) -> Accelerator:
+    """Make an Accelerate object for a model's device."""
+    # Accelerate has one state per process: the first object decides, and a later one must not contradict it.
+    # For several processes, accelerate's own configuration assigns the devices.
+    if AcceleratorState._shared_state or several():
+        return Accelerator()
+    return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+
+
+class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
+    """One run of stage one: groups of layers one after the other; by default one group."""
+
+    part_name, weights_name, report, progress = "group", "kernel", StepReport, Progress
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        data: Batches,
+        config: DistillConfig,
+        on_step: Callable[[StepReport], None] | None,
+        accelerator: Accelerator,
+    ) -> None:
+        super().__init__(data, config, on_step, accelerator)
+        self.model = self.frozen = model
+        layers = linear_attentions(model)
+        learn = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.learnable]
+        size = config.layers_at_a_time or max(1, len(learn))
+        self.groups = [learn[i : i + size] for i in range(0, len(learn), size)]
+
+    def run(self) -> DistillResult:
+        """Measure, train, measure again."""
+        home = next(self.model.parameters()).device
+        if self.identifiable:
+            self.identity = fingerprint(model=self.model, data=self.data, options=self.options())
+        self.frozen = frozen_model(self.model, self.accelerator)
+        held_out = self.data.holdout_batches()
+        before = measure_layers(self.frozen, held_out)
+        if not self.groups or self.config.steps == 0:
+            return DistillResult(0, 0, None, "steps" if self.groups else "nothing to learn", before, before)
+        with frozen(self.model):
+            # `frozen` does not cover a spread-out copy, which is discarded afterwards.
+            self.frozen.eval().requires_grad_(False)
+            progress = self._train(held_out)
+        after = measure_layers(self.frozen, held_out)
+        if self.frozen is not self.model:
+            # The kernels were on the accelerator; they return to the rest of the given model.
+            move(self.model, home)
+        return DistillResult(
+            len(self.history),
+            progress.best_step,
+            progress.best_loss,
+            progress.stopped,
+            before,
+            after,
+            self.history,
+            self.seconds,
+            self.state,
+        )
+
+    def _train(self, held_out: list[dict[str, Tensor]]) -> Progress:
+        saved = self.load(kernels_of(loss for group in self.groups for loss in group))
+        first = 0 if saved is None else saved.record["group"]
+        progress = Progress()
+        for number in range(first, len(self.groups)):
+            layers, steps = self.groups[number], self.config.steps
+            for loss in layers:
+                loss.layer.train().requires_grad_(True)
+            trainer = KernelTrainer(self.frozen, layers, self.config, self.accelerator)
+            if saved is None:
+                part = self.begin(number, number * steps, steps, trainer, held_out)
+            else:
+                part = self.go_on(number, number * steps, steps, trainer, saved)
+            saved = None
+            progress = self.train(part, held_out)
+            for loss in layers:
+                loss.layer.eval().requires_grad_(False)
+        return progress
+
+    def step(
+        self,
+        part: Part[KernelTrainer, Progress],
+        batches: Iterator[dict[str, Tensor]],
+        held_out: list[dict[str, Tensor]],
+    ) -> None:
+        config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
+        rate = trainer.step(batches, step)
+        losses = {layer.name: layer.mean for layer in trainer.layers}
+        evaluates = step % config.eval_every == 0 or step == part.steps
+        loss = trainer.evaluate(held_out, step) if evaluates else None
+        progress.step = step
+        if loss is not None and progress.better(loss):
+            part.best = trainer.snapshot()
+        elif config.patience and progress.rises >= config.patience:
+            progress.stopped = "early stopping"
+        steps = len(self.groups) * part.steps
+        self.finish_step(StepReport(part.before + step, steps, losses, loss, rate, self.seconds), trainer)
+
+    def options(self) -> dict[str, object]:
+        return super().options() | {"data": getattr(self.data, "description", None)}
+
+    def weights(self, part: Part[KernelTrainer, Progress]) -> dict[str, Tensor]:
+        kernels = kernels_of(loss for group in self.groups for loss in group)
+        return {name: tensor.detach() for name, tensor in kernels.items()}
+
+    def last_state(self, part: Part[KernelTrainer, Progress]) -> RunState | None:
+        return self.state_of(part) if part.number == len(self.groups) - 1 else None
+
+
+__all__ = ["Batches", "DistillConfig", "DistillResult", "StepReport", "distill"]

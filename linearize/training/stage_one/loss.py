@@ -1,0 +1,388 @@
+"""The losses of stage one for one layer: cross-entropy of the weights, and squared error of the head outputs.
+
+Row i of softmax's weights is t_i, the kernel's scores are s_ij = exp(c_ij) phi(q_i) . phi(k_j):
+
+    positive maps:   L_i = log z_i - sum_j t_ij log s_ij,   z_i = sum_j s_ij,   dL_i / ds_ij = 1 / z_i - t_ij / s_ij
+
+Maps whose scores can be negative need more, because a clamped logarithm neither sees nor corrects them. z_i sums the
+positive scores only and is at least a fraction of the row's magnitude, so it cannot cross zero. Below a small fraction
+of the row's mean the logarithm continues as a straight line, so a wanted key with a negative score is pulled up. The
+negative mass over z_i is a penalty.
+
+The two T x T matrices are walked in blocks of rows of one or a few heads, small enough to stay in the cache. Padding is
+removed before, blocks end at the last key that a row sees, and all blocks use the same memory.
+
+Shapes: n pairs of a batch entry and a key/value head, G query heads in each, C rows, S keys, D head size, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from linearize.fidelity.teacher.rows import Rows, pieces, put, row_blocks, take
+from linearize.kernels.base import Features
+from linearize.ops import Window
+from linearize.ops.state import FLOOR
+from linearize.ops.window import NearKeys
+
+CPU_NUMBERS = 1 << 18
+"""Numbers in one block's matrix on a CPU (1 MiB of fp32); a block has three or four such matrices."""
+
+GPU_NUMBERS = 1 << 24
+"""The same on other devices, which need large blocks."""
+
+LEAST_ROWS = 128
+"""Smallest number of rows in a block of long inputs: products of a few rows are slow."""
+
+CAUSAL_ROWS = 64
+"""Most rows in a causal block, or an eighth of all if that is more: every row is computed as long as the last one."""
+
+TINY = 1e-30
+SIGNED_TINY = 1e-6
+"""Smallest row mass of a signed map, whose features are of the order of one."""
+
+KNEE = 1e-2
+"""Where the logarithm of a signed map becomes a line, as a fraction of the row's mean magnitude."""
+
+
+class Targets(NamedTuple):
+    """The softmax attention that a kernel learns to imitate, as the frozen model shows it.
+
+    Attributes:
+        q: [B, H, R, D] queries (all T, or the sampled ones).
+        k: [B, K, T, D] keys.
+        scaling: factor of the scores.
+        causal: the direction.
+        key_padding_mask: [B, T], true at tokens, or None.
+        positions: [R] ascending positions of sampled queries, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    scaling: float
+    causal: bool
+    key_padding_mask: Tensor | None = None
+    positions: Tensor | None = None
+
+    def sampled(self, positions: Tensor | None) -> Targets:
+        """Keep only the queries at some positions [R]; None keeps all."""
+        return self if positions is None else self._replace(q=self.q[:, :, positions], positions=positions)
+
+    def valid_queries(self) -> Tensor | None:
+        """Return [B, R] ones for queries that are tokens; None if all are."""
+        if self.key_padding_mask is None:
+            return None
+        mask = self.key_padding_mask.float()
+        return mask if self.positions is None else mask[:, self.positions]
+
+    def size(self) -> float:
+        """Return the number of valid queries times heads, the divisor of the sums."""
+        batch, heads, queries, _ = self.q.shape
+        valid = self.valid_queries()
+        return float(batch * heads * queries) if valid is None else float(valid.sum()) * heads
+
+
+def block_numbers(device: torch.device) -> int:
+    """Return how many numbers a block should have on a device."""
+    return CPU_NUMBERS if device.type == "cpu" else GPU_NUMBERS
+
+
+def cross_entropy_(
+    queries: Features,
+    keys: Features,
+    targets: Targets,
+    penalty: float | None = None,
+    window: Window | None = None,
+    *,
+    gradient: bool,
+) -> Tensor:
+    """Return the cross-entropy of the kernel's weights against softmax's (hedgehog eq. 6, flexformer L_awd).
+
+    It is summed over valid queries and heads. One pass over blocks of rows computes loss and gradient, as fused
+    cross-entropies do; with `gradient`, the features BECOME their gradients.
+
+    Args:
+        queries: [B, H, R, F] features of `targets.q`, fp32; their log-scale matters with a window only.
+        keys: [B, K, T, F] features of `targets.k`, fp32.
+        targets: the frozen layer.
+        penalty: weight of the negative mass for maps whose weights can be negative; None for positive maps.
+        window: softmax window joined to a positive map, or None.
+        gradient: whether to overwrite the features and log-scales with the loss's gradients.
+    """
+    walk = _Walk(targets, queries.phi, penalty, window, gradient=gradient)
+    for batch, tokens in pieces(targets.key_padding_mask):
+        rows, places = _places(targets, tokens)
+        sides = ((targets.q, queries, rows), (targets.k, keys, tokens))
+        q, k = (take(x, batch, kept) for x, _, kept in sides)
+        mapped = [
+            Features(take(phi, batch, kept), None if scale is None else take(scale, batch, kept))
+            for _, (phi, scale), kept in sides
+        ]
+        walk.piece(q, k, mapped[0], mapped[1], places)
+        if gradient and batch is not None:
+            for (_, features, kept), parts in zip(sides, mapped, strict=True):
+                for whole, part in zip(features, parts, strict=True):
+                    if whole is not None and part is not None:
+                        put(whole, batch, kept, part)
+    return walk.total
+
+
+def _places(targets: Targets, keys: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Return which of the given queries are among the kept tokens (None: all), and their places among them."""
+    if targets.positions is None:
+        tokens = targets.k.shape[2] if keys is None else len(keys)
+        return keys, torch.arange(tokens, device=targets.k.device)
+    if keys is None:
+        return None, targets.positions
+    queries = torch.isin(targets.positions, keys).nonzero()[:, 0]
+    return queries, torch.searchsorted(keys, targets.positions[queries])
+
+
+@dataclass
+class _Unit:
+    """A few pairs that are walked together; the gradients are unused without `gradient`."""
+
+    q: Tensor  # [n, G, R, D], scaled
+    k: Tensor  # [n, S, D]
+    phi_q: Tensor  # [n, G, R, F]
+    phi_k: Tensor  # [n, S, F]
+    query_scale: Tensor | None  # [n, G, R]
+    log_scale: Tensor | None  # [n, S]
+    near: NearKeys | None
+    grad_q: Tensor
+    grad_k: Tensor
+
+
+class _Walk:
+    """Walks one layer in blocks, and sums up its loss in `total`."""
+
+    def __init__(
+        self, targets: Targets, like: Tensor, penalty: float | None, window: Window | None, *, gradient: bool
+    ) -> None:
+        self.causal, self.scaling = targets.causal, targets.scaling
+        self.penalty, self.window, self.gradient = penalty, window, gradient
+        self.like, self.total = like, like.new_zeros(())
+        self.buffers: dict[str, Tensor] = {}
+        self.limit = block_numbers(like.device)
+
+    def piece(self, q: Tensor, k: Tensor, queries: Features, keys: Features, places: Tensor) -> None:
+        """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; the features become gradients."""
+        batch, key_heads, tokens, _ = keys.phi.shape
+        groups, rows = queries.phi.shape[1] // key_heads, queries.phi.shape[2]
+        count = min(rows, max(-(-LEAST_ROWS // groups), self.limit // max(1, groups * tokens)))
+        if self.causal:
+            count = min(count, max(CAUSAL_ROWS, rows // 8))
+        for part, kept in _pairs(batch, key_heads, max(1, self.limit // max(1, groups * count * tokens))):
+            heads = slice(kept.start * groups, kept.stop * groups)
+            phi_q, query_scale = (None if x is None else x[part, heads] for x in queries)
+            phi_k, log_scale = (None if x is None else x[part, kept] for x in keys)
+            assert phi_q is not None and phi_k is not None
+            near = None
+            if self.window is not None:
+                near = NearKeys(self.window, phi_k.new_zeros(phi_k.shape[:3]) if log_scale is None else log_scale)
+            unit_q, unit_k = _grouped(phi_q, groups), phi_k.flatten(0, 1)
+            unit = _Unit(
+                _grouped(q[part, heads].float() * self.scaling, groups),
+                k[part, kept].float().flatten(0, 1),
+                unit_q,
+                unit_k,
+                None if query_scale is None else _grouped(query_scale, groups),
+                None if log_scale is None else log_scale.flatten(0, 1),
+                near,
+                torch.empty_like(unit_q) if self.gradient else unit_q,
+                torch.zeros_like(unit_k) if self.gradient else unit_k,
+            )
+            for block in row_blocks(places, tokens, max(1, count), causal=self.causal):
+                self._block(unit, block)
+            if not self.gradient:
+                continue
+            # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is that of the features along themselves.
+            if log_scale is not None:
+                log_scale.copy_((unit.grad_k * unit.phi_k).sum(dim=-1).view_as(log_scale))
+            if query_scale is not None:
+                query_scale.copy_((unit.grad_q * unit.phi_q).sum(dim=-1).view_as(query_scale))
+            phi_q.copy_(unit.grad_q.view_as(phi_q))
+            phi_k.copy_(unit.grad_k.view_as(phi_k))
+
+    def _block(self, unit: _Unit, rows: Rows) -> None:
+        """Add the loss of some rows, and their gradients to the unit's."""
+        seen, edge = rows.seen, rows.edge
+        queries, features = unit.q[:, :, rows.part], unit.phi_q[:, :, rows.part].flatten(1, 2)
+        shape = (*queries.shape[:3], seen)
+        scores = self._product(queries.flatten(1, 2), unit.k[:, :seen], shape)
+        _hide(scores, edge, -math.inf)
+        target = torch.softmax(scores, dim=-1, out=self._buffer("target", shape))
+        near = None if unit.near is None else unit.near.rows(rows.places, seen)
+        exponents = None
+        if near is not None:
+            exponents = self._hybrid_exponents(unit, rows, scores, near)
+        elif unit.log_scale is not None:
+            exponents = _exponents(unit.log_scale[:, :seen], rows)
+        products = self._product(features, unit.phi_k[:, :seen], shape)
+        if near is not None:
+            products.masked_fill_(near, 1.0)
+        _hide(products, edge, 0.0)
+        spare = self._buffer("spare", shape)
+        if self.penalty is None:
+            loss, grad = positive_rows(products, target, exponents, spare, gradient=self.gradient)
+        else:
+            memory = self._buffer("grad", shape) if self.gradient else None
+            counts = rows.places[:, None] + 1 if self.causal else seen
+            loss, grad = signed_rows(products, target, exponents, spare, seen=counts, penalty=self.penalty, grad=memory)
+        self.total += loss
+        if grad is None:
+            return
+        _hide(grad, edge, 0.0)
+        if near is not None:
+            grad.masked_fill_(near, 0.0)
+        flat = grad.flatten(1, 2)
+        unit.grad_q[:, :, rows.part] = (flat @ unit.phi_k[:, :seen]).view(*shape[:3], -1)
+        unit.grad_k[:, :seen].baddbmm_(flat.transpose(1, 2), features)
+
+    def _hybrid_exponents(self, unit: _Unit, rows: Rows, scores: Tensor, near: Tensor) -> Tensor:
+        """Return softmax's scores of near keys and a_i + c_j of far ones, minus the row's largest: [n, G, C, S]."""
+        exponents = self._buffer("exponents", tuple(scores.shape)).zero_()
+        if unit.log_scale is not None:
+            exponents += unit.log_scale[:, None, None, : rows.seen]
+        if unit.query_scale is not None:
+            exponents += unit.query_scale[:, :, rows.part, None]
+        # Hidden keys have the score -inf here; a hidden far key must not decide the row's shift.
+        torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
+        exponents -= exponents.amax(dim=-1, keepdim=True)
+        return exponents.clamp_(min=FLOOR)
+
+    def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return uninitialised memory of a shape: the same memory for the same name."""
+        numbers = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < numbers:
+            self.buffers[name] = self.like.new_empty(numbers)
+        return self.buffers[name][:numbers].view(shape)
+
+    def _product(self, rows: Tensor, keys: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return rows [n, G C, D] times keys [n, S, D] as [n, G, C, S], in memory that is reused."""
+        out = self._buffer("scores", shape)
+        torch.bmm(rows, keys.transpose(1, 2), out=out.flatten(1, 2))
+        return out
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """View x [b, H, R, ...] as [b K, G, R, ...]."""
+    return x.unflatten(1, (-1, groups)).flatten(0, 1)
+
+
+def _pairs(batch: int, heads: int, count: int) -> Iterator[tuple[slice, slice]]:
+    """Cut batch entries times heads into groups of at most `count`: whole entries, or some heads of one."""
+    if count >= heads:
+        step = count // heads
+        for start in range(0, batch, step):
+            yield slice(start, min(start + step, batch)), slice(0, heads)
+        return
+    for entry in range(batch):
+        for start in range(0, heads, count):
+            yield slice(entry, entry + 1), slice(start, min(start + count, heads))
+
+
+def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
+    """Set a block [n, G, C, S] to `value` at keys that a row does not see; `edge` covers the last ones."""
+    if edge is not None:
+        block[..., -edge.shape[1] :].masked_fill_(edge, value)
+
+
+def _exponents(log_scale: Tensor, rows: Rows) -> Tensor:
+    """Return c_ij minus the largest that row i sees: [n, 1, 1, S], causal [n, 1, C, S]; `FLOOR` where hidden."""
+    if not rows.causal:
+        return (log_scale - log_scale.amax(dim=-1, keepdim=True)).clamp_(min=FLOOR)[:, None, None]
+    largest = log_scale.cummax(dim=-1).values[:, rows.places]
+    exponents = (log_scale[:, None] - largest[..., None]).clamp_(min=FLOOR)[:, None]
+    _hide(exponents, rows.edge, FLOOR)
+    return exponents
+
+
+def positive_rows(
+    products: Tensor, target: Tensor, exponents: Tensor | None, spare: Tensor, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss summed over rows, and its gradient with respect to `products` (in the memory of `target`).
+
+    Args:
+        products: [n, G, C, S] phi(q_i) . phi(k_j), 0 where hidden; overwritten.
+        target: [n, G, C, S] softmax's weights, 0 where hidden; overwritten.
+        exponents: c_ij, which broadcast to them, very negative where hidden; None: all 0.
+        spare: memory of that size.
+        gradient: whether to compute the gradient.
+    """
+    factors = None if exponents is None else exponents.exp()
+    scores = products if factors is None else torch.mul(products, factors, out=spare)
+    z = scores.sum(dim=-1, keepdim=True).clamp_(min=TINY)
+    logs = torch.clamp(products, min=TINY, out=spare).log_()
+    if exponents is not None:
+        logs.add_(exponents)
+    loss = z.log().sum() - torch.dot(target.view(-1), logs.view(-1))
+    if not gradient:
+        return loss, None
+    # The logarithm of a product that is almost zero is cut off and has no slope.
+    target.div_(nnf.threshold(products, TINY, math.inf, inplace=True))
+    mean = z.reciprocal() if factors is None else torch.div(factors, z, out=spare)
+    return loss, torch.sub(mean, target, out=target)
+
+
+def signed_rows(
+    products: Tensor,
+    target: Tensor,
+    exponents: Tensor | None,
+    spare: Tensor,
+    *,
+    seen: Tensor | int,
+    penalty: float,
+    grad: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `positive_rows` does for maps whose products can be negative; `target` keeps its values.
+
+    Further arguments:
+        seen: how many keys a row sees: a number, or one per row [C, 1].
+        penalty: weight of the negative mass.
+        grad: memory for the gradient, [n, G, C, S]; None for no gradient.
+    """
+    factors = None if exponents is None else exponents.exp()
+    scores = products if factors is None else products.mul_(factors)
+    mass = torch.clamp(scores, min=0.0, out=spare).sum(dim=-1, keepdim=True)
+    negative = (mass - scores.sum(dim=-1, keepdim=True)).clamp_(min=0.0)
+    # The knee and the least normaliser are constants in the gradient.
+    least = KNEE * (mass + negative).clamp(min=SIGNED_TINY)
+    z, knee = torch.maximum(mass, least), least / seen
+    share = penalty * negative / z
+    safe = torch.maximum(scores, knee, out=spare)
+    if grad is not None:
+        above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
+        # `above` where a score is positive, `below` where it is negative.
+        torch.sign(scores, out=grad).mul_((above - below) / 2).add_((above + below) / 2)
+        grad.addcdiv_(target, safe, value=-1.0)
+        if factors is not None:
+            grad.mul_(factors)
+    line = scores.sub_(safe)
+    logs = torch.addcdiv(spare.log_(), line, knee, out=line)
+    return z.log().sum() + share.sum() - torch.dot(target.view(-1), logs.view(-1)), grad
+
+
+def output_loss(out: Tensor, target: Tensor, targets: Targets) -> Tensor:
+    """Sum the squared error of the head outputs over valid queries, relative to the target's mean square.
+
+    The sum is divided by the target's size per head, so that one learning rate fits every layer and model.
+
+    Args:
+        out: [B, H, T, V] of the kernel.
+        target: [B, H, T, V] of softmax.
+        targets: the frozen layer, for its padding.
+    """
+    valid = targets.valid_queries()
+    keep = torch.ones_like(target[:, 0, :, 0]) if valid is None else valid
+    keep = keep[:, None, :, None]
+    error = ((out.float() - target.float()).square() * keep).sum(dim=(0, 2, 3))
+    power = (target.float().square() * keep).sum(dim=(0, 2, 3)).clamp(min=TINY)
+    return (error / power).mean() * keep.sum() * target.shape[1]

@@ -1,0 +1,350 @@
+"""The step of stage one: a pass of the frozen model in which every kernel gets its loss and gradient.
+
+The layers of the frozen model show their q, k and v to the trainer while they run. Each layer's gradient is computed
+at once, from those tensors alone; nothing is kept for later layers, and no autograd graph spans all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import observed
+from linearize.attention.layer import LinearAttention
+from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.registry import SCALES, StageOne
+from linearize.fidelity.teacher.observe import has_rows, run_body, softmax_output
+from linearize.kernels.base import Features
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loss import Targets, block_numbers, cross_entropy_, output_loss
+from linearize.training.stage_one.processes import autocast
+from linearize.training.stage_one.run import Interrupts, Trainer
+
+
+class LayerFeatures:
+    """A layer's features, computed for some tokens at a time, and again for the gradient."""
+
+    def __init__(self, layer: LinearAttention, targets: Targets, sample: Tensor | None) -> None:
+        self.mixer: Any = layer.mixer
+        self.targets, self.sample = targets, sample
+        # A map that depends on positions or on other tokens needs the whole sequence.
+        self.indivisible = self.mixer.info.positional or self.mixer.inputs is not None
+
+    @torch.no_grad()
+    def whole(self) -> tuple[Features, Features]:
+        """Return the features of the queries [B, H, R, F] and of the keys [B, K, T, F]."""
+        targets = self.targets
+        rows, tokens = targets.q.shape[2] if self.sample is None else len(self.sample), targets.k.shape[2]
+        wholes: list[Tensor | None] = []
+        for parts in self._parts():
+            if not wholes:
+                wholes = [
+                    None if x is None else x.new_empty(*x.shape[:2], n, *x.shape[3:])
+                    for n, (_, x) in zip((rows, rows, tokens, tokens), parts, strict=True)
+                ]
+            for whole, (part, x) in zip(wholes, parts, strict=True):
+                if whole is not None and x is not None:
+                    whole[:, :, part] = x
+        phi_q, query_scale, phi_k, key_scale = wholes
+        assert phi_q is not None and phi_k is not None
+        return Features(phi_q, query_scale), Features(phi_k, key_scale)
+
+    def backward(self, weight: float, queries: Features, keys: Features) -> None:
+        """Pass gradients with respect to the result of `whole`, times `weight`, on to the parameters."""
+        with torch.enable_grad():
+            for parts in self._parts():
+                reached = [
+                    (x, gradient[:, :, part])
+                    for (part, x), gradient in zip(parts, (*queries, *keys), strict=True)
+                    if x is not None and gradient is not None and x.requires_grad
+                ]
+                if reached:
+                    torch.autograd.backward([x for x, _ in reached], [weight * gradient for _, gradient in reached])
+
+    def _parts(self) -> Iterator[list[tuple[slice, Tensor | None]]]:
+        """Yield phi(q), its log-scale, phi(k) and its log-scale of some tokens, each with its place in the whole."""
+        q, k, scaling, _, mask, _ = self.targets
+        sample, tokens = self.sample, k.shape[2]
+        if self.indivisible:
+            queries, keys = self.mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
+            rows = [x if x is None or sample is None else x[:, :, sample] for x in queries]
+            yield [(slice(None), x) for x in (*rows, *keys)]
+            return
+        q = q if sample is None else q[:, :, sample]
+        # A map has about as many features as two heads' sizes.
+        size = max(1, block_numbers(k.device) // (2 * q.shape[0] * q.shape[1] * k.shape[3]))
+        for start in range(0, tokens, size):
+            part = slice(start, min(start + size, tokens))
+            # The same share of the queries, of which there may be fewer.
+            row = slice(part.start * q.shape[2] // tokens, part.stop * q.shape[2] // tokens)
+            queries, keys = self.mixer.mapped(q[:, :, row], k[:, :, part], scaling=scaling)
+            yield [*((row, x) for x in queries), *((part, x) for x in keys)]
+
+
+@dataclass
+class LayerLoss:
+    """Computes the loss of one layer and sums it up over batches.
+
+    Attributes:
+        name: the host module.
+        layer: the converted layer.
+        weights: weight of the cross-entropy on weights.
+        output: weight of the squared error of the outputs.
+        penalty: weight of the negative mass; None for positive maps.
+        total: sum of the loss since the last `reset`.
+        count: valid queries times heads in it.
+        host: the layer of the frozen model that shows q, k and v; None: the converted layer itself.
+    """
+
+    name: str
+    layer: LinearAttention
+    weights: float
+    output: float
+    penalty: float | None
+    total: float = 0.0
+    count: float = 0.0
+    host: LinearAttention | None = None
+
+    @property
+    def training(self) -> StageOne:
+        """The kernel's own defaults of its training."""
+        return self.layer.mixer.info.training(self.layer.mixer.config)
+
+    def reset(self) -> None:
+        """Start a new sum."""
+        self.total = self.count = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The loss per valid query and head."""
+        return self.total / self.count if self.count else float("nan")
+
+    def add(self, targets: Targets, v: Tensor, *, train: bool, sample: Tensor | None) -> None:
+        """Add a batch; with `train` also its gradient (of the sum) to the kernel's parameters."""
+        with torch.autocast(device_type=v.device.type, enabled=False):
+            if self.weights:
+                self.total += self.weights * float(self._weights(targets, train, sample))
+            if self.output:
+                self.total += self.output * float(self._output(targets, v, train, sample))
+        self.count += targets.sampled(sample).size()
+
+    def _weights(self, targets: Targets, train: bool, sample: Tensor | None) -> Tensor:
+        """Return the cross-entropy of the weights; of all tensors only features exist for all tokens."""
+        features = LayerFeatures(self.layer, targets, sample)
+        with torch.no_grad():
+            queries, keys = features.whole()
+            mixer: Any = self.layer.mixer
+            window = mixer.form(targets.scaling)
+            loss = cross_entropy_(queries, keys, targets.sampled(sample), self.penalty, window, gradient=train)
+        if train:
+            features.backward(self.weights, queries, keys)
+        return loss
+
+    def _output(self, targets: Targets, v: Tensor, train: bool, sample: Tensor | None) -> Tensor:
+        """Return the squared error of the outputs."""
+        q, k, scaling, _, mask, _ = targets
+        with torch.set_grad_enabled(train):
+            out = self.layer(q, k, v, mask, scaling)
+            target = softmax_output(self.layer, q.float(), k.float(), v.float(), mask, scaling)
+            if sample is not None:
+                out, target = out[:, :, sample], target[:, :, sample]
+            loss = output_loss(out, target, targets.sampled(sample))
+            if train and loss.requires_grad:
+                (self.output * loss).backward()
+        return loss.detach()
+
+
+def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> LayerLoss:
+    """Choose a layer's loss by what its kernel supports.
+
+    Raises:
+        ConfigError: if the requested loss does not fit the kernel.
+    """
+    info, own = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
+    walkable = info.normalized and has_rows(layer) and (layer.mixer.positive or layer.hybrid.window is None)
+    kind = config.loss
+    if kind == "auto":
+        # Without scales a kernel joined with a window cannot have softmax's size, but its outputs can match.
+        unscaled = layer.hybrid.window is not None and layer.hybrid.scale == SCALES[0]
+        kind = own.loss if walkable and not unscaled else "output"
+    if kind in ("weights", "both") and not walkable:
+        raise ConfigError(
+            f"stage one: kernel {info.name!r} has no normalised weights to compare with softmax's; use --loss output"
+        )
+    penalty = None
+    if not layer.mixer.positive:
+        penalty = own.negative_penalty if config.negative_penalty is None else config.negative_penalty
+    output = {"weights": 0.0, "output": 1.0, "both": config.output_weight}[kind]
+    return LayerLoss(name, layer, float(kind in ("weights", "both")), output, penalty)
+
+
+class KernelTrainer(Trainer):
+    """Trains the kernels of some layers together; the rest of the model stays frozen.
+
+    Sums and counts are divided once per step, so the loss is a mean over all valid queries of the global batch, however
+    it is split over batches or processes.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layers: list[LayerLoss], config: DistillConfig, accelerator: Accelerator
+    ) -> None:
+        self.model, self.layers, self.config, self.accelerator = model, layers, config, accelerator
+        self.device = accelerator.device
+        self.by_host: dict[int, list[LayerLoss]] = {}
+        for loss in layers:
+            self.by_host.setdefault(id(loss.host or loss.layer), []).append(loss)
+        self.training = False
+        self.sampler = torch.Generator().manual_seed(config.seed)
+        self.drawn = self.sampler.get_state()
+        self.interrupts = Interrupts()
+        self.optimizer, self.rates = self._optimizer()
+
+    def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
+        """Make one parameter group per layer, with its kernel's defaults; return also their peak rates and warm-ups."""
+        config = self.config
+        groups: list[dict[str, object]] = []
+        rates: list[tuple[float, float]] = []
+        for loss in self.layers:
+            own = loss.training
+            decay = own.weight_decay if config.weight_decay is None else config.weight_decay
+            rate = own.learning_rate if config.learning_rate is None else config.learning_rate
+            warmup = own.warmup if config.warmup is None else config.warmup
+            groups.append({"params": list(loss.layer.parameters()), "lr": rate, "weight_decay": decay})
+            rates.append((rate, warmup))
+        return torch.optim.AdamW(groups), rates
+
+    def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> float:
+        """Do optimizer step number `step` (from 1), and return the first layer's learning rate.
+
+        Raises:
+            TrainingError: if a loss or gradient is not finite.
+        """
+        for group, (rate, warmup) in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * warm_cosine(step - 1, self.config.steps, warmup)
+        self.optimizer.zero_grad(set_to_none=True)
+        for loss in self.layers:
+            loss.reset()
+        for _ in range(self.config.gradient_accumulation):
+            self._pass(next(batches), train=True)
+        self._reduce()
+        for loss in self.layers:
+            self.finish_gradient(loss, step)
+        self.interrupts.hold()
+        self.optimizer.step()
+        self.drawn = self.sampler.get_state()
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def finish_gradient(self, loss: LayerLoss, step: int) -> None:
+        """Turn a layer's gradient of the sum into that of the mean, and clip it.
+
+        Raises:
+            TrainingError: if its loss or gradient is not finite.
+        """
+        self._check(loss, step)
+        parameters = [p for p in loss.layer.parameters() if p.grad is not None]
+        for gradient in (p.grad for p in parameters if p.grad is not None):
+            gradient.div_(loss.count)
+        norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
+        if not math.isfinite(float(norm)):
+            raise diverged(loss.name, step, f"the gradient became {float(norm)}")
+
+    @torch.no_grad()
+    def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
+        """Return the mean held-out loss over the layers.
+
+        Raises:
+            TrainingError: if it is not finite.
+        """
+        for loss in self.layers:
+            loss.reset()
+            loss.layer.eval()
+        for batch in held_out:
+            self._pass(batch, train=False)
+        for loss in self.layers:
+            loss.layer.train()
+            self._check(loss, step)
+        return sum(loss.mean for loss in self.layers) / len(self.layers)
+
+    def _pass(self, batch: Mapping[str, Tensor], *, train: bool) -> None:
+        """Run the frozen model once; `_observe` computes losses and gradients on the way."""
+        self.training = train
+        moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        with torch.no_grad(), observed(self.model, self._observe), autocast(self.accelerator, self.config.precision):
+            run_body(self.model, moved)
+
+    def _observe(
+        self, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        losses = self.by_host.get(id(layer))
+        if losses:
+            targets, sample = Targets(q.detach(), k.detach(), scaling, layer.shape.causal, mask), self._sample(q)
+            for loss in losses:
+                loss.add(targets, v.detach(), train=self.training, sample=sample)
+        if self.config.feed == "student":
+            return layer(q, k, v, mask, scaling)
+        # The host would make a T x T mask of a causal one with padding.
+        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+
+    def _sample(self, q: Tensor) -> Tensor | None:
+        """Draw the positions of the queries in the loss; None: all."""
+        count, tokens = self.config.query_sample, q.shape[2]
+        if not self.training or count is None or count >= tokens:
+            return None
+        return torch.randperm(tokens, generator=self.sampler)[:count].sort().values.to(q.device)
+
+    def _reduce(self) -> None:
+        """Add up gradients, sums and counts over the processes: together they are one batch."""
+        if self.accelerator.num_processes == 1:
+            return
+        sums = torch.tensor([[x.total, x.count] for x in self.layers], device=self.device, dtype=torch.float64)
+        for loss, (total, count) in zip(self.layers, self.reduce(sums).tolist(), strict=True):
+            loss.total, loss.count = total, count
+            self.reduce_gradients(loss.layer.parameters())
+
+    def _check(self, loss: LayerLoss, step: int) -> None:
+        if not math.isfinite(loss.total):
+            raise diverged(loss.name, step, f"the loss became {loss.total}")
+
+    def trained(self) -> dict[str, Tensor]:
+        return kernels_of(self.layers)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's moments and the sampler's random state after the last whole step, by name."""
+        return super().optimizer_tensors() | {"sampler": self.drawn}
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.sampler.set_state(tensors["sampler"])
+        self.drawn = self.sampler.get_state()
+        super().load_optimizer_tensors(tensors)
+
+
+def kernels_of(layers: Iterable[LayerLoss]) -> dict[str, Tensor]:
+    """Return parameters and buffers of the kernels of layers, themselves, by name."""
+    return {
+        f"{loss.name}.{name}": tensor
+        for loss in layers
+        for name, tensor in loss.layer.state_dict(keep_vars=True).items()
+    }
+
+
+def warm_cosine(step: int, steps: int, warmup: float) -> float:
+    """Return the rate's factor at `step` (from 0): a linear rise for `warmup` of the steps, then a cosine to zero."""
+    rise = max(1, round(steps * warmup))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def diverged(layer: str, step: int, what: str) -> TrainingError:
+    """Build the error of a run with a loss or gradient that is not finite."""
+    return TrainingError(
+        f"stage one: {what} in layer {layer} at step {step}; the model keeps its best state before that: "
+        "lower the learning rate (--learning-rate), or check the data for broken inputs"
+    )

@@ -1,0 +1,412 @@
+"""The training loop of stage one, the alignment and the kernel search: parts that are trained one after the other.
+
+Each part ends with the weights that were best on held-out data. A run writes complete states to disk and resumes from
+them with identical bits; an interrupt keeps what was learned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from linearize.checkpoint.fingerprint import check_same
+from linearize.core.errors import ConfigError, TrainingError
+from linearize.modeling.model import is_linearized
+from linearize.training.stage_one.config import RunConfig
+from linearize.training.stage_one.state import RunState, StateFolder
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+class Batches(Protocol):
+    """A data source for a run; `linearize.data.Source` is one."""
+
+    def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Return endless batches, beginning with number `start`."""
+
+    def holdout_batches(self) -> list[dict[str, Tensor]]:
+        """Return the held-out batches."""
+
+
+class Interrupts:
+    """Delays a Ctrl-C while a step is half done; a second one takes effect at once.
+
+    Outside the main thread, where signals do not arrive, and outside its `with` block it only keeps `held`.
+
+    Attributes:
+        held: whether a step is half done, so that the run's tensors must not be saved.
+        waiting: whether a Ctrl-C is delayed.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.waiting = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGINT)
+            if callable(self._before):
+                signal.signal(signal.SIGINT, self._arrived)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if callable(self._before):
+            signal.signal(signal.SIGINT, self._before)
+        self._before = None
+
+    def hold(self) -> None:
+        """Mark the step as half done."""
+        self.held = True
+
+    def release(self) -> None:
+        """Mark the step as done; a delayed Ctrl-C takes effect now.
+
+        Raises:
+            KeyboardInterrupt: if there was one.
+        """
+        self.held = False
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self.held and not self.waiting:
+            self.waiting = True
+            return
+        self._before(number, frame)
+
+
+class Trainer(ABC):
+    """Trains one part.
+
+    Attributes:
+        accelerator: an Accelerate object.
+        optimizer: of the trained tensors.
+        interrupts: held from the moment a step changes them to its end.
+    """
+
+    accelerator: Accelerator
+    optimizer: torch.optim.Optimizer
+    interrupts: Interrupts
+
+    @abstractmethod
+    def trained(self) -> dict[str, Tensor]:
+        """Return the trained tensors, themselves, by name."""
+
+    @abstractmethod
+    def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
+        """Return the loss on held-out batches."""
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Add up values over the processes, which together compute one step."""
+        return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")  # type: ignore[no-any-return]
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up gradients over the processes."""
+        if self.accelerator.num_processes > 1:
+            for parameter in parameters:
+                parameter.grad = self.reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return copies of what is trained."""
+        return {name: tensor.detach().clone() for name, tensor in self.trained().items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Put copies back."""
+        for name, tensor in self.trained().items():
+            tensor.copy_(snapshot[name])
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's moments by name."""
+        state = self.optimizer.state_dict()["state"]
+        return {f"{index}.{key}": value for index, values in state.items() for key, value in values.items()}
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read what `optimizer_tensors` returned; tensors of other names are ignored."""
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            index, dot, key = name.partition(".")
+            if dot:
+                state.setdefault(int(index), {})[key] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+
+def check_inputs(stage: str, model: nn.Module, data: object) -> None:
+    """Check the arguments of stage one and the alignment.
+
+    Raises:
+        ConfigError: if the model is not converted, or the data gives no batches.
+    """
+    if not is_linearized(model):
+        raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
+    if not hasattr(data, "train_batches"):
+        raise ConfigError(
+            f"{stage}: got data of type {type(data).__name__}, expected something with train_batches and "
+            "holdout_batches; linearize.data.load_source makes it of any data set"
+        )
+
+
+class Report:
+    """The report of a step; a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    step: int
+    steps: int
+    losses: dict[str, float]
+    held_out: float | None
+    learning_rate: float
+    seconds: float
+
+    @property
+    def left(self) -> float:
+        """Seconds left at the pace so far."""
+        return self.seconds / self.step * (self.steps - self.step)
+
+
+@dataclass
+class Progress:
+    """Where a part stands.
+
+    Attributes:
+        step: steps done in it.
+        best_step: the one of them with the best held-out loss.
+        best_loss: that loss.
+        rises: evaluations in a row that were not better.
+        stopped: why the part ended.
+    """
+
+    step: int = 0
+    best_step: int = 0
+    best_loss: float = math.inf
+    rises: int = 0
+    stopped: str = ""
+
+    def better(self, loss: float) -> bool:
+        """Record a held-out loss, and tell whether it is the best so far."""
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.rises = loss, self.step, 0
+            return True
+        self.rises += 1
+        return False
+
+
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+ProgressT = TypeVar("ProgressT", bound=Progress)
+ReportT = TypeVar("ReportT", bound=Report)
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
+
+@dataclass
+class Part(Generic[TrainerT, ProgressT]):
+    """One part of a run.
+
+    Attributes:
+        number: its number, from 0.
+        before: steps of the parts before it.
+        steps: steps of this part.
+        trainer: trains it.
+        progress: where it stands.
+        best: the best weights so far.
+    """
+
+    number: int
+    before: int
+    steps: int
+    trainer: TrainerT
+    progress: ProgressT
+    best: dict[str, Tensor]
+
+
+class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
+    """A run; subclasses define a step and the contents of a state.
+
+    Attributes:
+        history: one report per step.
+        states: the folder of states, or None.
+        identity: the facts that must be the same when the run is resumed; empty without states if the data cannot be
+            identified.
+        state: the last state of a finished run, or None.
+    """
+
+    part_name: ClassVar[str]
+    """Name of the part's number in a state's record."""
+    weights_name: ClassVar[str]
+    """Name of the current weights in a state."""
+    report: type[ReportT]
+    """Class of the reports."""
+    progress: type[ProgressT]
+    """Class of the progress."""
+
+    def __init__(
+        self, data: Batches, config: ConfigT, on_step: Callable[[ReportT], None] | None, accelerator: Accelerator
+    ) -> None:
+        self.data, self.config, self.on_step, self.accelerator = data, config, on_step, accelerator
+        self.history: list[ReportT] = []
+        self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
+        self.identity: dict[str, object] = {}
+        self.state: RunState | None = None
+        self.start, self.earlier = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start, including those before a resumed run was interrupted."""
+        return self.earlier + time.perf_counter() - self.start
+
+    @property
+    def identifiable(self) -> bool:
+        """Whether `identity` can be known: states need it, and data with a `digest` gives it."""
+        return self.states is not None or hasattr(self.data, "digest")
+
+    def options(self) -> dict[str, object]:
+        """Return the options that must be the same when a run is resumed."""
+        free = {"resume", "folder", "keep", "save_every"}
+        named = {name: value for name, value in asdict(self.config).items() if name not in free}
+        named |= {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
+        return named | {"processes": self.accelerator.num_processes}
+
+    @abstractmethod
+    def step(
+        self, part: Part[TrainerT, ProgressT], batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]
+    ) -> None:
+        """Do one step: train, advance `part`, and finish with `finish_step`."""
+
+    @abstractmethod
+    def weights(self, part: Part[TrainerT, ProgressT]) -> dict[str, Tensor]:
+        """Return the current weights for a state."""
+
+    @abstractmethod
+    def last_state(self, part: Part[TrainerT, ProgressT]) -> RunState | None:
+        """Return the state of the finished run; None unless `part` is the last one."""
+
+    def load(self, weights: Mapping[str, Tensor]) -> RunState | None:
+        """Read the newest state of a run to resume, if there is one, and put its weights into the model.
+
+        Raises:
+            ConfigError: if there are states but `resume` is false, or if the run was started differently.
+        """
+        if self.states is None:
+            return None
+        if not self.config.resume:
+            if self.accelerator.is_main_process:
+                self.states.check_free(overwrite=False)
+            return None
+        saved = self.states.load()
+        if saved is None:
+            return None
+        check_same(saved.record.get("fingerprint") or {}, self.identity)
+        self.history = [self.report(**report) for report in saved.record["history"]]
+        self.earlier = self.history[-1].seconds if self.history else 0.0
+        for name, tensor in weights.items():
+            tensor.data.copy_(saved.tensors[f"{self.weights_name}/{name}"])
+        return saved
+
+    def begin(
+        self, number: int, before: int, steps: int, trainer: TrainerT, held_out: list[dict[str, Tensor]]
+    ) -> Part[TrainerT, ProgressT]:
+        """Begin a part."""
+        progress = self.progress(best_loss=trainer.evaluate(held_out))
+        return Part(number, before, steps, trainer, progress, trainer.snapshot())
+
+    def go_on(
+        self, number: int, before: int, steps: int, trainer: TrainerT, saved: RunState
+    ) -> Part[TrainerT, ProgressT]:
+        """Resume a part from a state."""
+        # States of older versions say "looks" instead of "rises".
+        record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
+        tensors = saved.tensors
+        # The state of a finished run may have no copies, because its weights are the best.
+        copies = {name: f"best/{name}" for name in trainer.snapshot()}
+        best = {
+            name: tensors[copy if copy in tensors else f"{self.weights_name}/{name}"] for name, copy in copies.items()
+        }
+        prefix = "optimizer/"
+        trainer.load_optimizer_tensors({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        return Part(number, before, steps, trainer, self.progress(**record), best)
+
+    def train(self, part: Part[TrainerT, ProgressT], held_out: list[dict[str, Tensor]]) -> ProgressT:
+        """Train a part to its end and restore its best weights."""
+        config, progress, trainer = self.config, part.progress, part.trainer
+        batches = self.data.train_batches(
+            (part.before + progress.step) * config.gradient_accumulation,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+        with trainer.interrupts:
+            while progress.step < part.steps and not progress.stopped:
+                try:
+                    self.step(part, batches, held_out)
+                    if config.save_every and progress.step % config.save_every == 0:
+                        self._save(part)
+                except TrainingError:
+                    trainer.restore(part.best)
+                    raise
+                except KeyboardInterrupt:
+                    # Keep what was learned, unless the step is half done.
+                    if (part.number or progress.step) and not trainer.interrupts.held:
+                        self._save(part)
+                    raise
+        trainer.restore(part.best)
+        progress.stopped = progress.stopped or "steps"
+        if self.identity:
+            self.state = self.last_state(part)
+        return progress
+
+    def finish_step(self, report: ReportT, trainer: TrainerT) -> None:
+        """Finish a step: record its report and pass it to `on_step`."""
+        self.history.append(report)
+        trainer.interrupts.release()
+        if self.on_step is not None:
+            self.on_step(report)
+
+    def _save(self, part: Part[TrainerT, ProgressT]) -> None:
+        if self.states is not None and self.accelerator.is_main_process:
+            state = self.state_of(part)
+            self.states.save(state.step, state)
+
+    def state_of(self, part: Part[TrainerT, ProgressT]) -> RunState:
+        """Return everything that a run needs to resume in the middle of a part."""
+        tensors = {f"{self.weights_name}/{name}": tensor for name, tensor in self.weights(part).items()}
+        tensors |= {f"best/{name}": tensor for name, tensor in part.best.items()}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in part.trainer.optimizer_tensors().items()}
+        return RunState(self.record(part), tensors)
+
+    def record(self, part: Part[TrainerT, ProgressT]) -> dict[str, object]:
+        """Return the plain data of a state."""
+        return {
+            "step": part.before + part.progress.step,
+            self.part_name: part.number,
+            "progress": asdict(part.progress),
+            "history": [asdict(report) for report in self.history],
+            "fingerprint": self.identity,
+        }
+
+
+@contextlib.contextmanager
+def frozen(*models: nn.Module) -> Iterator[None]:
+    """Freeze models temporarily, then restore their modes and `requires_grad` flags."""
+    flags = {p: p.requires_grad for model in models for p in model.parameters()}
+    modes = {m: m.training for model in models for m in model.modules()}
+    try:
+        for model in models:
+            model.eval().requires_grad_(False)
+        yield
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,150 @@
+"""Options of stage two, and of the rows that stage two and an evaluation read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linearize.core.errors import ConfigError
+from linearize.core.options import check, option
+from linearize.data.config import Mixture, as_mixture, weighted
+from linearize.training.adapters import LoraConfig, parse_lora
+
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
+PRECISIONS = ("no", "bf16", "fp16")
+LARGEST = 1e9
+"""Of a rate, weight or number of epochs: a larger one is a typing error."""
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """How a model is tuned on a task."""
+
+    learning_rate: float = option(2e-5, "peak learning rate of AdamW", low=0, below=LARGEST)
+    batch_size: int = option(32, "rows per step and device", low=1)
+    epochs: float = option(3.0, "passes over the training rows", low=0, below=LARGEST)
+    steps: int | None = option(None, "optimizer steps, instead of epochs", low=1)
+    weight_decay: float = option(0.0, "AdamW's weight decay", low=0, below=LARGEST)
+    warmup: float = option(
+        0.06, "share of the steps in which the rate rises; a number of steps from 1 on", low=0, below=LARGEST
+    )
+    schedule: str = option(
+        "cosine", "how the rate falls: cosine, linear, or another schedule of transformers", choices=SCHEDULES
+    )
+    max_grad_norm: float = option(1.0, "gradient clipping; 0: none", low=0, below=LARGEST)
+    betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay of its averages")
+    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
+    gradient_checkpointing: bool = option(
+        False, "compute each layer's activations again for its gradient, to keep less in memory: slower, same result"
+    )
+    eval_every: int | None = option(None, "steps between evaluations; by default once per epoch", low=1)
+    eval_batch_size: int | None = option(None, "rows per batch of an evaluation; by default twice batch_size", low=1)
+    save_every: int | None = option(
+        None, "steps between states for --resume, in addition to those of evaluations and of Ctrl-C", low=1
+    )
+    patience: int = option(0, "evaluations without improvement after which to stop; 0: never", low=0)
+    group_by_length: bool = option(False, "put texts of similar length in one batch, to pad less")
+    dropout: float | None = option(
+        None,
+        "share of the activations that dropout layers drop; by default none with a teacher alone, else the share in "
+        "the model's config",
+        low=0,
+        below=1,
+    )
+    precision: str = option("no", "mixed precision: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
+    freeze_kernels: bool = option(False, "leave the kernels as they are")
+    kernel_learning_rate: float | None = option(
+        None, "peak rate of the kernels; by default 3e-4 with a teacher, else learning_rate", low=0, below=LARGEST
+    )
+    teacher_hidden_weight: float = option(
+        1.0, "weight of the hidden states' error to the teacher's, every layer", low=0, below=LARGEST
+    )
+    teacher_logits_weight: float = option(
+        1.0, "weight of the divergence from its logits (squared error of numbers)", low=0, below=LARGEST
+    )
+    temperature: float = option(1.0, "of the softmaxes whose divergence is taken", above=0, below=LARGEST)
+    labels_from: float = option(
+        0.5, "with a teacher: share of the steps without labels, after which they join", low=0, high=1
+    )
+    labels_ramp: float = option(0.2, "share of the steps in which the labels' weight then rises", low=0, high=1)
+    labels_weight: float = option(1.0, "the weight that it rises to; 0: the teacher alone", low=0, below=LARGEST)
+    selection_rows: int | None = option(
+        None,
+        "rows held out of the training rows to choose the kept state on; by default 5 %, from 32 to 500; "
+        "0: choose on the validation rows",
+        low=0,
+    )
+    seed: int = option(0, "of the order of the rows, dropout and a new head")
+    log_every: int = option(50, "steps between entries of the log", low=1)
+    report_to: str = option(
+        "none", "where the trainer reports to: none, tensorboard (OUTPUT.tensorboard), wandb or another"
+    )
+    lora: LoraConfig | None = option(
+        None,
+        "low-rank updates of the attention's linear maps, merged when saved",
+        parse=parse_lora,
+        metavar="r=8,alpha=16",
+    )
+
+    def __post_init__(self) -> None:
+        check(self, "stage two")
+        if not self.teacher_hidden_weight and not self.teacher_logits_weight:
+            raise ConfigError("stage two, teacher_hidden_weight and teacher_logits_weight: got 0, expected one above")
+        rate = self.kernel_learning_rate
+        if rate is not None and self.freeze_kernels:
+            raise ConfigError(f"stage two, kernel_learning_rate: got {rate} and freeze_kernels; drop one of them")
+
+    @property
+    def final_labels_weight(self) -> float:
+        """Weight of the labels next to a teacher's when the training ends; 0 if they never join."""
+        return self.labels_weight if self.labels_from < 1 else 0.0
+
+
+MEASURED_ONLY = ("auto_length", "chunks")
+"""Fields of `DataOptions` that training does not read."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How a task's data becomes rows."""
+
+    max_length: int = option(
+        128, "tokens per row; longer texts are cut", shown="as the model was tuned, else 128 or what it takes", low=2
+    )
+    limit: int | None = option(None, "only the first N training rows; of images evenly", low=1)
+    validation_limit: int | None = option(None, "the same of the rows to measure on", low=1)
+    stride: int | None = option(
+        None, "new tokens per window, for perplexity and long answers; by default all but one", low=1
+    )
+    mask_share: float = option(0.15, "tokens to predict, masked language models", above=0, below=1)
+    augment: bool = option(False, "crop and flip training images at random")
+    seed: int = option(0, "of held-out rows, masks, crops and new pairs")
+    extra_pairs: float = option(
+        0.0,
+        "new pairs of the training texts per training row, for a teacher to label; half of them share words",
+        low=0,
+        high=100,
+    )
+    extra_texts: str | Mixture | None = option(
+        None,
+        "texts without a label, for a teacher to label: data sets, each with its number of texts per training row, 1 "
+        "if it has none: a.jsonl=2,b.txt=0.5",
+        metavar="NAME_OR_PATH",
+    )
+    auto_length: bool = False
+    """Whether max_length is the most that the model takes, rather than the user's; shorter rows lower it."""
+    chunks: bool = False
+    """Whether texts to measure on are read in chunks of max_length, whose outputs are averaged, rather than cut."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra_texts", as_mixture(self.extra_texts, "extra_texts"))
+        check(self, "data")
+
+    @property
+    def text_sources(self) -> Mixture:
+        """Data sets of texts without a label, each with its number of texts per training row."""
+        return weighted(self.extra_texts)
+
+    @property
+    def unlabelled(self) -> tuple[str, ...]:
+        """Names of the given options that add rows without a label."""
+        return tuple(name for name in ("extra_pairs", "extra_texts") if getattr(self, name))

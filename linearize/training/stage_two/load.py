@@ -1,0 +1,301 @@
+"""Load a checkpoint, softmax or converted, with the head that a task needs; or make a fresh model from a config."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import nn
+
+from linearize.checkpoint.loading import quiet
+from linearize.checkpoint.ownership import check_links
+from linearize.conversion.gguf import load_weights, located, read_config_values
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, first_line, unknown_name
+from linearize.core.heads import Modality
+from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.modeling.model import is_linearized
+from linearize.training.stage_two.prepared import TaskData, copy_tokenizer
+from linearize.training.stage_two.task import Task
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+    from linearize.core.types import Processor
+
+RECORD = "finetuning.json"
+"""The file of a tuned checkpoint that records what it was tuned for, and how."""
+
+
+@overload
+def load_processor(name: str, modality: Literal["text"]) -> PreTrainedTokenizerBase: ...
+@overload
+def load_processor(name: str, modality: Literal["image"]) -> BaseImageProcessor: ...
+@overload
+def load_processor(name: str, modality: Modality) -> Processor: ...
+def load_processor(name: str, modality: Modality) -> Processor:
+    """Load the tokenizer or image processor of a checkpoint.
+
+    Raises:
+        CheckpointError: if it has none.
+    """
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
+    with explained(name, f"its {kind}"):
+        place, where = located(name)
+        return auto.from_pretrained(place, **where)
+
+
+def read_config_dict(name: str) -> dict[str, Any]:
+    """Return the values of a checkpoint's config.json, or of a GGUF file.
+
+    Raises:
+        CheckpointError: if it has none that can be read.
+    """
+    with explained(name, "its config.json"):
+        return read_config_values(name)
+
+
+def read_record(name: str | Path) -> dict[str, object] | None:
+    """Return a folder's record of how it was tuned; None if it has none.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a JSON object.
+        CheckpointError: if a link leads out of the folder.
+    """
+    check_links(name)
+    file = Path(name).expanduser() / RECORD
+    if not file.is_file():
+        return None
+    record = read_json(file, MOST_TEXT)
+    if not isinstance(record, dict):
+        raise ValueError("no mapping")
+    return record
+
+
+def load_for_task(
+    name: str,
+    data: TaskData,
+    *,
+    new_head: bool = False,
+    seed: int = 0,
+    changes: Mapping[str, object] | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint with the head of a task; a missing head is drawn from the seed.
+
+    The names of a trained head's outputs decide what they mean: if they are the task's in another order, the outputs
+    are put into the task's order; if the data has only numbers, the head keeps its names.
+
+    Args:
+        name: Hub name, folder or GGUF file, softmax or converted.
+        data: the task's data, which decides the number of labels.
+        new_head: whether a trained head of another size is replaced.
+        seed: of a new head.
+        changes: to the checkpoint's config, such as dropout.
+
+    Raises:
+        ConfigError: if the checkpoint has a trained head with another number of labels, or its config lacks a name in
+            `changes`.
+        CheckpointError: if it cannot be loaded.
+    """
+    import transformers
+
+    task, own = data.task, None
+    options: dict[str, object] = {}
+    if data.num_labels is not None:
+        _check_labels(name, task, data.num_labels, new_head)
+        own = None if new_head or data.type.numeric else trained_labels(name, task)
+        named = task
+        if own is not None and task.labels is not None and not is_named(task.labels):
+            named = dataclasses.replace(task, labels=own)
+        options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
+    if changes:
+        options |= _known_changes(name, changes)
+    transformers.set_seed(seed)
+    with explained(name, f"as {task.head.auto_class}"):
+        model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
+    if own is not None and (order := label_order(own, task.labels or ())):
+        reorder_outputs(model, order)
+    return ready(model)
+
+
+def _known_changes(name: str, changes: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the changes if a checkpoint's config has all their names."""
+    from transformers import AutoConfig
+
+    with explained(name, "its config"):
+        place, where = located(name)
+        known = AutoConfig.from_pretrained(place, **where).to_dict()
+    for key in changes:
+        if key not in known:
+            raise ConfigError(f"model.config: {unknown_name('key', key, known)}")
+    return changes
+
+
+def is_named(labels: Sequence[str]) -> bool:
+    """Tell whether labels have names, rather than numbers or transformers' `LABEL_0`."""
+    return not all(label.removeprefix("LABEL_").isdigit() for label in labels)
+
+
+def trained_labels(name: str, task: Task) -> tuple[str, ...] | None:
+    """Return the names of the outputs of a checkpoint's trained head, in order; None if it has none.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    values = read_config_dict(name)
+    names = values.get("id2label")
+    if not task.head.is_of((values.get("architectures") or [""])[0]) or not isinstance(names, dict):
+        return None
+    labels = tuple(str(names[key]) for key in sorted(names, key=int))
+    return labels if is_named(labels) else None
+
+
+def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
+    """Return which output of a head belongs to each wanted label; None if the order is right.
+
+    Upper and lower case are the same. If the names differ otherwise, the head's outputs keep their order.
+    """
+    places = {label.casefold(): number for number, label in enumerate(own)}
+    names = [label.casefold() for label in wanted]
+    order = [places.get(name, -1) for name in names]
+    return None if sorted(order) != list(range(len(own))) or order == sorted(order) else order
+
+
+@torch.no_grad()
+def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
+    """Change the order of a classifier's outputs, in place.
+
+    Args:
+        model: a model with a head.
+        order: for each output, its place before.
+
+    Raises:
+        ConfigError: if it is not clear which layer makes the outputs.
+    """
+    body = {id(module) for module in model.base_model.modules()} if model.base_model is not model else set()
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.out_features == len(order) and id(module) not in body
+    ]
+    if len(layers) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has labels in another order than the task, and {len(layers)} layers that could "
+            "make them; name the labels in its own order (--labels A,B), or replace the head (--new-head)"
+        )
+    for tensor in (layers[0].weight, layers[0].bias):
+        if tensor is not None:
+            tensor.copy_(tensor[list(order)])
+
+
+def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None, *, seed: int = 0) -> PreTrainedModel:
+    """Make an untrained softmax model from a config.
+
+    Args:
+        config: `model_type` and the values that differ from its defaults.
+        task: decides the head.
+        num_labels: outputs of the head, if it has one per label.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: if the config does not describe a model with such a head.
+    """
+    import transformers
+
+    values = dict(config)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ConfigError("model config: got no model_type, expected one such as bert, gpt2, llama or vit; add it")
+    if num_labels is not None:
+        values |= label_options(task, num_labels)
+    transformers.set_seed(seed)
+    try:
+        full = transformers.AutoConfig.for_model(kind, **values)
+        model = getattr(transformers, task.head.auto_class).from_config(full)
+    except Exception as error:  # Configs are checked by each architecture in its own way.
+        problem = f"model config of type {kind!r} makes no model for {task.head.name}"
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
+    return ready(model)
+
+
+def label_options(task: Task, count: int) -> dict[str, object]:
+    """Return the config values of a head with `count` outputs."""
+    names = task.labels or tuple(f"LABEL_{number}" for number in range(count))
+    options: dict[str, object] = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+    if task.head.name == "text-classification":
+        options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
+    return options
+
+
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Record the class of a converted model, which may have a new head, in its config, and return the model."""
+    if is_linearized(model):
+        name = type(model).__name__.removeprefix("Linearized")
+        model.config.linearize = {**model.config.linearize, "base_architecture": name}
+    return model
+
+
+def fit_tokenizer(model: PreTrainedModel, processor: Processor) -> None:
+    """Set the padding token in a model's config if it has none; GPT's classifiers need it."""
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(processor, PreTrainedTokenizerBase) and getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = copy_tokenizer(processor).pad_token_id
+
+
+def check_trained(name: str, task: Task) -> None:
+    """Refuse a checkpoint whose head was never trained for a task.
+
+    Raises:
+        ConfigError: if the checkpoint's class has no head for the task.
+    """
+    try:
+        saved = (read_config_values(name).get("architectures") or [""])[0]
+    except OSError:
+        return
+    if task.head.own_weights and saved and not task.head.is_of(saved):
+        raise ConfigError(
+            f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
+            f"linearize finetune {name} --task {task.name}"
+        )
+
+
+def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
+    values = read_config_dict(name)
+    trained = (values.get("architectures") or [""])[0]
+    if new_head or not task.head.per_label or not task.head.is_of(trained):
+        return
+    has = len(values["id2label"]) if values.get("id2label") else values.get("num_labels", 2)
+    if has != count:
+        raise ConfigError(
+            f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
+            "task that it was trained for, or replace the head (--new-head)"
+        )
+
+
+@contextlib.contextmanager
+def explained(name: str, what: str) -> Iterator[None]:
+    """Turn transformers' errors into one line; refuse a checkpoint whose links lead out of it."""
+    from safetensors import SafetensorError
+
+    check_links(name)
+    try:
+        with quiet():
+            yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{name!r} cannot be loaded, its weights are damaged ({first_line(error)}); download it again"
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+        if isinstance(error, LinearizeError):
+            raise
+        raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first_line(error)}") from error

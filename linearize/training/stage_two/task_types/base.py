@@ -1,0 +1,335 @@
+"""The interface of a type of task, and what types with one label per row share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from linearize.core.errors import DataError
+from linearize.core.heads import Head
+from linearize.data.records import Example
+from linearize.training.alignment.losses import logits_loss
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.metrics import METRICS, PositionLoss
+from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, copy_tokenizer
+from linearize.training.stage_two.tables import Given, Splits, View, open_splits
+from linearize.training.stage_two.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MOST_CLASSES = 100_000
+"""Labels are below this number: a head of a million outputs was never meant."""
+
+
+class TaskType:
+    """How rows, labels, predictions and metrics of one type of task go together. An instance reads one data set.
+
+    A subclass states the class attributes, and writes `prepare`, `collate` and `units`; all else has a default.
+
+    Args:
+        task: the task.
+        processor: the model's tokenizer or image processor.
+        options: of the rows.
+
+    Attributes:
+        head: the head that a model needs.
+        columns: how many columns are read at most.
+        label_fields: the fields of a batch that hold the labels.
+        next_token: whether the prediction at a position is of the next token.
+        numeric: whether labels are numbers, rather than classes.
+        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
+            added for a teacher to label.
+        most_tokens: the longest row to measure on if the user gives no length; None: no limit but the model's.
+        distance: what stage two calls the distance of the logits from a teacher's.
+    """
+
+    head: ClassVar[Head]
+    columns: ClassVar[int] = 1
+    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
+    next_token: ClassVar[bool] = False
+    numeric: ClassVar[bool] = False
+    row_labels: ClassVar[bool] = False
+    most_tokens: ClassVar[int | None] = None
+    distance: ClassVar[str] = "divergence from the teacher"
+
+    def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
+        self.task, self.processor, self.options = task, processor, options or DataOptions()
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A copy of the tokenizer that can pad.
+
+        Raises:
+            ConfigError: if the processor is no tokenizer, or cannot pad.
+        """
+        return copy_tokenizer(self.processor)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the rows can be trained on, rather than only measured."""
+        return True
+
+    def prepare(self, given: Given) -> TaskData:
+        """Read a data set.
+
+        Raises:
+            DataError: if the data cannot be read or does not fit the task.
+            ConfigError: if the tokenizer or the options do not fit the task.
+        """
+        raise NotImplementedError
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return a batch of rows."""
+        raise NotImplementedError
+
+    def wrap(self, model: PreTrainedModel) -> nn.Module:
+        """Return what is measured of a model: by default the model itself."""
+        return model
+
+    def reduce(self, logits: Logits, labels: Tensor) -> Logits:
+        """Return what is kept of a batch's logits, on their device: by default all."""
+        return logits
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return the arguments of the task's metrics, each with one entry per unit that is scored and resampled [N].
+
+        Args:
+            predictions: of all rows, after `reduce`, as the trainer gathers them.
+            labels: of all rows.
+        """
+        raise NotImplementedError
+
+    def metrics(self, *units: np.ndarray) -> dict[str, float]:
+        """Return the task's metrics of some `units`."""
+        return {name: value for metric in self.task.metrics for name, value in METRICS[metric](*units).items()}
+
+    def compute_metrics(self, predictions: Predictions, labels: Predictions) -> dict[str, float]:
+        """Return the task's metrics of all rows."""
+        return self.metrics(*self.units(predictions, labels))
+
+    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
+        """Return predictions that look at no input; none if the task has no such answer (perplexities, spans)."""
+        return ()
+
+    def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:
+        """Return the metrics of every way to guess."""
+        return [self.compute_metrics(answer, labels) for answer in self.constant_answers(labels)]
+
+    def by_position(self, predictions: Predictions) -> tuple[PositionLoss, ...]:
+        """Return the loss by position in the row; nothing but for causal language models."""
+        return ()
+
+    @classmethod
+    def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss on a batch's labels: the model's own."""
+        loss: Tensor = outputs.loss
+        return loss
+
+    @classmethod
+    def teacher_loss(
+        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
+    ) -> Tensor:
+        """Return how far a model's outputs are from the teacher's on a batch.
+
+        Args:
+            student: the model's outputs.
+            teacher: the teacher's outputs.
+            inputs: the batch with its labels.
+            temperature: of both softmaxes.
+
+        Returns:
+            A scalar: a mean over rows; over tokens if each has a prediction; a squared error for numbers.
+        """
+        mine, theirs = student.logits, teacher.logits
+        if mine.ndim == 2:
+            return logits_loss(mine, theirs, temperature=temperature, regression=cls.numeric)
+        labels = inputs["labels"]
+        if cls.next_token:
+            mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
+        return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
+
+    def open_views(self, given: Given) -> Splits[View]:
+        """Return both splits with the task's columns."""
+        options = self.options
+        return open_splits(self.task, given, limit=options.limit, seed=options.seed, most=options.validation_limit)
+
+    def open_tables(self, given: Given) -> Splits[Dataset]:
+        """Return both splits as tables with all their columns."""
+        options = self.options
+        return open_splits(
+            self.task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit
+        )
+
+
+def first_output(outputs: Any) -> Any:
+    """Return the logits, or predictions, without the outputs that may follow them."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+class LabelledRows(TaskType):
+    """Rows with one label each: `ClassLabels` or `NumberLabels`.
+
+    Attributes:
+        no_label: the label of a row without one.
+        dtype: of the labels in a batch.
+    """
+
+    no_label: ClassVar[float]
+    dtype: ClassVar[torch.dtype]
+
+    def read_labels(self, view: View) -> None:
+        """Find out what the labels mean."""
+        raise NotImplementedError
+
+    def numbered(self, examples: Sequence[Example]) -> Sequence[float]:
+        """Return the labels of examples as numbers."""
+        raise NotImplementedError
+
+    @staticmethod
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of logits [B, C] on labels [B]."""
+        raise NotImplementedError
+
+
+class ClassLabels(LabelledRows):
+    """Rows with a class each."""
+
+    no_label = IGNORED
+    dtype = torch.long
+
+    def read_labels(self, view: View) -> None:
+        """Find the class names in the order of their numbers: the task's, the data's, or the numbers that occur.
+
+        Raises:
+            DataError: if the labels are neither names nor whole numbers from 0, or there is only one.
+        """
+        if self.task.labels is None:
+            self.task = dataclasses.replace(self.task, labels=_class_names(self.task, view))
+
+    def numbered(self, examples: Sequence[Example]) -> list[int]:
+        """Return the class numbers of examples.
+
+        Raises:
+            DataError: if a label is not among the task's classes.
+        """
+        names = self.task.labels or ()
+        places = {name: number for number, name in enumerate(names)}
+        numbers = []
+        for label in (example.label for example in examples):
+            if isinstance(label, str):
+                number = places.get(label, -1)
+            else:
+                number = int(label) if label is not None and _whole(label) else -1
+            if not 0 <= number < len(names):
+                raise DataError(
+                    f"task {self.task.name}: got label {label!r}, expected one of its {len(names)} classes: "
+                    f"{', '.join(names[:20])}"
+                )
+            numbers.append(number)
+        return numbers
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return predicted classes and true ones; predictions are logits [N, C] or classes [N]."""
+        guesses = np.asarray(first_output(predictions))
+        return guesses if guesses.ndim == 1 else guesses.argmax(axis=-1), np.asarray(labels)
+
+    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
+        """Return every class as the answer for all rows."""
+        return (np.full(len(labels), number) for number in range(len(self.task.labels or ())))
+
+    @staticmethod
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy of logits [B, C]."""
+        return functional.cross_entropy(logits, labels)
+
+
+class NumberLabels(LabelledRows):
+    """Rows with a number each."""
+
+    numeric = True
+    distance = "squared error to the teacher"
+    no_label = math.nan
+    dtype = torch.float32
+
+    def read_labels(self, view: View) -> None:
+        """Numbers have no names."""
+
+    def numbered(self, examples: Sequence[Example]) -> list[float]:
+        """Return the numbers of examples.
+
+        Raises:
+            DataError: if a label is a text, or not finite.
+        """
+        name, column = self.task.name, self.task.label
+        wrong = next((e.label for e in examples if isinstance(e.label, str) or e.label is None), None)
+        if wrong is not None:
+            raise DataError(
+                f"task {name}: got the text {wrong!r} in label column {column!r}, expected numbers; "
+                "use task text-classification for names, or name another column"
+            )
+        numbers = [float(e.label) for e in examples]  # type: ignore[arg-type]
+        infinite = next((number for number in numbers if not math.isfinite(number)), None)
+        if infinite is not None:
+            raise DataError(
+                f"task {name}: got {infinite} in label column {column!r}, expected finite numbers; repair it"
+            )
+        return numbers
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return predicted numbers, from [N, 1], and true ones."""
+        return np.asarray(first_output(predictions)).reshape(-1).astype(np.float64), np.asarray(labels, np.float64)
+
+    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
+        """Return the mean as the answer for all rows."""
+        yield np.full((len(labels), 1), float(np.mean(labels)))
+
+    @staticmethod
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the squared error of predictions [B, 1]."""
+        return functional.mse_loss(logits.squeeze(-1), labels.float())
+
+
+def _class_names(task: Task, view: View) -> tuple[str, ...]:
+    if view.names is not None:
+        if len(view.names) < 2:
+            raise _one_class(task, view.names[0])
+        return view.names
+    labels = sorted(
+        {example.label for example in view.fetch(range(len(view)))}, key=lambda label: (str(type(label)), label)
+    )
+    numbers = [label for label in labels if isinstance(label, int | float) and _whole(label) and label >= 0]
+    if len(numbers) < len(labels):
+        raise DataError(
+            f"task {task.name}: got the label {next(x for x in labels if x not in numbers)!r} in column "
+            f"{task.label!r}, expected class names or whole numbers from 0; use task text-regression for numbers of "
+            "other kinds"
+        )
+    if max(numbers) >= MOST_CLASSES:
+        raise DataError(
+            f"task {task.name}: got the label {max(numbers)!r} in column {task.label!r}, expected class numbers from 0 "
+            f"below {MOST_CLASSES:,}; number the classes again, or use task text-regression"
+        )
+    if len(labels) < 2:
+        raise _one_class(task, labels[0])
+    return tuple(str(number) for number in range(int(max(numbers)) + 1))
+
+
+def _whole(number: float) -> bool:
+    return math.isfinite(number) and number == int(number)
+
+
+def _one_class(task: Task, only: object) -> DataError:
+    return DataError(
+        f"task {task.name}: got the one class {only!r} in column {task.label!r}, expected at least two; add rows of "
+        "others, or name all classes (--labels A,B)"
+    )

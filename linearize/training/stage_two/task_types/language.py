@@ -1,0 +1,266 @@
+"""Language models: next token with windows and a stated stride, and masked tokens.
+
+All texts of a split are joined unchanged, with a line break after each. A causal model's windows overlap by at least
+one token, so that every token but the very first is predicted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from linearize.core.errors import ConfigError, DataError
+from linearize.core.heads import HEADS
+from linearize.data.columns import column_kinds, find_column
+from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
+from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, RowSet, TaskData, stable_seed
+from linearize.training.stage_two.tables import Given, need_columns
+from linearize.training.stage_two.task_types.base import TaskType, first_output
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+TEXTS = 1_000
+"""Texts that are tokenised at a time."""
+WINDOW = 2_048
+"""Tokens of a language model's windows if the user gives no length, and the model takes as many."""
+
+
+class Windows(RowSet):
+    """Windows over one long row of tokens.
+
+    Args:
+        tokens: [N] int32.
+        starts: [W] first token of each window.
+        length: tokens per window.
+        fresh: [W] first place of the whole row whose token a window predicts; None: all of the window.
+        fixed: whether masks are the same each time.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, starts: np.ndarray, length: int, fresh: np.ndarray | None = None, fixed: bool = False
+    ) -> None:
+        self.tokens, self.starts, self.length, self.fresh, self.fixed = tokens, starts, length, fresh, fixed
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, place: int) -> Row:
+        start = int(self.starts[place])
+        ids = self.tokens[start : start + self.length].astype(np.int64)
+        labels = ids.copy()
+        if self.fresh is not None:
+            labels[: int(self.fresh[place]) - start] = IGNORED
+        return {"input_ids": ids, "labels": labels, "fixed": self.fixed}
+
+
+class LanguageType(TaskType):
+    """Tasks whose labels are tokens of the row; predictions are sums over rows, so that no logits have to be kept."""
+
+    head = HEADS["text-generation"]
+    next_token = True
+    most_tokens: ClassVar[int | None] = WINDOW
+
+    def read_tokens(self, given: Given, fit: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, int, str]:
+        """Return the texts to train on and to measure on, each as one row of tokens [N], words of the latter, a line.
+
+        Args:
+            given: the data set.
+            fit: tokens to measure on -> the longest useful row, for options without a length (`auto_length`).
+
+        Raises:
+            DataError: if there is no text column.
+        """
+        splits = self.open_tables(given)
+        named = self.task.columns[0] if self.task.columns else None
+        column = find_column(column_kinds(splits.train, "text"), named, "text", "text")
+        for table in (splits.train, splits.validation):
+            need_columns(table, [column], "text", kind="text")
+        train, _ = tokens_of(splits.train, column, self.tokenizer)
+        valid, words = tokens_of(splits.validation, column, self.tokenizer)
+        if self.options.auto_length:
+            length = fit(len(valid))
+            self.options = dataclasses.replace(self.options, max_length=min(self.options.max_length, length))
+        return train, valid, words, splits.description
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return the sum of the losses and the count of the tokens of each row [N]."""
+        sums = np.asarray(predictions, dtype=np.float64)
+        return sums[:, 0], sums[:, 1]
+
+
+class CausalType(LanguageType):
+    """Tasks of the next token that keep the loss by position."""
+
+    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
+        """Return sums of the negative log-likelihoods of labels [B, T] under logits [B, T, V].
+
+        Returns:
+            [B, 2 + 3 R]: their sum and their count, then those by position (`metrics.range_sums`).
+        """
+        nll, counted = token_losses(first_output(logits)[:, :-1], labels[:, 1:])
+        return torch.cat([torch.stack([nll.sum(dim=1), counted.sum(dim=1)], dim=1), range_sums(nll, counted)], dim=1)
+
+    def by_position(self, predictions: Predictions) -> tuple[PositionLoss, ...]:
+        """Return the loss by position in the row."""
+        return losses_by_position(np.asarray(predictions)[:, 2:])
+
+
+class CausalLanguage(CausalType):
+    """Next token over windows of a corpus."""
+
+    def prepare(self, given: Given) -> TaskData:
+        """Read texts as one row of tokens per split, and cut it into windows.
+
+        Raises:
+            DataError: if there is no text column or too little text for one window.
+            ConfigError: if the stride does not fit.
+        """
+        train, valid, self.words, description = self.read_tokens(given, lambda tokens: max(2, tokens))
+        length = self.options.max_length
+        _check_window(description, train, valid, length)
+        stride = self.options.stride or length - 1
+        if stride >= length:
+            raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
+        starts, fresh = strided(len(valid), length, stride)
+        return TaskData(
+            self,
+            Windows(train, starts_of(len(train), length), length),
+            Windows(valid, starts, length, fresh),
+            f"{description}; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}",
+            facts={"context": length, "stride": stride, "words": self.words},
+        )
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return windows [B, T]; a shorter last one is filled up with labels that do not count."""
+        width = max(len(row["input_ids"]) for row in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        labels = torch.full((len(rows), width), IGNORED)
+        for place, row in enumerate(rows):
+            ids[place, : len(row["input_ids"])] = torch.from_numpy(row["input_ids"])
+            labels[place, : len(row["labels"])] = torch.from_numpy(row["labels"])
+        # The filling comes after the text, which a causal model does not read; so no padding mask is needed.
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    def metrics(self, *units: np.ndarray) -> dict[str, float]:
+        """Return the perplexity by token, and by word."""
+        by_word = perplexity(units[0], np.array([self.words]))
+        return super().metrics(*units) | {"word_perplexity": by_word["perplexity"]}
+
+
+class MaskedLanguage(LanguageType):
+    """Masked tokens of windows of a corpus."""
+
+    head = HEADS["fill-mask"]
+    next_token = False
+
+    def prepare(self, given: Given) -> TaskData:
+        """Read texts as one row of tokens per split, and cut it into windows.
+
+        Raises:
+            DataError: if there is no text column or too little text for one window.
+            ConfigError: if the tokenizer has no mask token.
+        """
+        train, valid, _, description = self.read_tokens(given, lambda tokens: max(2, tokens))
+        options = self.options
+        _check_window(description, train, valid, options.max_length)
+        if self.tokenizer.mask_token_id is None:
+            raise ConfigError("masked language model: got a tokenizer without a mask token; use task causal-lm")
+        around = sum(token is not None for token in (self.tokenizer.cls_token_id, self.tokenizer.sep_token_id))
+        length = options.max_length - around
+        if length < 1:
+            raise ConfigError(
+                f"data, max_length: got {options.max_length}, expected more than the {around} special tokens"
+            )
+        held = Windows(valid, starts_of(len(valid), length), length, fixed=True)
+        return TaskData(
+            self,
+            Windows(train, starts_of(len(train), length), length),
+            held,
+            f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
+            facts={
+                "context": options.max_length,
+                "mask_share": options.mask_share,
+                # Windows do not overlap, and tokens that do not fill the last one are not measured.
+                "left_out_share": round(1 - min(1.0, len(held) * length / max(1, len(valid))), 4),
+            },
+        )
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return rows with tokens replaced as in BERT: 80 % by the mask, 10 % by a random token, 10 % unchanged."""
+        tokenizer, options = self.tokenizer, self.options
+        salt = np.concatenate([row["input_ids"] for row in rows])
+        front, back = ([] if token is None else [token] for token in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+        masked, answers = [], []
+        for row in rows:
+            seed = stable_seed(options.seed, row["input_ids"], *(() if row["fixed"] else (salt,)))
+            chance = np.random.default_rng(seed)
+            ids, labels = row["input_ids"].copy(), np.full(len(row["input_ids"]), IGNORED)
+            chosen = chance.random(len(ids)) < options.mask_share
+            chosen[chance.integers(len(ids))] = True
+            labels[chosen] = ids[chosen]
+            how = chance.random(len(ids))
+            ids[chosen & (how < 0.8)] = tokenizer.mask_token_id
+            swapped = chosen & (how >= 0.9)
+            ids[swapped] = chance.integers(len(tokenizer), size=int(swapped.sum()))
+            masked.append([*front, *ids.tolist(), *back])
+            answers.append([*[IGNORED] * len(front), *labels.tolist(), *[IGNORED] * len(back)])
+        padded = dict(tokenizer.pad({"input_ids": masked}, return_tensors="pt", verbose=False))
+        width = padded["input_ids"].shape[1]
+        return {**padded, "labels": torch.tensor([row + [IGNORED] * (width - len(row)) for row in answers])}
+
+    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
+        """Return the sum and the count of the labels' negative log-likelihoods [B, 2]."""
+        nll, counted = token_losses(first_output(logits), labels)
+        return torch.stack([nll.sum(dim=1), counted.sum(dim=1)], dim=1)
+
+
+def _check_window(description: str, train: np.ndarray, valid: np.ndarray, length: int) -> None:
+    for name, row in (("training", train), ("validation", valid)):
+        if len(row) < min(length, 2):
+            raise DataError(f"{description}: got {len(row)} {name} tokens, expected a window of {length}")
+
+
+def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
+    """Tokenise a column -> tokens [N], and its words as WikiText counts them (line ends count)."""
+    parts, words = [], 0
+    for begin in range(0, len(table), TEXTS):
+        texts = [text or "" for text in table[begin : begin + TEXTS][column]]
+        lines = [text if text.endswith("\n") else text + "\n" for text in texts]
+        words += sum(len(text.split()) + text.count("\n") for text in lines)
+        coded = tokenizer("".join(lines), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        parts.append(np.asarray(coded["input_ids"], dtype=np.int32))
+    return np.concatenate(parts), words
+
+
+def starts_of(count: int, length: int) -> np.ndarray:
+    """Return the starts [W] of the full windows of a row of tokens, without overlap; one short one if none is full."""
+    return np.arange(0, max(1, count - length + 1), length)
+
+
+def strided(count: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a row of `count` tokens into windows of `length`, `stride` new tokens each.
+
+    Returns:
+        starts [W] and, of each window, the first place that it predicts [W]: every place from 1 on is predicted once.
+    """
+    starts, fresh = [0], [1]
+    end = min(length, count)
+    while end < count:
+        fresh.append(end)
+        end = min(end + stride, count)
+        starts.append(max(0, end - length))
+    return np.array(starts), np.array(fresh)
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the negative log-likelihoods of labels [B, T] under logits [B, T, V], 0 if ignored, and which count."""
+    nll = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return nll, (labels != IGNORED).float()

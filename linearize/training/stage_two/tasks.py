@@ -1,0 +1,262 @@
+"""Tasks: what a model can be tuned for and measured on, as data.
+
+GLUE's tasks have their own names. For any other data set, take the task of its type and name other columns
+(`task("text-classification", columns=("review",))`).
+
+A new task is one entry of `TASKS`. A new type of task is a subclass of `task_types.base.TaskType`,
+one entry of `TASK_TYPES` and one of `TASKS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from linearize.core.errors import ConfigError, unknown_name
+from linearize.training.stage_two.task import Task
+
+TASK_TYPES = {
+    "causal-lm": "linearize.training.stage_two.task_types.language:CausalLanguage",
+    "chat": "linearize.training.stage_two.task_types.chat:Chat",
+    "classification": "linearize.training.stage_two.task_types.text:TextClassification",
+    "copying": "linearize.training.stage_two.task_types.probes:Copying",
+    "image-classification": "linearize.training.stage_two.task_types.images:ImageClassification",
+    "masked-lm": "linearize.training.stage_two.task_types.language:MaskedLanguage",
+    "question-answering": "linearize.training.stage_two.task_types.questions:QuestionAnswering",
+    "recall": "linearize.training.stage_two.task_types.probes:Recall",
+    "regression": "linearize.training.stage_two.task_types.text:TextRegression",
+    "retrieval": "linearize.training.stage_two.task_types.embedded:Retrieval",
+    "similarity": "linearize.training.stage_two.task_types.embedded:Similarity",
+    "token-classification": "linearize.training.stage_two.task_types.tokens:TokenClassification",
+}
+"""Type of task -> module and class; a module is imported when the first task of its type is used."""
+
+
+def _glue(
+    name: str,
+    summary: str,
+    columns: Sequence[str],
+    labels: Sequence[str] | None,
+    metrics: Sequence[str] = ("accuracy",),
+    kind: str = "classification",
+    validation: tuple[str, ...] = ("validation", "test"),
+) -> Task:
+    return Task(
+        name,
+        TASK_TYPES[kind],
+        summary,
+        dataset=f"nyu-mll/glue:{name}",
+        folders=(name, name.replace("sst2", "SST-2"), name.upper()),
+        columns=tuple(columns),
+        labels=None if labels is None else tuple(labels),
+        metrics=tuple(metrics),
+        validation=validation,
+    )
+
+
+def _language(name: str, summary: str, columns: tuple[str, ...] = (), folders: tuple[str, ...] = ()) -> Task:
+    return Task(
+        name,
+        TASK_TYPES[name],
+        summary,
+        folders=folders,
+        columns=columns,
+        label=None,
+        metrics=("perplexity",),
+        lower_is_better=True,
+        percent=False,
+    )
+
+
+_PAIR = ("sentence1", "sentence2")
+_NLI = ("entailment", "neutral", "contradiction")
+_RTE = ("entailment", "not_entailment")
+_DUPLICATE = ("not_duplicate", "duplicate")
+_PREMISE, _MATCHED = ("premise", "hypothesis"), ("validation_matched", "validation")
+_CORPORA = ("wikitext2", "wikitext103")
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        _glue("cola", "is a sentence grammatical?", ["sentence"], ["unacceptable", "acceptable"], ["matthews"]),
+        _glue("sst2", "sentiment of a film review's sentence", ["sentence"], ["negative", "positive"]),
+        _glue("mrpc", "do two sentences say the same?", _PAIR, ["not_equivalent", "equivalent"], ["accuracy", "f1"]),
+        _glue("stsb", "likeness of two sentences, 0 to 5", _PAIR, None, ["pearson", "spearman"], "regression"),
+        _glue("qqp", "are two questions the same?", ["question1", "question2"], _DUPLICATE, ["accuracy", "f1"]),
+        _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
+        _glue("qnli", "does a sentence answer a question?", ["question", "sentence"], _RTE),
+        _glue("rte", "does a text entail another?", _PAIR, _RTE),
+        Task(
+            "text-classification",
+            TASK_TYPES["classification"],
+            "any text, or pair of texts, with a class",
+            metrics=("accuracy", "f1_macro"),
+            score=("accuracy",),
+        ),
+        Task(
+            "text-regression",
+            TASK_TYPES["regression"],
+            "any text, or pair of texts, with a number",
+            metrics=("pearson", "spearman", "mse"),
+            score=("pearson", "spearman"),
+        ),
+        Task(
+            "similarity",
+            TASK_TYPES["similarity"],
+            "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
+            dataset="nyu-mll/glue:stsb",
+            folders=("stsb", "STS-B"),
+            columns=_PAIR,
+            metrics=("spearman", "pearson"),
+            score=("spearman",),
+        ),
+        Task(
+            "retrieval",
+            TASK_TYPES["retrieval"],
+            "first halves of long texts look for their second halves, without training",
+            label=None,
+            metrics=("retrieval",),
+            score=("recall_at_1",),
+        ),
+        _language("masked-lm", "predict masked tokens"),
+        _language("causal-lm", "next token; perplexity over windows with a stated stride", folders=_CORPORA),
+        Task(
+            "copying",
+            TASK_TYPES["copying"],
+            "each passage appears twice: how much of the second reading is found in the first",
+            label=None,
+            metrics=("copying",),
+            score=("copy_accuracy",),
+            folders=_CORPORA,
+        ),
+        _language(
+            "chat", "conversations: what the assistant says next, by the tokenizer's chat template", ("messages",)
+        ),
+        Task("image-classification", TASK_TYPES["image-classification"], "any images with a class"),
+        Task(
+            "cifar10",
+            TASK_TYPES["image-classification"],
+            "CIFAR-10: 32 x 32 photographs of ten kinds",
+            dataset="uoft-cs/cifar10",
+            folders=("cifar10",),
+            columns=("img",),
+        ),
+        Task(
+            "token-classification",
+            TASK_TYPES["token-classification"],
+            "a tag for every word (names, parts of speech)",
+            columns=("tokens",),
+            label="ner_tags",
+            metrics=("entities",),
+            score=("entity_f1",),
+        ),
+        Task(
+            "question-answering",
+            TASK_TYPES["question-answering"],
+            "the answer's span in a text, SQuAD's columns",
+            dataset="rajpurkar/squad",
+            columns=("question", "context"),
+            label="answers",
+            metrics=("spans",),
+            score=("span_f1",),
+        ),
+        Task(
+            "recall", TASK_TYPES["recall"], "the answer after a sequence of tokens", columns=("text",), label="answer"
+        ),
+    )
+}
+
+
+def task(
+    name: str,
+    *,
+    dataset: str | None = None,
+    columns: Sequence[str] = (),
+    label: str | None = None,
+    labels: Sequence[str] = (),
+    validation: str | None = None,
+    score: Sequence[str] = (),
+) -> Task:
+    """Return a task by its name, with the user's changes.
+
+    Args:
+        name: a key of `TASKS`.
+        dataset: Hub name, file or folder.
+        columns: text (or image) columns.
+        label: label column.
+        labels: class names in the order of their numbers.
+        validation: split to measure on; it is an error if the data lacks it.
+        score: metrics whose mean is the score.
+
+    Raises:
+        UnknownNameError: for an unknown task.
+        ConfigError: if there are more columns than the type of task reads, or a label column for rows without labels.
+    """
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    known = TASKS[name]
+    if columns and len(columns) > known.type.columns:
+        raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
+    if label is not None and known.label is None:
+        raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
+    given = {"dataset": dataset, "columns": tuple(columns), "label": label, "labels": tuple(labels)}
+    changes: dict[str, object] = {name: value for name, value in given.items() if value not in (None, ())}
+    if score:
+        changes["score"] = tuple(score)
+    if validation is not None:
+        changes |= {"validation": (validation,), "exact_validation": True}
+    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+
+
+def main_metric(chosen: Task, metrics: dict[str, float], score: Sequence[str] | None = None) -> float:
+    """Return a task's score: the mean of the metrics that it, or `score`, names.
+
+    Raises:
+        ConfigError: if a named metric was not computed.
+    """
+    score = score or chosen.score
+    missing = [name for name in score if name not in metrics]
+    if missing:
+        raise ConfigError(
+            f"task {chosen.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(metrics))}"
+        )
+    return sum(metrics[name] for name in score) / len(score)
+
+
+def recovery(
+    chosen: Task,
+    score: float,
+    original: float,
+    *,
+    chance: float | None = None,
+    interval: tuple[float, float] | None = None,
+) -> float | None:
+    """Return which share of the original's score above chance is recovered, in percent.
+
+    Args:
+        chosen: the task.
+        score: the converted model's.
+        original: the original's.
+        chance: the score of guessing; None: 0, as in papers.
+        interval: the original's interval; None: only its score counts.
+
+    Returns:
+        `(score - chance) / (original - chance)`; None if the original is not above chance. For perplexities the
+        original's score divided by ours, so that more is better there too.
+    """
+    if chosen.lower_is_better:
+        return None if score == 0 else 100.0 * (original / score)
+    floor = chance or 0.0
+    if original == floor or not above_chance(chosen, original, chance=chance, interval=interval):
+        return None
+    return 100.0 * (score - floor) / (original - floor)
+
+
+def above_chance(
+    chosen: Task, score: float, *, chance: float | None, interval: tuple[float, float] | None = None
+) -> bool:
+    """Tell whether a score, with its whole interval if it has one, is better than guessing; True without a chance."""
+    if chance is None:
+        return True
+    low, high = interval or (score, score)
+    return bool(high < chance if chosen.lower_is_better else low > chance)

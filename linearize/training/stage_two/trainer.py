@@ -1,0 +1,231 @@
+"""Stage two: tune a model on a task with transformers' Trainer, or measure it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedModel, set_seed
+
+from linearize.checkpoint.loading import quiet
+from linearize.checkpoint.output import is_write_error
+from linearize.core.errors import CheckpointError
+from linearize.training.stage_one.processes import own_device, under_fsdp
+from linearize.training.stage_one.run import Interrupts
+from linearize.training.stage_two.callbacks import StartKeeper, StateKeeper, StepReporter, TuneStep, trackers
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.interval import Measured, balanced_score, score_of
+from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.switches import (
+    check_adapter,
+    check_fsdp,
+    check_trains,
+    checkpointing,
+    dropping,
+    end_training,
+    set_trained,
+)
+from linearize.training.stage_two.teacher import check_teacher, freeze
+from linearize.training.stage_two.tuner import Tuner
+from linearize.training.stage_two.work import begin, check_started, check_weights, describe, finished, last_checkpoint
+
+
+@dataclass
+class TuneResult:
+    """What stage two did.
+
+    Attributes:
+        metrics: the task's metrics of the kept weights, on the validation rows.
+        score: the task's main figure.
+        steps: optimizer steps done.
+        best_step: the step whose weights were kept; 0 if none measured better than those before the first step.
+        selection: how that step was chosen: `by` (figure), `on` (rows), `rows` (their number), `value`.
+        stopped: "steps" or "early stopping".
+        history: the trainer's log.
+        seconds: duration; after a resume, of the last part only.
+        interval: 95 % bootstrap interval of the score.
+        chance: the score of the best answer that looks at no input; None if undefined.
+        adapter: files of the low-rank updates as peft has them, by name; None if they were not asked for.
+    """
+
+    metrics: dict[str, float]
+    score: float
+    steps: int
+    best_step: int
+    stopped: str
+    history: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    selection: dict[str, object] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+    chance: float | None = None
+    adapter: dict[str, bytes] | None = None
+
+
+def finetune(
+    model: PreTrainedModel,
+    data: TaskData,
+    config: TuneConfig | None = None,
+    *,
+    folder: str | Path,
+    resume: bool = False,
+    on_log: Callable[[dict[str, float]], None] | None = None,
+    tensorboard: str | Path | None = None,
+    teacher: PreTrainedModel | None = None,
+    on_step: Callable[[TuneStep], None] | None = None,
+    adapter_of: str | None = None,
+) -> TuneResult:
+    """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
+
+    The weights before the first step are one of the choices, so by these rows the model never gets worse.
+
+    With a teacher the loss is the squared error of every layer's hidden states and the divergence from the teacher's
+    logits; the labels join later (CALD, ICLR 2025, arXiv 2410.06846; TinyBERT, arXiv 1909.10351). The kept weights are
+    then those nearest to the teacher's logits, else those with the smallest loss, on the held-out rows.
+
+    Args:
+        model: softmax or converted, with the task's head.
+        data: rows to train on and to measure on.
+        config: options.
+        folder: for the trainer's checkpoints.
+        resume: whether to resume from the last complete checkpoint in that folder, if there is one.
+        on_log: called with every entry of the log.
+        tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
+        teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None: labels
+            alone.
+        on_step: called after every step (progress bars).
+        adapter_of: name of the model, if its low-rank updates are also wanted as separate files; None: merged only.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: if the teacher cannot be compared with the model, the model does not support gradient
+            checkpointing, several processes were started with the first version of FSDP, or the run to be resumed was
+            started with another model, other data or other options.
+        DataError: if there are too few rows to hold some out.
+        TrainingError: if the loss becomes NaN or infinite.
+        CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
+    """
+    config = config or TuneConfig()
+    start = time.perf_counter()
+    check_adapter(config, adapter_of)
+    check_fsdp()
+    check_trains(data)
+    data = hold_out(data, config.selection_rows, seed=config.seed)
+    if teacher is not None:
+        check_teacher(teacher, model)
+        teacher = freeze(teacher, model)
+    started = describe(model, data, config, teacher)
+    # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
+    set_seed(config.seed)
+    set_trained(model, config)
+    last = last_checkpoint(folder) if resume else None
+    if last is not None:
+        check_weights(model, last)
+        check_started(Path(folder), started)
+    trainer = _trainer(model, data, config, folder, teacher, on_log)
+    if on_step is not None:
+        trainer.add_callback(StepReporter(trainer, on_step))
+    for tracker in trackers(config.report_to, tensorboard or f"{folder}.tensorboard"):
+        trainer.add_callback(tracker)
+    _train(trainer, Path(folder), last, started)
+    history = list(trainer.state.log_history)
+    metrics, predictions, labels = trainer.measure()
+    score = score_of(data, metrics, predictions, labels)
+    trainer.gather_into(model)
+    state = trainer.state
+    return TuneResult(
+        metrics=metrics,
+        score=score.score,
+        steps=state.global_step,
+        best_step=int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]),
+        stopped="early stopping" if state.global_step < state.max_steps else "steps",
+        history=history,
+        selection=_selection_record(data, config, teacher is not None, state.best_metric),
+        interval=score.interval,
+        chance=score.chance,
+        adapter=end_training(model, config, adapter_of),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _trainer(
+    model: PreTrainedModel,
+    data: TaskData,
+    config: TuneConfig,
+    folder: str | Path,
+    teacher: PreTrainedModel | None,
+    on_log: Callable[[dict[str, float]], None] | None,
+) -> Tuner:
+    if not under_fsdp():
+        return Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
+    from linearize.training.stage_two.sharded import ShardedTuner
+
+    # A copy is spread over the processes, and its weights are copied back at the end.
+    spread = copy.deepcopy(model)
+    return ShardedTuner(spread, data, config, folder, teacher=teacher, on_log=on_log, device=own_device("auto"))
+
+
+def _train(trainer: Tuner, folder: Path, last: Path | None, started: dict[str, object]) -> None:
+    """Train from the last checkpoint, if there is one, with the switches and states that the options ask for."""
+    config, model = trainer.tune, trainer.model
+    assert isinstance(model, PreTrainedModel)
+    interrupts = Interrupts()
+    trainer.add_callback(StartKeeper(trainer))
+    trainer.add_callback(StateKeeper(interrupts, config.save_every))
+    share = config.dropout
+    if share is None and trainer.teacher is not None and not config.final_labels_weight:
+        # A student of a teacher alone cannot overfit labels, and the noise of dropout moves it away from its teacher.
+        share = 0.0
+    with interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
+        try:
+            if last is None and trainer.is_world_process_zero():
+                begin(folder, started)
+            with quiet():
+                if last is not None and finished(last):
+                    # transformers would take one step more.
+                    trainer.restore(last)
+                else:
+                    trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        except Exception as error:
+            if not is_write_error(error):
+                raise
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"stage two: {str(folder)!r} cannot be written ({reason}); make room, then --resume"
+            ) from error
+
+
+def _selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, object]:
+    """Return how the kept state was chosen, as plain data."""
+    if data.selection is None:
+        by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
+    else:
+        by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
+        if taught:
+            by = data.type.distance + (" and loss on the labels" if config.final_labels_weight else "")
+    return {"by": by, "on": on, "rows": rows, "value": value}
+
+
+def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
+    """Measure a model on a task's validation rows, with an interval and the chance level.
+
+    Args:
+        model: the model, on its device.
+        data: the task's rows.
+        batch_size: rows per batch.
+    """
+    config = TuneConfig(batch_size=batch_size, eval_batch_size=batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        metrics, predictions, labels = Tuner(data.type.wrap(model), data, config, folder).measure()
+    return Measured(
+        **vars(score_of(data, metrics, predictions, labels)),
+        metrics=metrics,
+        rows=len(data.validation),
+        by_position=data.type.by_position(predictions),
+        balanced=balanced_score(data, metrics, predictions, labels),
+    )

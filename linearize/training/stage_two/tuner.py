@@ -1,0 +1,355 @@
+"""transformers' Trainer with the additions of stage two: a teacher, a rate for kernels, and rows to choose on.
+
+The loss with a teacher is CALD's (ICLR 2025, arXiv 2410.06846) and TinyBERT's (arXiv 1909.10351): the hidden states of
+every layer and the logits; the labels join later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import ConcatDataset, DataLoader
+from transformers import (
+    EarlyStoppingCallback,
+    EvalPrediction,
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.utils import ModelOutput
+
+from linearize.checkpoint.loading import quiet
+from linearize.core.errors import CheckpointError, ConfigError
+from linearize.modeling.model import kernel_parameters
+from linearize.training.alignment.losses import hidden_state_loss
+from linearize.training.stage_two.callbacks import LossMeter, Watch, meter_of
+from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.prepared import Predictions, TaskData
+from linearize.training.stage_two.tasks import main_metric
+
+KERNEL_RATE = 3e-4
+"""Peak rate of the kernels with a teacher (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
+
+
+class Tuner(Trainer):
+    """Trains and measures one model on one task.
+
+    Args:
+        model: with the task's head, or what is measured of a model (`TaskType.wrap`).
+        data: rows to train on, to choose on (`selection`) and to measure on.
+        config: stage two's options.
+        folder: for checkpoints.
+        teacher: a frozen softmax model on the model's device; None: labels alone, without `data.extra`.
+        on_log: called with every entry of the log.
+        device: where to train; by default where the model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: TaskData,
+        config: TuneConfig,
+        folder: str | Path,
+        *,
+        teacher: PreTrainedModel | None = None,
+        on_log: Callable[[dict[str, float]], None] | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.data, self.tune, self.teacher, self.selection = data, config, teacher, data.selection
+        self._parts: dict[str, list[Tensor]] = {}
+        extra = data.extra if teacher is not None else None
+        stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
+        super().__init__(
+            model=model,
+            args=training_arguments(data, config, folder, device or next(model.parameters()).device.type),
+            train_dataset=ConcatDataset([data.train, extra]) if extra else data.train,
+            eval_dataset=data.validation,
+            data_collator=data.collate,
+            compute_metrics=self.compute_task_metrics,
+            preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]
+            callbacks=[Watch(on_log), LossMeter(), *stopping],
+        )
+        for printing in (PrinterCallback, ProgressCallback):
+            self.remove_callback(printing)
+        if not data.type.next_token:
+            # The loss of a pass is a mean over its batch, which accumulation has to divide. The trainer assumes that a
+            # model with further keywords divides by the labels of all passes; classifiers accept and ignore them.
+            self.model_accepts_loss_kwargs = False
+        if teacher is not None:
+            self.loss_is_scaled_for_ga = False
+
+    def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Return the task's metrics and its score, and keep both with the predictions."""
+        self.predicted: tuple[Predictions, Predictions] = (prediction.predictions, prediction.label_ids)
+        metrics = self.data.type.compute_metrics(*self.predicted)
+        self.measured = {name: float(value) for name, value in metrics.items()}
+        return metrics | {"score": main_metric(self.data.task, metrics)}
+
+    def measure(self) -> tuple[dict[str, float], Predictions, Predictions]:
+        """Return the task's metrics on the validation rows, what was predicted, and the labels."""
+        with quiet():
+            self.evaluate()
+        return self.measured, *self.predicted
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Return the optimizer; kernels with a separate rate get separate parameter groups."""
+        optimizer = super().create_optimizer(model)
+        rate = self.tune.kernel_learning_rate
+        if rate is None and self.teacher is not None:
+            rate = KERNEL_RATE
+        if rate is None:
+            return optimizer
+        kernels = {id(parameter) for parameter in kernel_parameters(self.model)}  # type: ignore[arg-type]
+        for group in list(optimizer.param_groups):
+            in_kernels = [parameter for parameter in group["params"] if id(parameter) in kernels]
+            if in_kernels:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in kernels]
+                optimizer.add_param_group({**group, "params": in_kernels, "lr": rate})
+        return optimizer
+
+    def label_weight(self) -> float:
+        """Return the weight of the labels at this step: 0 at first, then a linear rise."""
+        done = self.state.global_step / max(1, self.state.max_steps)
+        late = done - self.tune.labels_from
+        ramp = self.tune.labels_ramp
+        share = 0.0 if late < 0 else 1.0 if late >= ramp else late / ramp
+        return self.tune.labels_weight * share
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, ModelOutput]:
+        """Return the loss of a batch: while training with a teacher the distance from it, else the model's own."""
+        if self.teacher is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        weight = self.label_weight()
+        fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
+        unlabelled = weight == 0 or self.data.type.row_labels
+        hidden = self.tune.teacher_hidden_weight > 0
+        outputs = model(**(fields if unlabelled else inputs), output_hidden_states=hidden)
+        theirs = self._taught(fields, hidden=hidden)
+        parts = {}
+        if hidden:
+            mask = fields.get("attention_mask")
+            parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(theirs), mask)
+        if self.tune.teacher_logits_weight:
+            parts["logits"] = self.data.type.teacher_loss(outputs, theirs, inputs, temperature=self.tune.temperature)
+        loss = sum(
+            (getattr(self.tune, f"teacher_{name}_weight") * part for name, part in parts.items()),
+            start=torch.zeros((), device=self.args.device),
+        )
+        if weight:
+            parts["task"] = self.data.type.label_loss(outputs, inputs)
+            loss = loss + weight * parts["task"]
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part.detach().float())
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Do one step, and add its loss to the sum over the whole run, resumed or not."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        meter_of(self).total += loss.detach().float()
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Write an entry of the log, with the means of the loss's parts since the last one."""
+        if "train_loss" in logs and self.args.world_size == 1:
+            # transformers takes the mean over the steps since the last resume.
+            logs["train_loss"] = float(meter_of(self).total) / max(1, self.state.global_step)
+        if "loss" in logs:
+            logs |= {f"loss_{name}": float(torch.stack(parts).mean()) for name, parts in self._parts.items()}
+            self._parts = {}
+        super().log(logs, start_time)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Measure the validation rows, and the rows to choose on (`eval_selection`)."""
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.selection is not None:
+            output.metrics[f"{metric_key_prefix}_selection"] = self.measure_selection()  # type: ignore[index]
+        return output
+
+    @torch.no_grad()
+    def measure_selection(self) -> float:
+        """Return the mean over the held-out rows of the loss at the end of the training.
+
+        Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels if
+        they join: by the divergence alone a state from before the labels would always win. Every process measures all
+        of these rows, as some would count twice if they were divided.
+        """
+        model, rows = self.model, self.selection
+        assert isinstance(model, nn.Module) and rows is not None
+        model.eval()
+        total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
+        rows_once = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
+        for batch in rows_once:
+            inputs = self._prepare_inputs(batch)
+            count = len(next(iter(inputs.values())))
+            with self.compute_loss_context_manager(), self.accelerator.autocast():
+                if self.teacher is None:
+                    value: Any = super().compute_loss(model, inputs)
+                else:
+                    value = self._selection_loss(model, inputs)
+            total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
+        # All processes need the same figure, to the bit, as it decides when they stop.
+        return float(self.accelerator.reduce(total[0] / total[1], "mean"))
+
+    def keep_start(self) -> None:
+        """Measure the state before the first step on the held-out rows, and keep it until there is a better one.
+
+        A well-aligned model has little to gain from stage two, so this state may be the best.
+        """
+        # The measurement must not change the numbers that the training draws.
+        with torch.random.fork_rng(devices=()):
+            value = self.measure_selection()
+        self.log({"eval_selection": value})
+        folder = Path(self.args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-0"
+        # Weights alone: a resume starts from the beginning.
+        self.save_model(str(folder), _internal_call=True)
+        self.state.best_metric, self.state.best_global_step = value, 0
+        self.state.best_model_checkpoint = str(folder)
+
+    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the divergence from the teacher on a batch, and the loss on its labels if they join."""
+        fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
+        weight = self.tune.final_labels_weight
+        mine = model(**(fields if self.data.type.row_labels or not weight else inputs))
+        value = self.data.type.teacher_loss(mine, self._taught(fields), inputs)
+        if not weight:
+            return value
+        return self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(mine, inputs)
+
+    def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
+        """Run the teacher on a batch in the student's precision."""
+        assert self.teacher is not None
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.teacher(**fields, output_hidden_states=hidden)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Load the kept weights and the state of a run that had ended."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if self.state.best_model_checkpoint is None:
+            self._load_from_checkpoint(str(checkpoint))
+        else:
+            self._load_best_model()
+
+    def gather_into(self, model: PreTrainedModel) -> None:
+        """Copy the tuned weights into the caller's model, which is the one that was trained."""
+
+    def _load_best_model(self) -> None:
+        """Load the best weights from the run's present folder; transformers would keep the last without warning.
+
+        Raises:
+            CheckpointError: if they are gone.
+        """
+        best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
+        if not any(best.glob("*.safetensors")):
+            raise CheckpointError(
+                f"stage two: the weights of the best state, {str(best)!r}, are missing, expected them to be kept "
+                "until the end; run it again without --resume"
+            )
+        self.state.best_model_checkpoint = str(best)
+        self._load_best(best)
+
+    def _load_best(self, folder: Path) -> None:
+        """Load the weights of a checkpoint, `state.best_model_checkpoint`."""
+        super()._load_best_model()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write weights under the names of the model's modules.
+
+        transformers saves some models (ViT) under older names, while its trainer looks for the modules' names when it
+        resumes or loads the best checkpoint, and skips all others without warning.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, PreTrainedModel):
+            super()._save(output_dir, state_dict)
+            return
+        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # type: ignore[method-assign]
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del model.save_pretrained
+
+
+def layer_states(outputs: Any) -> tuple[Tensor, ...]:
+    """Return the hidden states [B, T, C] after every layer, without the embeddings.
+
+    Raises:
+        ConfigError: if the model has none in its outputs.
+    """
+    names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+    groups = [states[1:] for name in names if (states := getattr(outputs, name, None))]
+    if not groups:
+        raise ConfigError(
+            "teacher: the model gives no hidden states; set teacher_hidden_weight to 0, to learn from the logits alone"
+        )
+    return tuple(state for states in groups for state in states)
+
+
+def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, device: str) -> TrainingArguments:
+    """Return the options as transformers has them."""
+    held_out = data.selection is not None
+    on_cpu = device == "cpu"
+    when = "steps" if config.eval_every else "epoch"
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.eval_batch_size or 2 * config.batch_size,
+        num_train_epochs=config.epochs,
+        max_steps=config.steps or -1,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        warmup_steps=config.warmup,
+        lr_scheduler_type=config.schedule,
+        max_grad_norm=config.max_grad_norm,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        train_sampling_strategy="group_by_length" if config.group_by_length else "random",
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        eval_strategy=when,
+        save_strategy=when,
+        eval_steps=config.eval_every,
+        save_steps=config.eval_every or 500,
+        # The best and the last: if the result cannot be written, a resume from the last saves it at once.
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="selection" if held_out else "score",
+        greater_is_better=not held_out and not data.task.lower_is_better,
+        restore_callback_states_from_checkpoint=True,
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        # `finetune` adds trackers itself: an evaluation has none.
+        report_to=[],
+        disable_tqdm=True,
+        log_level="error",
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=False,
+        label_names=list(data.type.label_fields),
+        seed=config.seed,
+        data_seed=config.seed,
+    )

@@ -1,0 +1,110 @@
+"""Report stage one and the alignment to Accelerate's trackers (TensorBoard, Weights & Biases ...).
+
+Stage two reports through the callbacks of transformers' Trainer (`linearize.training.stage_two.callbacks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from linearize.core.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+NONE = "none"
+
+
+def check_names(value: str, known: Collection[str], installed: Collection[str]) -> tuple[str, ...]:
+    """Read `none`, or names separated by commas.
+
+    Args:
+        value: the option's text.
+        known: all names.
+        installed: names whose package is installed.
+
+    Raises:
+        UnknownNameError: for an unknown name.
+        ConfigError: if a tracker's package is not installed.
+    """
+    names = dict.fromkeys(part.strip() for part in value.split(",") if part.strip() not in ("", NONE))
+    for name in names:
+        if name not in known:
+            raise unknown_name("report_to", name, [NONE, *known])
+        if name not in installed:
+            raise ConfigError(
+                f"report_to: got {name}, but it is not installed; pip install {name}, or leave the option out"
+            )
+    return tuple(names)
+
+
+class Report(Protocol):
+    """A step, as trackers need it."""
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+
+    @property
+    def loss(self) -> float:
+        """The minimised loss."""
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """The loss by layer, or by term."""
+
+    @property
+    def held_out(self) -> float | None:
+        """The loss on held-out data, if it was measured."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate at this step."""
+
+
+@contextlib.contextmanager
+def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator[Callable[[Report], None]]:
+    """Give a function that reports a step, while the block runs.
+
+    Args:
+        value: `none`, or names of Accelerate's trackers (tensorboard, wandb ...), separated by commas.
+        folder: for the trackers that write files.
+        tag: prefix of the curves' names.
+
+    Raises:
+        UnknownNameError: for an unknown name.
+        ConfigError: if a tracker's package is not installed.
+    """
+    trackers = [] if value.strip() in ("", NONE) else _trackers(value, folder)
+    started = False
+
+    def write(report: Report) -> None:
+        # Not before the first step: trackers need the process's state, which the loop's Accelerator sets up.
+        nonlocal started
+        for tracker in () if started else trackers:
+            tracker.start()
+        started = True
+        values = {"loss": report.loss, "learning_rate": report.learning_rate, "held_out": report.held_out}
+        values |= {f"layer/{name}": loss for name, loss in report.losses.items()}
+        scalars = {f"{tag}/{name}": value for name, value in values.items() if value is not None}
+        for tracker in trackers:
+            tracker.log(scalars, step=report.step)
+
+    try:
+        yield write
+    finally:
+        for tracker in trackers if started else ():
+            tracker.finish()
+
+
+def _trackers(value: str, folder: str | Path) -> list[GeneralTracker]:
+    """Make the trackers without starting them."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = [str(name) for name in get_available_trackers()]
+    classes = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
+    # Without a run's name the files go into the folder itself.
+    return [kind("", str(folder)) if kind.requires_logging_directory else kind("linearize") for kind in classes]
