@@ -223,7 +223,7 @@ def _explained(name: str, architecture: str | None) -> Iterator[None]:
         first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
-                f"{name!r} runs code of its own, which linearize does not convert; use an architecture of transformers"
+                f"{name!r} runs its own code, which linearize does not convert; use an architecture of transformers"
             ) from error
         if Path(name).exists():
             raise CheckpointError(

@@ -255,7 +255,7 @@ def test_an_interrupted_distillation_outlives_a_mistyped_data_set(models, tmp_pa
     code, _, err = cli(changed(line, "--dataset", models / "datta.jsonl"))
     assert code == 2 and (states / "step-500" / "state.json").exists()
     code, _, err = cli(without(line, "--overwrite"))
-    assert code == 2 and "holds an interrupted run; go on with --resume, or start anew with --overwrite" in err
+    assert code == 2 and "holds an interrupted run; continue with --resume, or start again with --overwrite" in err
     assert (states / "step-500" / "state.json").exists()
     assert cli(line)[0] == 0 and not states.exists()
 

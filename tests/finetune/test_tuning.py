@@ -559,7 +559,7 @@ def test_missing_data(bert, glue, tmp_path):
 def test_an_interrupted_job_is_not_overwritten(bert, glue, tmp_path):
     (tmp_path / "out.training").mkdir()
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
-    with pytest.raises(ConfigError, match="holds an interrupted run; go on with --resume"):
+    with pytest.raises(ConfigError, match="holds an interrupted run; continue with --resume"):
         finetune_checkpoint(job)
     with pytest.raises(ConfigError, match="takes at most 32 tokens"):
         finetune_checkpoint(

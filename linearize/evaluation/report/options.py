@@ -52,8 +52,8 @@ def _lengths() -> Any:
 
 
 OF_RECORD = {
-    "dataset": "what the checkpoint was taught on, if that is here; else the built-in data",
-    "max_length": "as many as it was taught on, 512 at most",
+    "dataset": "the data it was trained on, if found; otherwise the built-in data",
+    "max_length": "the length it was trained on, 512 at most",
 }
 
 
