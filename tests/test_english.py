@@ -75,7 +75,7 @@ def test_no_phrase_stops_a_native_reader(paths):
 def test_phrases_are_found(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "CHECKOUT", tmp_path)
     (tmp_path / "a.py").write_text(
-        '"""Nobody goes on."""\n\nanew = 1  # Held against\nraise ValueError(f"{anew} of several")\n'
+        '"""Nobody goes on."""\n\nanew = 1  # Held against\nraise ValueError("one of several")\n'
     )
     (tmp_path / "b.md").write_text("The run is\nthere is none\n")
     assert [hit.split(":")[1] for hit in hits([tmp_path / "a.py", tmp_path / "b.md"])] == ["1", "1", "3", "4", "2"]
