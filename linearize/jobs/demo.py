@@ -180,7 +180,7 @@ def _seconds_per_batch(folder: Path) -> float:
 
     with quiet(), torch.inference_mode():
         model = AutoModel.from_pretrained(folder).eval()
-        rows = torch.full((int(str(SIZES["batch_size"])), LENGTH), 2000)
+        rows = torch.full((int(str(SIZES["batch_size"])), LENGTH), model.config.vocab_size // 2)
         return [seconds_of(lambda: model(input_ids=rows)) for _ in range(2)][1]
 
 

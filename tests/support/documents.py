@@ -79,7 +79,6 @@ OF_MODEL = "--device cpu --repeats 1 --no-memory"
 """Added to `bench MODEL`, which has its own heads, and its own lengths if it reads images."""
 ONLY_PARSED = {
     "bert-base": "a model of real size",
-    "demo": "it asks for a model of real size; tests/test_demo.py runs it",
     "SmolLM2-135M-Instruct.Q4_1.gguf": "a model of real size; tests/checkpoint/test_gguf.py has a tiny one",
     "export": "writing a graph down takes half a minute; tests/export does",
 }
