@@ -72,7 +72,7 @@ QUICK = {
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
     "recipes": "", "completion": "", "results": "", "kernels": "", "inspect": "", "push": "",
     "report": LOOK, "compare": LOOK, "export": "",
-    "demo": "--steps 2 --tokens 200", "native": "",
+    "demo": "--steps 2 --tokens 600", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
 }  # fmt: skip
 OF_MODEL = "--device cpu --repeats 1 --no-memory"
