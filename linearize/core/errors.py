@@ -101,7 +101,9 @@ class TrainingError(LinearizeError):
 
 def interrupted_run(folder: object) -> ConfigError:
     """Return the error of starting again in a folder that holds an interrupted run."""
-    return ConfigError(f"{str(folder)!r} holds an interrupted run; continue with --resume, or start again with --overwrite")
+    return ConfigError(
+        f"{str(folder)!r} holds an interrupted run; continue with --resume, or start again with --overwrite"
+    )
 
 
 def unknown_name(kind: str, got: str, known: Iterable[str]) -> UnknownNameError:

@@ -197,9 +197,7 @@ def test_pytorch_is_timed_with_the_native_op_and_without(monkeypatch):
     from linearize.export import timing
 
     seen = []
-    monkeypatch.setattr(
-        timing, "in_turns", lambda calls, repeats: {name: [call() or 1.0] for name, call in calls.items()}
-    )
+    monkeypatch.setattr(timing, "in_turns", lambda sides: {name: call() or 1.0 for name, call in sides.items()})
     monkeypatch.setenv("LINEARIZE_NATIVE", "1")
     for engine, expected in ((object(), ["1", "onnx", "0"]), (None, ["1", "onnx"])):
         monkeypatch.setattr(timing.native, "engine", lambda engine=engine: engine)

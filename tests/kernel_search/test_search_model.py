@@ -10,6 +10,7 @@ from support.training import Fixed, batches, loud
 
 import linearize
 from linearize.attention.interface import linear_attentions
+from linearize.core import registry
 from linearize.core.errors import ConfigError
 from linearize.core.events import Noted
 from linearize.kernel_search import SearchConfig
@@ -204,9 +205,7 @@ def test_what_a_search_refuses(model, data):
 
 def test_a_candidate_that_cannot_serve_the_model(monkeypatch, data):
     info = linearize.kernel_info("polaformer")
-    monkeypatch.setitem(
-        __import__("linearize.core.registry").registry._KERNELS, "polaformer", dataclasses.replace(info, causal=False)
-    )
+    monkeypatch.setitem(registry._KERNELS, "polaformer", dataclasses.replace(info, causal=False))
     model = loud("gpt2")
     with pytest.raises(ConfigError, match=r"candidates: 'polaformer' cannot serve this model: .*bidirectional only"):
         search(model, Fixed(batches(model)), config(candidates=("polaformer", "hedgehog")))
