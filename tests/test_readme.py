@@ -99,7 +99,7 @@ def test_a_line_that_is_not_covered_fails(line, tmp_path, monkeypatch, capsys):
     make_cheap(monkeypatch, tmp_path)
     with pytest.raises((AssertionError, linearize.LinearizeError)):
         run_line(line, capsys)
-    with pytest.raises(AssertionError, match="neither bash nor python"):
+    with pytest.raises(AssertionError, match="not bash, python or toml"):
         blocks("```sh\nrm -r everything\n```")
 
 

@@ -222,7 +222,8 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
     if held:
         one.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="validation")
     tidy(one, "Stage two: loss", "step", "loss")
-    one.legend(fontsize=8, frameon=False)
+    if losses or held:
+        one.legend(fontsize=8, frameon=False)
     score = [(entry["step"], entry["eval_score"]) for entry in measured if "eval_score" in entry]
     if score:
         two.plot(*zip(*score, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4)

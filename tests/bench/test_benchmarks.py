@@ -19,7 +19,7 @@ from linearize.evaluation.bench.job import measure
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
-from linearize.training.stage_one.targets import Targets
+from linearize.training.stage_one.loss import Targets
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
 RATE = 1e9

@@ -89,7 +89,7 @@ def test_chunks_of_a_length(place, few_draws):
     with pytest.raises(ConfigError, match=r"chunk_length: got 13, but .* takes at most 12 tokens"):
         evaluate_checkpoint(job(place, compare=str(place / "original"), chunk_length=13))
     for more in ({}, {"compare": "x", "chunks": False}):
-        with pytest.raises(ConfigError, match="chunks are read of an original only"):
+        with pytest.raises(ConfigError, match="only an original is read in chunks"):
             job(place, chunk_length=8, **more)
 
 

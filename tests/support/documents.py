@@ -148,10 +148,13 @@ def pages():
 
 
 def blocks(text):
-    """Return (language, content) of all fenced blocks."""
+    """Return (language, content) of the fenced blocks that run; blocks of TOML must only parse."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert all(language in ("bash", "python") for language, _ in found), "a block is neither bash nor python"
-    return found
+    assert all(language in ("bash", "python", "toml") for language, _ in found), "a block is not bash, python or toml"
+    for language, content in found:
+        if language == "toml":
+            tomllib.loads(content)
+    return [(language, content) for language, content in found if language != "toml"]
 
 
 def inline(text):
