@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from transformers.cache_utils import (
 from linearize.core.errors import ConfigError, LinearizeError
 
 State = dict[str, Tensor]
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the argument with a forward's generation cache: since transformers 5.24, and before it."""
 
 RECORDED = 1024
 """Tokens that a cache can be cropped by when transformers asks for that, as in assisted generation."""
@@ -55,6 +59,22 @@ class Recorded(NamedTuple):
 
 Fold = Callable[[State | None, Recorded], State]
 """Returns the state after another state and some tokens; the other state is not changed."""
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """Return the generation cache among a forward's keyword arguments, None if there is none."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def cache_name(forward: Callable[..., object]) -> str | None:
+    """Return the name under which a forward takes a generation cache, None if it takes none."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in taken), None)
+
+
+def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
+    """Return a generation cache as the keyword argument of a model's forward."""
+    return {cache_name(model.forward) or CACHE_NAMES[-1]: cache}
 
 
 def copied(state: State | None) -> State | None:

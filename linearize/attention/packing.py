@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from linearize.attention.cache import given_cache
 from linearize.core.errors import UnsupportedModelError
 from linearize.ops.tracing import is_tracing
 
@@ -126,7 +127,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
     tokens = args[0] if args else next((kwargs[x] for x in ("input_ids", "inputs_embeds") if _given(kwargs, x)), None)
     if tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
         return None
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if cache is not None and not any(_given(kwargs, name) for name in ("cu_seq_lens_q", "seq_idx")):
         # With a cache, positions may repeat; where they decrease, a document begins.
         positions = kwargs.get("position_ids")

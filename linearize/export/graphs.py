@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.inputs import candidates
 from linearize.core.errors import UnsupportedModelError
@@ -107,7 +108,7 @@ class _Writer(nn.Module):
         mask = torch.ones(1, 2, dtype=torch.long)
         with torch.no_grad():
             outputs = self.model(
-                input_ids=_ids(model, 1, 2), attention_mask=mask, past_key_values=cache, return_dict=True
+                input_ids=_ids(model, 1, 2), attention_mask=mask, **cache_argument(self.model, cache), return_dict=True
             )
         self.keys = [_layer_keys(model, layer) for layer in cache.layers]
         self.masked = any(keys == _KEYS for keys in self.keys)
@@ -133,7 +134,11 @@ class _Writer(nn.Module):
 
     def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]]:
         found = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, return_dict=True
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            **cache_argument(self.model, cache),
+            return_dict=True,
         )
         kept = []
         for layer, keys in zip(cache.layers, self.keys, strict=True):

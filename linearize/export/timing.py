@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention import native
 from linearize.attention.backends.self_test import switched
+from linearize.attention.cache import cache_argument
 from linearize.evaluation.bench.meter import Timing, in_turns
 from linearize.export.graphs import BATCH, TOKENS, Graph
 from linearize.export.onnx import resized, run, session, state_of
@@ -60,16 +61,17 @@ def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengt
 
 def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None) -> Timed:
     """Time one token after `tokens`; in PyTorch as `generate` decodes, with the state updated in place."""
-    cache, token = model.new_cache(), inputs["input_ids"][:, -1:]
+    cache = model.new_cache()
+    kept, token = cache_argument(model, cache), inputs["input_ids"][:, -1:]
     with torch.no_grad():
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **kept)
     # The same place every time, so that no turn exceeds the model's length.
     place = torch.full((1, 1), inputs["input_ids"].shape[1] - 1)
     feed = {"input_ids": token, **state_of(run(opened["model"], inputs))}
 
     @torch.no_grad()
     def decode() -> object:
-        return model(token, position_ids=place, past_key_values=cache)
+        return model(token, position_ids=place, **kept)
 
     return _pair("step", tokens, decode, lambda: run(opened["step"], feed))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from linearize.attention.cache import LinearizeCache, state_layer
+from linearize.attention.cache import (
+    CACHE_NAMES,
+    LinearizeCache,
+    cache_argument,
+    cache_name,
+    given_cache,
+    state_layer,
+)
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 from linearize.modeling.implementations import check_implementation
@@ -40,7 +46,7 @@ def use_cache_for_generation(
         given: the caller's cache, which stays.
         kwargs: keyword arguments of the model's forward, changed in place.
     """
-    made = kwargs.get("past_key_values")
+    made = given_cache(kwargs)
     # Attention weights are those of pairs: their cache of all keys stays, as a sum over the past has none.
     if made is None or made is given or generation_config.output_attentions:
         return
@@ -52,7 +58,7 @@ def use_cache_for_generation(
     if isinstance(made, EncoderDecoderCache):
         made.self_attention_cache = cache
     else:
-        kwargs["past_key_values"] = cache
+        kwargs[next(name for name in CACHE_NAMES if kwargs.get(name) is made)] = cache
 
 
 def check_generation(generation_config: GenerationConfig) -> None:
@@ -81,7 +87,7 @@ def add_default_caches(root: PreTrainedModel) -> None:
 def hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a host's forward: tell its kernel which state belongs to the call, as the attention function sees none."""
     check_implementation(host)
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if cache is None:
         # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
@@ -96,7 +102,7 @@ def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: dict[str, An
     """
     if not is_tracing() or len(args) > 1:
         return None
-    given = ("attention_mask", "past_key_values", "position_ids", "inputs_embeds", "decoder_input_ids")
+    given = ("attention_mask", *CACHE_NAMES, "position_ids", "inputs_embeds", "decoder_input_ids")
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is None or any(kwargs.get(name) is not None for name in given):
         return None
@@ -130,7 +136,7 @@ def _towers_with_caches(root: PreTrainedModel) -> list[PreTrainedModel]:
         for part in parts
         if part.config is not _text_config(root)
         and part.config is not root.config
-        and "past_key_values" in inspect.signature(part.forward).parameters
+        and cache_name(part.forward)
         and _cache_indices(part)
     ]
 
@@ -146,10 +152,10 @@ def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     weights = kwargs.get("output_attentions")
     if root.config.output_attentions if weights is None else weights:
         return None
-    if not use_cache or root.training or kwargs.get("past_key_values") is not None or own:
+    if not use_cache or root.training or given_cache(kwargs) is not None or own:
         return None
     made: Cache = make_cache(root)
     if kwargs.get("encoder_hidden_states") is not None:
         # A decoder with cross-attention (in an EncoderDecoderModel) keeps what it reads of the encoder as well.
         made = EncoderDecoderCache(made, DynamicCache())
-    return args, kwargs | {"past_key_values": made}
+    return args, {key: value for key, value in kwargs.items() if key not in CACHE_NAMES} | cache_argument(root, made)

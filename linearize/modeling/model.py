@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from linearize.attention.cache import LinearizeCache
+from linearize.attention.cache import LinearizeCache, given_cache
 from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
@@ -150,7 +150,7 @@ class LinearizedModel(_Original):
         if model_kwargs is None:
             # The host's own function, which returns its cache of all keys (Diffusion-Gemma).
             return prepare(generation_config, *args, **kwargs)
-        given = model_kwargs.get("past_key_values")
+        given = given_cache(model_kwargs)
         prepare(generation_config, model_kwargs, *args, **kwargs)
         use_cache_for_generation(self, generation_config, given, model_kwargs)
 

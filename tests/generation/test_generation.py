@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 import linearize
-from linearize.attention.cache import LinearizeCache
+from linearize.attention.cache import LinearizeCache, given_cache
 from linearize.core.errors import ConfigError, LinearizeError
 
 CAUSAL = ["gpt2", "llama", "qwen2", "mistral", "gemma3"]
@@ -307,4 +307,4 @@ def test_the_cache_function_bound_to_another_model():
         batch_size=1,
         max_cache_length=8,
     )
-    assert type(made["past_key_values"]) is DynamicCache
+    assert type(given_cache(made)) is DynamicCache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from linearize.attention.cache import cache_nbytes
+from linearize.attention.cache import cache_argument, cache_nbytes
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import Observer
 from linearize.core.errors import UnsupportedModelError
@@ -163,15 +163,16 @@ class DecodeModelSuite(OfModel):
     def prepare(self, variant: str, tokens: int) -> Call:
         model: Any = self.model.softmax if variant == "softmax" else self.model.linear
         cache = DynamicCache(config=model.config) if variant == "softmax" else model.new_cache()
+        kept = cache_argument(model, cache)
         token = self.model.inputs(1)["input_ids"]
         with torch.no_grad():
-            model(**self.model.inputs(min(PREFILL, tokens)), past_key_values=cache, use_cache=True)
+            model(**self.model.inputs(min(PREFILL, tokens)), **kept, use_cache=True)
         set_context(cache, tokens)
         self.kept[variant, tokens] = cache_nbytes(cache)
 
         @torch.no_grad()
         def step() -> Tensor:
-            out: Any = model(input_ids=token, past_key_values=cache, use_cache=True)
+            out: Any = model(input_ids=token, **kept, use_cache=True)
             set_context(cache, tokens)
             return out[0]
 
