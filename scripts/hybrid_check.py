@@ -3,8 +3,9 @@
     python scripts/hybrid_check.py SMOLLM2 CONVERTED --text test.txt --choose validation.txt --output hybrid.json
 
 SMOLLM2 is the softmax original, CONVERTED what `linearize convert` made of it with a window. Every row but the first is
-CONVERTED with parts added or taken away without further training; "window only" is the control. Heads that stay softmax
-are chosen on --choose, the figures are taken on --text.
+CONVERTED with parts added or removed, without further training; the rows named "window only" are the controls. Softmax
+heads and exact keys are those of CONVERTED; if it has none, the heads are chosen on --choose. The figures are taken on
+--text, from token --offset on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from linearize.fidelity.ablate import ablated
 from linearize.fidelity.heads import keep_heads
 from linearize.modeling.plan import Plan
 
-EDGES = (0, 64, 128, 256, 512, 1024)
+EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUESTIONS = (
     "What is the capital of France?", "Why is the sky blue?", "Write a short poem about the sea.",
     "How do I boil an egg?", "Name three planets.", "What is a noun?", "Explain gravity to a child.",
@@ -54,7 +55,8 @@ def perplexity(model: Any, ids: Tensor, rows: int, length: int) -> dict[str, Any
     for row in ids[: rows * length].view(rows, length):
         losses.append(F.cross_entropy(logits(model, row)[:-1], row[1:], reduction="none"))
     loss = torch.stack(losses)
-    parts = {f"{a}-{b - 1}": float(loss[:, max(0, a - 1) : b - 1].mean()) for a, b in itertools.pairwise(EDGES)}
+    edges = [edge for edge in EDGES if edge <= length]
+    parts = {f"{a}-{b - 1}": float(loss[:, max(0, a - 1) : b - 1].mean()) for a, b in itertools.pairwise(edges)}
     return {"perplexity": math.exp(float(loss.mean())), "nats": parts}
 
 
@@ -113,6 +115,13 @@ def change(model: Any, **values: Any) -> None:
         mixer.change(replace(layer.hybrid, **values))
 
 
+def keep(model: Any, heads: Sequence[tuple[int, ...]]) -> None:
+    """Let these heads be softmax: one tuple for each converted layer."""
+    for layer, kept in zip(linear_attentions(model).values(), heads, strict=True):
+        mixer: Any = layer.mixer
+        mixer.change(replace(layer.hybrid, softmax_heads=kept))
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,57 +129,70 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("converted")
     parser.add_argument("--text", required=True, help="text to measure on")
     parser.add_argument("--choose", required=True, help="text to choose heads on")
-    parser.add_argument("--heads", type=int, default=14)
-    parser.add_argument("--exact-keys", type=int, default=16)
+    parser.add_argument("--offset", type=int, default=0, help="first token to measure on")
+    parser.add_argument("--heads", type=int, default=14, help="softmax heads, if CONVERTED has none")
+    parser.add_argument("--exact-keys", type=int, default=16, help="exact keys, if CONVERTED has none")
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--long", type=int, default=0, help="also the loss by position on 4 rows of this length")
     parser.add_argument("--needles", type=int, nargs="*", default=[1024, 2048], help="lengths")
     parser.add_argument("--needle-rows", type=int, default=5)
+    parser.add_argument("--only", nargs="*", help="rows of the table to measure; by default all")
     parser.add_argument("--output", required=True)
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> None:
-    """Measure and write."""
+    """Measure and write; rows that --output has already are kept."""
     args = parse(words)
     tokenizer = AutoTokenizer.from_pretrained(args.original)
-    read = Path(args.text).read_text(encoding="utf-8")[:400_000]
-    ids = torch.tensor(tokenizer(read)["input_ids"])
+    ids = torch.tensor(tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"])[args.offset :]
     chosen_on = torch.tensor(tokenizer(Path(args.choose).read_text(encoding="utf-8")[:40_000])["input_ids"])
     original = AutoModelForCausalLM.from_pretrained(args.original).eval()
     said = answers(original, tokenizer)
-    table: dict[str, Any] = {}
+    output = Path(args.output)
+    table: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else {}
+    settings = {name: value for name, value in vars(args).items() if name in ("offset", "rows", "long")}
 
     def measure(name: str, model: Any) -> None:
+        if name in table or (args.only and name not in args.only):
+            return
         table[name] = {
             **perplexity(model, ids, args.rows, 1024),
             "copying": copying(model, ids[args.rows * 1024 :], args.rows, 256),
             "needles": {str(n): needles(model, tokenizer, ids, n, args.needle_rows) for n in args.needles},
             "agreement": agreement(model, said),
         }
-        settings = {name: value for name, value in vars(args).items() if name in ("heads", "exact_keys", "rows")}
-        text = json.dumps({"settings": settings, "rows": table}, indent=2)
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
+        if args.long:
+            table[name]["long"] = perplexity(model, ids, 4, args.long)
+        output.write_text(json.dumps({"settings": settings, "rows": table}, indent=2) + "\n", encoding="utf-8")
         print(name, json.dumps(table[name]), flush=True)
+
+    def without_kernel(name: str) -> None:
+        with ablated(model, "kernel"):
+            measure(name, model)
 
     measure("softmax", original)
     del original
     model = AutoModelForCausalLM.from_pretrained(args.converted).eval()
-    rows: dict[str, Callable[[], None]] = {
-        "kernel and window": lambda: None,
-        "exact keys": lambda: change(model, exact_keys=args.exact_keys),
-    }
-    with ablated(model, "kernel"):
-        measure("window only", model)
-    for name, prepare in rows.items():
-        prepare()
-        measure(name, model)
+    layers = linear_attentions(model).values()
+    exact = max(layer.hybrid.exact_keys for layer in layers) or args.exact_keys
+    heads = [tuple(layer.hybrid.softmax_heads) for layer in layers]
+    change(model, exact_keys=0, softmax_heads=())
+    without_kernel("window only")
+    measure("kernel and window", model)
+    change(model, exact_keys=exact)
+    measure("exact keys", model)
     change(model, exact_keys=0)
-    batches = [{"input_ids": row[None]} for row in chosen_on[:1024].view(2, 512)]
-    keep_heads(model, Plan.from_dict(model.config.linearize), args.heads, batches)
-    with ablated(model, "kernel"):
-        measure("window only, softmax heads", model)
+    if not any(heads):
+        batches = [{"input_ids": row[None]} for row in chosen_on[:1024].view(2, 512)]
+        keep_heads(model, Plan.from_dict(model.config.linearize), args.heads, batches)
+        heads = [tuple(layer.hybrid.softmax_heads) for layer in layers]
+    keep(model, heads)
+    settings |= {"heads": sum(map(len, heads)), "exact_keys": exact}
+    without_kernel("window only, softmax heads")
     measure("softmax heads", model)
-    change(model, exact_keys=args.exact_keys)
+    change(model, exact_keys=exact)
+    without_kernel("window only, softmax heads and exact keys")
     measure("softmax heads and exact keys", model)
 
 
