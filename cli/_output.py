@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from linearize.modeling.plan import LayerPlan, Plan
     from linearize.training.alignment.loop import AlignStep
     from linearize.training.stage_one.loop import StepReport
-    from linearize.training.stage_two.callbacks import TuneStep
+    from linearize.training.stage_two.tuner import TuneStep
 
     Report = StepReport | AlignStep | TuneStep | SearchStep
 

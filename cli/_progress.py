@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def kept_states(target: str, *endings: str) -> str:
     """Say what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
-    from linearize.training.stage_one.state import StateFolder
+    from linearize.training.stage_one.run import StateFolder
 
     for ending in endings or ("align", "stage1", "search"):
         folder = f"{target.rstrip('/')}.{ending}"

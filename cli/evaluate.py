@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from linearize.jobs.evaluate import Evaluation
     from linearize.jobs.events import Event
     from linearize.jobs.sides import SideResult, Times
-    from linearize.training.stage_two.task import Task
+    from linearize.training.stage_two.tasks import Task
 
 EPILOG = """examples:
   linearize evaluate bert-cola-linear --task cola --compare bert-cola

@@ -99,7 +99,7 @@ def tune_in_place(converted: ConvertJob, task: str, *, to_stderr: bool) -> None:
 
 def kept_checkpoint(job: TuneJob) -> str:
     """Say what an interrupted stage two left on disk, and how to resume it."""
-    from linearize.training.stage_two.work import last_checkpoint
+    from linearize.training.stage_two.save import last_checkpoint
 
     folder = f"{job.target()}.training"
     last = last_checkpoint(folder)

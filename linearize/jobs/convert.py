@@ -42,7 +42,7 @@ from linearize.jobs.stages import (
 )
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
-from linearize.training.stage_one.batches import usual_length, within
+from linearize.training.stage_one.loop import usual_length, within
 from linearize.training.stage_one.processes import under_fsdp
 
 if TYPE_CHECKING:

@@ -20,16 +20,27 @@ from linearize.jobs.command import add_command
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, under_fsdp, wait_for_all
-from linearize.training.stage_two.callbacks import check_report_to
-from linearize.training.stage_two.lengths import fit_positions
-from linearize.training.stage_two.load import fit_tokenizer, load_for_task, load_processor
+from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task, load_processor
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import TaskData, hold_out
-from linearize.training.stage_two.save import save_model, tuning_files, tuning_record
-from linearize.training.stage_two.switches import check_adapter, check_checkpointing, check_fsdp, check_trains
+from linearize.training.stage_two.save import (
+    check_work,
+    last_checkpoint,
+    remove_work,
+    save_model,
+    tuning_files,
+    tuning_record,
+)
 from linearize.training.stage_two.teacher import load_teacher
-from linearize.training.stage_two.trainer import TuneResult, finetune
-from linearize.training.stage_two.work import check_work, last_checkpoint, remove_work
+from linearize.training.stage_two.trainer import (
+    TuneResult,
+    check_adapter,
+    check_checkpointing,
+    check_fsdp,
+    check_trains,
+    finetune,
+)
+from linearize.training.stage_two.tuner import check_report_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, Job
 from linearize.jobs.presets import preset_options
 from linearize.jobs.task_config import TaskChoice
 from linearize.training.stage_two.config import DataOptions, TuneConfig
-from linearize.training.stage_two.task import Task
+from linearize.training.stage_two.tasks import Task
 
 CONVERSION, TUNING, OUTPUT = "conversion", "tuning, of both models alike", "output"
 TUNED = (

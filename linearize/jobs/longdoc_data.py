@@ -19,15 +19,13 @@ from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import check_kernel, make_plan
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.sides import check_chunk_length
-from linearize.training.stage_one.state import StateFolder
+from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.lengths import NO_LIMIT, length_limit
-from linearize.training.stage_two.load import load_processor
-from linearize.training.stage_two.prepare import located, prepare
+from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_processor
+from linearize.training.stage_two.prepare import located, open_splits, prepare
 from linearize.training.stage_two.prepared import TaskData
-from linearize.training.stage_two.tables import open_splits
-from linearize.training.stage_two.work import STARTED, check_started, remove_work
-from linearize.training.stage_two.work import begin as write_started
+from linearize.training.stage_two.save import STARTED, check_started, remove_work
+from linearize.training.stage_two.save import begin as write_started
 
 QUICK = 4.5e13
 """Operations of a `quick` run: 15 minutes at 50 billion per second, which two cores reach in fp32."""

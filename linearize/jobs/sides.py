@@ -17,17 +17,22 @@ from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.report.paired import SideDifference, score_difference
 from linearize.fidelity.ablate import ablated
 from linearize.jobs.events import Callback, Started, ignore
-from linearize.training.stage_two.chunks import TOKENS
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.interval import BALANCED, Measured
-from linearize.training.stage_two.lengths import beyond_training, length_limit, whole_length
-from linearize.training.stage_two.load import check_trained, fit_tokenizer, load_for_task, load_processor
+from linearize.training.stage_two.load import (
+    beyond_training,
+    check_trained,
+    fit_tokenizer,
+    length_limit,
+    load_for_task,
+    load_processor,
+    whole_length,
+)
 from linearize.training.stage_two.metrics import PositionLoss
-from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepare import Given, prepare
 from linearize.training.stage_two.prepared import Facts, TaskData
-from linearize.training.stage_two.tables import Given
-from linearize.training.stage_two.task import Task
-from linearize.training.stage_two.tasks import above_chance
+from linearize.training.stage_two.task_types.text import TOKENS
+from linearize.training.stage_two.tasks import Task, above_chance
 from linearize.training.stage_two.trainer import measure_with_interval
 
 if TYPE_CHECKING:

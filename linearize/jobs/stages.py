@@ -26,11 +26,10 @@ from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.stage_one.batches import batches_for, within
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.loop import batches_for, distill, within
 from linearize.training.stage_one.processes import is_main, several, wait_for_all
-from linearize.training.stage_one.state import StateFolder, keep_states
+from linearize.training.stage_one.run import StateFolder, keep_states
 from linearize.training.trackers import reporter
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import check, option, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, STEP_ROWS, Job, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
-from linearize.training.stage_two.task import Task
-from linearize.training.stage_two.tasks import TASKS
+from linearize.training.stage_two.tasks import TASKS, Task
 
 STAGE_TWO_TOKENS = 4096
 """Default tokens of a pass of stage two, at most."""
@@ -54,7 +53,7 @@ def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rows' default length: what the model takes, if that is little."""
     if "max_length" in values:
         return {}
-    from linearize.training.stage_two.lengths import usual_length
+    from linearize.training.stage_two.load import usual_length
 
     return {"data": {"max_length": usual_length(values["model"])}}
 
@@ -159,7 +158,7 @@ class EvaluateJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that follow from other options: the rows' length."""
-        from linearize.training.stage_two.lengths import whole_length
+        from linearize.training.stage_two.load import whole_length
 
         # A missing model or an unknown task is refused elsewhere.
         if "max_length" in values or values.get("task") not in TASKS:

@@ -38,8 +38,7 @@ from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.run import Batches, Part, Progress, Run, frozen
-from linearize.training.stage_one.state import RunState
+from linearize.training.stage_one.run import Batches, Part, Progress, Run, RunState, frozen
 
 TRAINING = 0.8
 """Share of a limited time that the rungs may take; the rest is for the whole model."""

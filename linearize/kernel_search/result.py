@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from linearize.training.stage_one.state import RunState
+    from linearize.training.stage_one.run import RunState
 
 WORTH, LEAST = 0.01, 1e-6
 """A mixed plan is worth it if its error is smaller by this share, and by this much: less is the rounding of sums."""

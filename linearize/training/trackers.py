@@ -1,6 +1,6 @@
 """Report stage one and the alignment to Accelerate's trackers (TensorBoard, Weights & Biases ...).
 
-Stage two reports through the callbacks of transformers' Trainer (`linearize.training.stage_two.callbacks`).
+Stage two reports through the callbacks of transformers' Trainer (`linearize.training.stage_two.tuner`).
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.measure import measure
-from linearize.training.alignment.objective import Objective, Share, size_of
+from linearize.training.alignment.objective import Objective, Share, measure, size_of
 from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
-from linearize.training.stage_one.state import StateFolder
+from linearize.training.stage_one.run import StateFolder
 
 
 def state(model):

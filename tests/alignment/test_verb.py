@@ -10,7 +10,7 @@ from support.checkpoints import make_original, texts
 from transformers import AutoModel
 
 from linearize.cli import main
-from linearize.training.alignment.trainer import AlignTrainer
+from linearize.training.alignment.loop import AlignTrainer
 
 DATA = ["--dataset", "texts.jsonl", "--text-column", "text", "--holdout", "4", "--batch-size", "4", "--device", "cpu"]
 

@@ -15,7 +15,7 @@ import linearize.conversion.gguf as reading
 from linearize.checkpoint.loading import load_model
 from linearize.core.errors import CheckpointError
 from linearize.jobs import demo
-from linearize.training.stage_two.lengths import length_limit
+from linearize.training.stage_two.load import length_limit
 
 gguf = pytest.importorskip("gguf")
 TEMPLATE = "{% for message in messages %}{{ '<|s|>' + message['content'] }}{% endfor %}"

@@ -22,7 +22,7 @@ from linearize.core.errors import ConfigError
 from linearize.jobs.events import Saved
 from linearize.training.stage_one import observer
 from linearize.training.stage_one.loop import StepReport
-from linearize.training.stage_two.work import last_checkpoint
+from linearize.training.stage_two.save import last_checkpoint
 
 WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2
 

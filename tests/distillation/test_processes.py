@@ -10,8 +10,7 @@ from support.training import Fixed, batches, sharp
 
 from linearize.core.errors import ConfigError
 from linearize.training.stage_one import DistillConfig
-from linearize.training.stage_one.loop import distill, make_accelerator
-from linearize.training.stage_one.shard import blocks_of
+from linearize.training.stage_one.loop import blocks_of, distill, make_accelerator
 
 KINDS = ("ddp", "fsdp")
 MODELS = ("bert", "gpt2")

@@ -21,7 +21,7 @@ import linearize.attention.native as native
 from linearize.checkpoint import output
 from linearize.checkpoint.output import atomic_folder, check_room, claim, clear_leftovers
 from linearize.core.errors import CheckpointError
-from linearize.training.stage_one.state import RunState, StateFolder
+from linearize.training.stage_one.run import RunState, StateFolder
 
 SCRIPT = Path(sys.executable).with_name("linearize")
 
@@ -134,7 +134,7 @@ def broken_save(monkeypatch, *, states=False):
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     if states:
-        from linearize.training.stage_one.state import StateFolder
+        from linearize.training.stage_one.run import StateFolder
 
         real = StateFolder.save
 
@@ -163,7 +163,7 @@ def test_a_save_that_fails_keeps_what_was_trained(verb, states, models, tmp_path
     kept = Path(words[words.index("--output") + 1])
     assert (kept == tmp_path / "out") is not states and words.count("--output") == 1
     with pytest.MonkeyPatch.context() as patch:
-        for step in ("stage_one.observer.KernelTrainer", "alignment.trainer.AlignTrainer"):
+        for step in ("stage_one.observer.KernelTrainer", "alignment.loop.AlignTrainer"):
             patch.setattr(f"linearize.training.{step}.step", lambda *_: pytest.fail("trained again"))
         code, _, err = cli(words)
     assert code == 0, err

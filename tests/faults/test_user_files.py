@@ -17,8 +17,8 @@ from linearize.checkpoint.loading import load_model
 from linearize.checkpoint.output import atomic_folder, check_target, claim, clear_leftovers
 from linearize.checkpoint.ownership import MARKER, check_links, check_ours, mark
 from linearize.core.errors import CheckpointError
-from linearize.training.stage_one.state import RunState, StateFolder
-from linearize.training.stage_two.work import begin, check_work
+from linearize.training.stage_one.run import RunState, StateFolder
+from linearize.training.stage_two.save import begin, check_work
 
 STARTED = {"data contents": "0123"}
 """What a run of ours was started with."""

@@ -8,10 +8,10 @@ import torch
 from support.tasks import WORDS, word_tokenizer, write
 
 from linearize.core.errors import ConfigError
-from linearize.training.stage_two.chunks import chunked, mean_over_chunks, pad_chunks, whole_lengths
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import load_for_task, load_processor
 from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.task_types.text import chunked, mean_over_chunks, pad_chunks, whole_lengths
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import measure_with_interval
 
@@ -60,7 +60,7 @@ def test_the_mean_weighs_chunks_alike_and_is_read_in_parts(monkeypatch):
         return values[input_ids[:, 0]]
 
     torch.testing.assert_close(mean_over_chunks(read, owners, fields), expected)
-    monkeypatch.setattr("linearize.training.stage_two.chunks.TOKENS", 9)
+    monkeypatch.setattr("linearize.training.stage_two.task_types.text.TOKENS", 9)
     torch.testing.assert_close(mean_over_chunks(read, owners, fields), expected)
     assert sizes == [6, 2, 2, 2]
 

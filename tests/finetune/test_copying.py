@@ -48,7 +48,7 @@ def test_figures_by_hand(place):
 
 
 def test_a_model_that_copies_is_right():
-    from linearize.training.stage_two.task_types.probes import Copies
+    from linearize.training.stage_two.task_types.language import Copies
 
     copying = no_rows("copying").type
     rows = Copies(np.random.default_rng(0).integers(0, 9, 40).astype(np.int32), 8)

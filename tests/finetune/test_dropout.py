@@ -15,9 +15,8 @@ from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import DataOptions
-from linearize.training.stage_two.switches import dropping, places
 from linearize.training.stage_two.tasks import task
-from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.trainer import dropping, finetune, places
 from linearize.training.stage_two.tuner import Tuner
 
 CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, steps=6, log_every=1)

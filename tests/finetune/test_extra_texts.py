@@ -19,10 +19,10 @@ from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
 from linearize.training.stage_two.prepare import check_unlabelled, prepare
 from linearize.training.stage_two.prepared import IGNORED, hold_out
+from linearize.training.stage_two.save import describe
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import Tuner
-from linearize.training.stage_two.work import describe
 
 SHORT = DataOptions(max_length=16)
 # No two of these texts are the same, and none begins as those of the tasks do.

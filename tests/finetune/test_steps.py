@@ -15,9 +15,8 @@ from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import DataOptions
-from linearize.training.stage_two.switches import check_checkpointing, checkpointing
 from linearize.training.stage_two.tasks import task
-from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.trainer import check_checkpointing, checkpointing, finetune
 
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
 

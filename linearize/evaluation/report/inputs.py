@@ -243,8 +243,7 @@ def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset:
     Raises:
         DataError: if the record names no known task.
     """
-    from linearize.training.stage_two.prepare import located
-    from linearize.training.stage_two.tables import open_splits
+    from linearize.training.stage_two.prepare import located, open_splits
     from linearize.training.stage_two.task_types.base import LabelledRows
     from linearize.training.stage_two.tasks import TASKS, task
 

@@ -16,7 +16,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from linearize.training.stage_two.interval import Score
-    from linearize.training.stage_two.task import Task
+    from linearize.training.stage_two.tasks import Task
 
 LEVEL = 0.05
 """A difference that chance alone makes more often than this is noise."""

@@ -25,8 +25,8 @@ from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_r
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, Runner, Stage, softmax_folder, stages_of
 from linearize.training.stage_two.prepare import located, texts_at
+from linearize.training.stage_two.save import remove_work
 from linearize.training.stage_two.tasks import recovery
-from linearize.training.stage_two.work import remove_work
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")

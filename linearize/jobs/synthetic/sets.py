@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from linearize.training.stage_two.tables import Splits, View
+    from linearize.training.stage_two.prepare import Splits, View
 
 Rows = Mapping[str, Iterable[Mapping[str, object]]]
 """Rows by the name of their split."""
@@ -114,7 +114,7 @@ def _released(config: retrieval.Released, source: str | None) -> tuple[Rows, str
 
 
 def _pixels(config: pixels.Pixels, source: str | None) -> tuple[Rows, str]:
-    from linearize.training.stage_two.tables import open_splits
+    from linearize.training.stage_two.prepare import open_splits
     from linearize.training.stage_two.tasks import task
 
     asked = task("image-classification", label=config.label_column)
@@ -149,7 +149,7 @@ def _articles(config: articles.Articles, source: str | None) -> tuple[Rows, str]
 
 
 def _documents(config: documents.Documents, source: str | None) -> tuple[Rows, str]:
-    from linearize.training.stage_two.tables import open_splits
+    from linearize.training.stage_two.prepare import open_splits
     from linearize.training.stage_two.tasks import task
 
     asked = task("text-classification", columns=(config.text_column,), label=config.label_column)
@@ -179,7 +179,7 @@ def _documents(config: documents.Documents, source: str | None) -> tuple[Rows, s
 
 def _lines(source: str | None, column: str, seed: int) -> Splits[Dataset]:
     """Open the splits of a corpus unchanged."""
-    from linearize.training.stage_two.tables import open_splits
+    from linearize.training.stage_two.prepare import open_splits
     from linearize.training.stage_two.tasks import task
 
     return open_splits(task("causal-lm", columns=(column,)), str(source), limit=None, seed=seed, raw=True)

@@ -6,25 +6,34 @@ gradient is computed inside the frozen forward pass, as soon as the layer has ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import Tensor
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import fingerprint
 from linearize.checkpoint.loading import move
+from linearize.conversion.positions import current_length
+from linearize.core.errors import ConfigError
+from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
-from linearize.training.stage_one.config import DistillConfig
+from linearize.fidelity.teacher.observe import body_of
+from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Part, Progress, Report, Run, check_inputs, frozen
-from linearize.training.stage_one.shard import frozen_model
-from linearize.training.stage_one.state import RunState
+from linearize.training.stage_one.run import Batches, Part, Progress, Report, Run, RunState, check_inputs, frozen
+
+if TYPE_CHECKING:
+    from linearize.checkpoint.loading import Loaded
 
 
 @dataclass(frozen=True)
@@ -225,3 +234,108 @@ class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
 
 
 __all__ = ["Batches", "DistillConfig", "DistillResult", "StepReport", "distill"]
+
+
+def within(loaded: Loaded, length: int) -> int:
+    """Return `length` tokens per row, or the model's current limit if that is smaller."""
+    most = current_length(loaded.model) if loaded.modality == "text" else None
+    return min(length, most or length)
+
+
+def usual_length(loaded: Loaded) -> int:
+    """Return the default tokens of a training row: `DISTILL_LENGTH`, or the model's current limit if smaller."""
+    return within(loaded, DISTILL_LENGTH)
+
+
+def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str) -> Source:
+    """Open a data set for a model.
+
+    Args:
+        loaded: model, processor, modality and name from `linearize.checkpoint.loading`.
+        data: the data; its `max_length` is replaced.
+        length: tokens per row, at most the model's limit; None: `usual_length`.
+        skip: the option that avoids reading data, for error messages.
+
+    Raises:
+        ConfigError: if the model reads neither text nor images, or has no tokenizer or image processor.
+        DataError: if the data cannot be found, read or used.
+    """
+    if loaded.modality == "other":
+        raise ConfigError(
+            f"stage one knows text and images, but {type(loaded.model).__name__} takes "
+            f"{loaded.model.main_input_name}; pass {skip}, or call linearize.distill with your own batches"
+        )
+    if loaded.processor is None:
+        kind = "tokenizer" if loaded.modality == "text" else "image processor"
+        raise ConfigError(
+            f"{loaded.name!r} has no {kind}, which stage one needs; add one to the folder, or pass {skip}"
+        )
+    tokens = within(loaded, length or DISTILL_LENGTH)
+    return load_source(dataclasses.replace(data, max_length=tokens), loaded.processor, loaded.modality)
+
+
+def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
+    """Return the model for the passes of stage one: `model` on the accelerator's device, or its spread-out copy.
+
+    Raises:
+        ConfigError: for the first version of FSDP, which cannot exclude the kernels.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        move(model, accelerator.device)
+        return model
+    plugin: Any = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ConfigError(
+            f"stage one: got FSDP version {plugin.fsdp_version}, expected 2; set fsdp_version: 2 under fsdp_config in "
+            "the file of accelerate config"
+        )
+    kernels = list(linear_attentions(model).values())
+    for kernel in kernels:
+        kernel.to(accelerator.device)
+    spread: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
+    body = body_of(spread)
+    whole = (parameter for kernel in kernels for parameter in kernel.parameters())
+    shard_frozen(body, blocks_of(body), accelerator, whole=whole)
+    return spread
+
+
+def shard_frozen(
+    body: nn.Module, blocks: Iterable[nn.Module], accelerator: Accelerator, *, whole: Iterable[nn.Parameter] = ()
+) -> None:
+    """Spread the weights of a module that has no backward pass over the processes, in place.
+
+    Args:
+        body: the module.
+        blocks: its layers, each gathered separately while it runs.
+        accelerator: of an FSDP 2 run.
+        whole: weights that every process keeps.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plugin = accelerator.state.fsdp_plugin
+    shard = functools.partial(
+        fully_shard,
+        # There is no backward pass to gather weights for.
+        reshard_after_forward=True,
+        mesh=getattr(accelerator, "torch_device_mesh", None),
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        offload_policy=plugin.cpu_offload,
+        ignored_params=set(whole),
+    )
+    for block in blocks:
+        shard(block)
+    shard(body)
+
+
+def blocks_of(body: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that hold converted attentions: the outermost members of lists of modules."""
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in body.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        for block in module:
+            if id(block) not in inside and linear_attentions(block):
+                blocks.append(block)
+            inside.update(id(part) for part in block.modules())
+    return blocks

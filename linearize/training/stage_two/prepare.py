@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import name_of
-from linearize.data.columns import column_kinds, find_column, find_pair, listed, uniform
+from linearize.data.columns import class_names, column_kinds, find_column, find_pair, listed, uniform
 from linearize.data.config import DataConfig
+from linearize.data.feeds import StreamPart
+from linearize.data.hub import cause, load_hub
+from linearize.data.images import ImageTable
+from linearize.data.load import open_local, open_records
 from linearize.data.local import looks_local, place_of
-from linearize.data.records import Example, TextRecords, text_digest
+from linearize.data.records import Example, Records, TextRecords, text_digest
 from linearize.data.walk import exists
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
-from linearize.training.stage_two.tables import Given, local_folder, raw_table
-from linearize.training.stage_two.task import Task
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from linearize.core.types import Processor
+    from linearize.training.stage_two.tasks import Task
 
 FETCH_ROWS = 1_000
 _STREAM = 0x7E87
@@ -213,3 +218,251 @@ def _columns(task: Task, kinds: dict[str, str], name: str, pairs: bool) -> tuple
             f"extra_texts: got no clear column of text in {name!r}, expected one; call it {wanted!r}; its columns are: "
             f"{listed(kinds)}"
         ) from None
+
+
+HELD_OUT = 0.1
+"""Share of the training rows to measure on if a data set has no split for it."""
+MOST_HELD_OUT = 1_000
+_NO_SPLIT = "no-such-split"
+
+Given: TypeAlias = "str | Mapping[str, Dataset]"
+"""A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Some rows of records, in order.
+
+    Attributes:
+        records: the data set.
+        rows: [N] their numbers.
+    """
+
+    records: Records
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(self, places: Sequence[int]) -> list[Example]:
+        """Return the examples at these places."""
+        return self.records.fetch([int(self.rows[place]) for place in places])
+
+    def select(self, places: np.ndarray) -> View:
+        """Return the view of the rows at these places."""
+        return View(self.records, self.rows[places])
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Class names of the labels' numbers, if the data has any."""
+        return self.records.names
+
+
+Opened = TypeVar("Opened", View, "Dataset")
+
+
+@dataclass(frozen=True)
+class Splits(Generic[Opened]):
+    """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s if raw."""
+
+    train: Opened
+    validation: Opened
+    description: str
+
+
+@overload
+def open_splits(
+    task: Task, given: Given, *, limit: int | None, seed: int, raw: Literal[True], most: int | None = None
+) -> Splits[Dataset]: ...
+@overload
+def open_splits(
+    task: Task, given: Given, *, limit: int | None, seed: int, raw: Literal[False] = False, most: int | None = None
+) -> Splits[View]: ...
+def open_splits(
+    task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
+) -> Splits[Any]:
+    """Open the training and the validation split of a data set.
+
+    Args:
+        task: names the columns and the splits.
+        given: data set.
+        limit: only so many training rows.
+        seed: of the choice of held-out rows if there is no split to measure on.
+        raw: whether to return the tables unchanged, with all their columns.
+        most: only so many rows to measure on.
+
+    Returns:
+        Both splits. Of a data set without splits, a tenth of the rows (at most 1,000) is set aside to measure on.
+
+    Raises:
+        DataError: if the data or a column is missing, cannot be read, or is empty.
+    """
+    called = given if isinstance(given, str) else "tables"
+    open_split: Any = raw_table if raw else lambda given, split: _view(task, given, split)
+    train = open_split(given, task.train)
+    name = _validation_split(task, given)
+    if name is None:
+        order = np.random.default_rng(seed).permutation(len(train))
+        count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(train))))
+        if len(train) < 2:
+            raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
+        kept, held = np.sort(order[count:]), np.sort(order[:count])
+        train, validation = train.select(kept), train.select(held)
+        where = f"{count:,} held-out rows, as it has no validation split"
+    else:
+        validation = open_split(given, name)
+        where = f"{len(validation):,} rows of split {name}"
+    if most is not None and most < len(validation):
+        validation = validation.select(_some(task, len(validation), most))
+        where = f"{most:,} of {where}"
+    if limit is not None and limit < len(train):
+        train = train.select(_some(task, len(train), limit))
+    skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
+    left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
+    return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")
+
+
+def _some(task: Task, rows: int, count: int) -> np.ndarray:
+    """Choose rows [count]: the first ones of texts; of images evenly, as they are often sorted by class."""
+    if task.modality == "text":
+        return np.arange(count)
+    return np.linspace(0, rows - 1, count).round().astype(np.int64)
+
+
+def local_folder(task: Task, path: str) -> str:
+    """Return the folder of a task in a folder of data sets, or the path itself if it is the data set.
+
+    Raises:
+        DataError: if the path does not exist, or is a folder of data sets that lacks the task's.
+    """
+    root = Path(path).expanduser()
+    if not exists(root):
+        raise DataError(f"data: got {path!r}, which does not exist, expected a file or a folder; check the path")
+    if not root.is_dir():
+        return path
+    for name in (*task.folders, task.name):
+        if exists(root / name):
+            return str(root / name)
+    if task.folders and not _holds_data(root):
+        raise DataError(
+            f"data: {path!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
+            "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
+        )
+    return path
+
+
+def _holds_data(root: Path) -> bool:
+    try:
+        return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
+    except OSError as error:
+        raise DataError(
+            f"data: cannot read folder {root.name!r}: {cause(error)}; expected one that may be read; check it"
+        ) from error
+
+
+def raw_table(given: Given, split: str) -> Dataset:
+    """Open one split as a `datasets.Dataset` with all its columns.
+
+    Raises:
+        DataError: if it cannot be found or read, or has files of different kinds.
+    """
+    if not isinstance(given, str):
+        if split not in given:
+            raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
+        return given[split]
+    path = Path(given).expanduser()
+    if not exists(path) and not looks_local(given):
+        return load_hub(given, split, False)
+    tables: Sequence[Dataset] = open_local(path, split, "text", False)
+    if len(tables) > 1:
+        raise DataError(f"{given!r}: got files of {len(tables)} kinds, expected one kind; put them in separate folders")
+    return tables[0]
+
+
+def _view(task: Task, given: Given, split: str) -> View:
+    """Open a split with the task's columns."""
+    first, second = (*task.columns, None, None)[:2]
+    if task.modality == "image":
+        # The column of an image data set differs between Hub and folder; it is found by its type.
+        first = second = None
+    if isinstance(given, str):
+        config = DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
+        data = open_records(given, config, task.modality).data
+        # It is not streamed: the config does not ask for that.
+        assert not isinstance(data, StreamPart)
+    else:
+        config = DataConfig(split=task.train, text_column=first, text_pair_column=second, label_column=task.label)
+        table = uniform(raw_table(given, split), config, task.modality, "table")
+        names = class_names(table, "table")
+        data = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
+    return View(data, np.arange(len(data.sizes)))
+
+
+def _validation_split(task: Task, given: Given) -> str | None:
+    """Return the split to measure on; None if the data set has none of the task's, or no splits at all.
+
+    Raises:
+        DataError: if the user named the split and it is missing, listing the existing ones.
+    """
+    if not isinstance(given, str):
+        found = next((name for name in task.validation if name in given), None)
+        if found is None and task.exact_validation:
+            raise DataError(f"tables: got split {task.validation[0]!r}, expected one of: {', '.join(sorted(given))}")
+        return found
+    path = Path(given).expanduser()
+    if exists(path) or looks_local(given):
+        return _local_split(task, path, given)
+    error: DataError | None = None
+    for name in task.validation:
+        try:
+            load_hub(given, name, False)
+            return name
+        except DataError as problem:
+            error = problem
+    if error is not None and task.exact_validation:
+        raise error
+    # The training split was opened before, so the Hub answers: the split does not exist.
+    return None
+
+
+def _local_split(task: Task, path: Path, given: str) -> str | None:
+    has_splits = (path.is_dir() or path.suffix == ".zip") and not _opens(path, _NO_SPLIT, task)
+    if not has_splits:
+        if task.exact_validation:
+            raise DataError(
+                f"{given!r}: got split {task.validation[0]!r}, but the data has no splits, expected none to be named; "
+                "leave it out, to measure on held-out rows"
+            )
+        return None
+    found = next((name for name in task.validation if _opens(path, name, task)), None)
+    if found is None and task.exact_validation:
+        # Opened for its message, which lists the existing splits.
+        open_local(path, task.validation[0], task.modality, False)
+    return found
+
+
+def _opens(path: Path, split: str, task: Task) -> bool:
+    try:
+        open_local(path, split, task.modality, False)
+    except DataError as error:
+        if "got split" in str(error):
+            return False
+        raise
+    return True
+
+
+def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
+    """Refuse a raw table that lacks a column, or whose column does not hold what it should.
+
+    Raises:
+        DataError: naming the existing columns.
+    """
+    kinds = column_kinds(table, origin)
+    missing = [name for name in names if name not in kinds]
+    if missing:
+        raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")
+    odd = [name for name in names if kind is not None and kinds[name] != kind]
+    if odd:
+        raise DataError(
+            f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
+        )

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from linearize.training.stage_two.task_types.base import TaskType
+    from linearize.training.stage_two.tasks import Task
 
 IGNORED = -100
 """The label that no loss is taken on, and transformers' padding of predictions."""

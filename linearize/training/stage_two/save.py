@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.loading import move, quiet
 from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.ownership import TRANSFORMERS, holds_only, remove_parts
 from linearize.checkpoint.save import save, write_files
+from linearize.core.errors import CheckpointError, interrupted_run
 from linearize.core.options import name_of
+from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.load import RECORD, read_record
 from linearize.training.stage_two.prepared import TaskData
 from linearize.training.stage_two.tasks import above_chance
-from linearize.training.stage_two.trainer import TuneResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.core.types import Processor
+    from linearize.training.stage_two.trainer import TuneResult
 
 
 def save_model(
@@ -118,3 +124,150 @@ def without_folders(description: str) -> str:
     """Return a data set's description without the path of its folder: checkpoints are shared, paths are private."""
     name, colon, rest = description.partition(": ")
     return name_of(name) + colon + rest
+
+
+STARTED = "started.json"
+PARTS = re.compile(r"checkpoint-\d+|\.?started\.json")
+TRAINERS = re.compile(
+    r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth|trainer_state\.json|training_args\.bin"
+    r"|adapter_config\.json|adapter_model\.safetensors|" + TRANSFORMERS.pattern
+)
+"""Files of the trainer's checkpoints; after a kill any one of them may be the first, or the last that is left."""
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+"""Files without which a checkpoint of the trainer was written in part only (the weights come first)."""
+CALLED = "a tuning run of linearize"
+FREE = ("report_to", "gradient_checkpointing", "save_every")
+"""Options that may differ when a run is resumed."""
+
+
+def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse to start a run in the folder of an interrupted run, or of something else; remove nothing.
+
+    Raises:
+        ConfigError: if there is a run, and neither `resume` nor `overwrite`.
+        CheckpointError: if the folder holds anything else.
+    """
+    if folder.exists() and not resume and not overwrite:
+        raise interrupted_run(folder)
+    remove_work(folder, check_only=True)
+
+
+def remove_work(folder: Path, *, check_only: bool = False) -> None:
+    """Remove a run that is saved, or that is started again.
+
+    Raises:
+        CheckpointError: if the folder holds something else; nothing is removed then.
+    """
+    remove_parts(
+        folder,
+        PARTS,
+        CALLED,
+        record=STARTED,
+        unmarked=lambda checkpoint: holds_only(checkpoint, TRAINERS),
+        check_only=check_only,
+    )
+
+
+def describe(
+    model: PreTrainedModel, data: TaskData, config: TuneConfig, teacher: PreTrainedModel | None = None
+) -> dict[str, object]:
+    """Return the fingerprint of a tuning run, before its first step and before low-rank updates are added."""
+    options = {name: value for name, value in asdict(config).items() if name not in FREE}
+    options |= {"task": data.task.name, "score": data.task.score}
+    if data.options is not None:
+        rows = asdict(data.options).items()
+        options |= {f"data {name}": value for name, value in rows if name not in MEASURED_ONLY}
+        if data.options.extra_texts is None:
+            # Runs that were started before this option existed can be resumed.
+            del options["data extra_texts"]
+    if teacher is not None:
+        options["teacher weights"] = weights_digest(teacher)
+    return fingerprint(model=model, data=data, options=options)
+
+
+def begin(folder: Path, started: Mapping[str, object]) -> None:
+    """Write what a run depends on, completely or not at all.
+
+    Raises:
+        OSError: if that cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{STARTED}"
+    draft.write_text(json.dumps(started, indent=1) + "\n", encoding="utf-8")
+    draft.replace(folder / STARTED)
+
+
+def check_started(folder: Path, now: Mapping[str, object]) -> None:
+    """Refuse to resume a run with another model, other data or other options.
+
+    Raises:
+        ConfigError: naming the difference.
+        CheckpointError: if the record cannot be read.
+    """
+    file = folder / STARTED
+    try:
+        saved = read_json(file) if file.exists() else {}
+        if not isinstance(saved, dict):
+            raise ValueError("no mapping")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(file)!r} cannot be read ({error}), so this run cannot be resumed; remove the folder to start again"
+        ) from None
+    check_same(saved, now)
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest complete checkpoint of the trainer whose best checkpoint still exists.
+
+    Without the best one the run could only end with other weights than it chose, so it is resumed from an earlier
+    checkpoint, or from the start.
+    """
+    checkpoints = {path: path.name.rpartition("-")[2] for path in Path(folder).glob("checkpoint-*")}
+    complete = [path for path, number in checkpoints.items() if number.isdigit() and _complete(path)]
+    return max(complete, key=lambda path: int(checkpoints[path]), default=None)
+
+
+def _complete(path: Path) -> bool:
+    ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
+    # With several processes, each writes its own.
+    draws = [f"rng_state_{rank}.pth" for rank in ranks] if len(ranks) > 1 else ["rng_state.pth"]
+    if not all((path / name).is_file() for name in (*NEEDED, *draws)) or not any(path.glob("*.safetensors")):
+        return False
+    try:
+        state = read_json(path / "trainer_state.json", MOST_TEXT)
+        best = state.get("best_model_checkpoint")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return best is None or any((path.parent / Path(best).name).glob("*.safetensors"))
+
+
+def check_weights(model: PreTrainedModel, checkpoint: Path) -> None:
+    """Refuse a checkpoint with other weights than the model's: the trainer would skip them without warning.
+
+    Raises:
+        CheckpointError: naming a weight.
+    """
+    from safetensors import safe_open
+
+    file = checkpoint / "model.safetensors"
+    if not file.is_file():
+        return
+    with safe_open(file, "pt") as weights:
+        saved = set(weights.keys())
+    state = model.state_dict()
+    # Weights that share their memory are saved under one name.
+    memory = {state[name].data_ptr() for name in saved & set(state)}
+    missing = {name for name, tensor in state.items() if name not in saved and tensor.data_ptr() not in memory}
+    strange = sorted(missing or saved - set(state))
+    if strange:
+        raise CheckpointError(
+            f"stage two: {str(checkpoint)!r} does not fit the model (weight {strange[0]!r}); "
+            "delete that folder and start again"
+        )
+
+
+def finished(checkpoint: Path) -> bool:
+    """Tell whether the run of a complete checkpoint had ended: all steps done, or stopped early."""
+    state = read_json(checkpoint / "trainer_state.json", MOST_TEXT)
+    control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
+    return bool(state["global_step"] >= state["max_steps"] or control.get("should_training_stop"))

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 
 from linearize.core.errors import ConfigError
-from linearize.training.stage_one.shard import blocks_of, shard_frozen
+from linearize.training.stage_one.loop import blocks_of, shard_frozen
 from linearize.training.stage_two.tuner import Tuner
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from linearize.checkpoint.loading import move
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher as check_original_of
-from linearize.training.stage_two.lengths import check_length
 from linearize.training.stage_two.load import (
     RECORD,
+    check_length,
     check_trained,
     load_for_task,
     load_processor,

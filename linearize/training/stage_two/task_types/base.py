@@ -19,13 +19,14 @@ from linearize.data.records import Example
 from linearize.training.alignment.losses import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
+from linearize.training.stage_two.prepare import Given, Splits, View, open_splits
 from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, copy_tokenizer
-from linearize.training.stage_two.tables import Given, Splits, View, open_splits
-from linearize.training.stage_two.task import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from linearize.training.stage_two.tasks import Task
 
 MOST_CLASSES = 100_000
 """Labels are below this number: a head of a million outputs was never meant."""

@@ -15,6 +15,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.losses import logits_loss
 from linearize.training.stage_two.metrics import agreement
+from linearize.training.stage_two.prepare import Given, need_columns
 from linearize.training.stage_two.prepared import (
     TOKEN_FIELDS,
     Facts,
@@ -25,7 +26,6 @@ from linearize.training.stage_two.prepared import (
     row_facts,
     tokenise,
 )
-from linearize.training.stage_two.tables import Given, need_columns
 from linearize.training.stage_two.task_types.base import TaskType
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from torch import Tensor
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.training.stage_two.metrics import entity_counts
+from linearize.training.stage_two.prepare import Given, need_columns
 from linearize.training.stage_two.prepared import (
     IGNORED,
     TOKEN_FIELDS,
@@ -23,7 +24,6 @@ from linearize.training.stage_two.prepared import (
     pad_with_labels,
     row_facts,
 )
-from linearize.training.stage_two.tables import Given, need_columns
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskType, first_output
 
 if TYPE_CHECKING:
