@@ -24,8 +24,7 @@ from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_processor
 from linearize.training.stage_two.prepare import located, open_splits, prepare
 from linearize.training.stage_two.prepared import TaskData
-from linearize.training.stage_two.save import STARTED, check_started, remove_work
-from linearize.training.stage_two.save import begin as write_started
+from linearize.training.stage_two.save import STARTED, check_started, remove_work, write_started
 
 QUICK = 4.5e13
 """Operations of a `quick` run: 15 minutes at 50 billion per second, which two cores reach in fp32."""

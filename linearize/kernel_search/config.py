@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.options import check, option, parse_names
-from linearize.training.stage_one.config import PRECISIONS, DistillConfig, check_states
+from linearize.training.stage_one.config import PRECISIONS, DistillConfig, RunConfig, check_states
 
 CANDIDATES = (
     *("hedgehog", "hedgehog:tied=false", "hedgehog:activation=exp", "flexformer_n", "flexformer_n:tied=false"),
@@ -69,7 +69,7 @@ def _not_a_limit(got: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(RunConfig):
     """How the kernel of every layer is chosen."""
 
     candidates: tuple[str, ...] = option(

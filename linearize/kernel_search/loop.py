@@ -38,7 +38,7 @@ from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.run import Batches, Part, Progress, Run, RunState, frozen
+from linearize.training.stage_one.run import Batches, Progress, Run, RunState, frozen
 
 TRAINING = 0.8
 """Share of a limited time that the rungs may take; the rest is for the whole model."""
@@ -137,10 +137,13 @@ def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
     return apply(copy.deepcopy(model, shared), replace(base, layers=tuple(plain)))
 
 
-class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
+class _Search(Run):
     """One search: rungs of halving one after the other, then the choice."""
 
-    part_name, weights_name, report, progress = "rung", "kernel", SearchStep, Progress
+    part_name, weights_name, report = "rung", "kernel", SearchStep
+    config: SearchConfig
+    trainer: SearchTrainer
+    progress: Progress
     costs: Costs
     table: Table
     limit: float
@@ -199,15 +202,15 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             if self.table.measured:
                 self.best = self.table.best(self.limit, self.config.softmax_layers)
         for number in range(first, self.table.rungs):
-            part = self._rung(number, saved)
+            self._rung(number, saved)
             saved = None
         try:
-            return self._result(self._choose(), part)
+            return self._result(self._choose())
         except KeyboardInterrupt:
-            self._save(part)
+            self.save()
             raise
 
-    def _rung(self, number: int, saved: RunState | None) -> Part[SearchTrainer, Progress]:
+    def _rung(self, number: int, saved: RunState | None) -> None:
         """Train what is left, measure it, and keep the better half of each layer."""
         rungs = self.table.rungs
         steps = rung_steps(self.config.steps, rungs)
@@ -216,16 +219,14 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         learning = self.config.learning(max(1, steps[number]), number)
         trainer = SearchTrainer(self.carrier, self.candidates, keys, learning, self.accelerator)
         planned = steps[number] if trainer.layers else 0
-        if saved is None:
-            part = self.begin(number, before, planned, trainer, [])
-        else:
-            part = self.go_on(number, before, planned, trainer, saved)
+        self.begin(number, before, planned, trainer, saved)
+        if saved is not None:
             for loss in [x for x in trainer.layers if list(trainer.key_of[id(x)]) in saved.record["dropped"]]:
                 trainer.drop(loss)
-        self.train(part, [])
+        self.train([])
         for n, label in trainer.dropped:
             self.table.rows[n][label].diverged = True
-        self._measure_errors(keys, before + part.progress.step)
+        self._measure_errors(keys, before + self.progress.step)
         if number + 1 < rungs:
             kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
             # What a linear layer may take if all of them take the same share of softmax's time.
@@ -235,7 +236,6 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         self.on_event(
             Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {self._best_so_far or 'none'}")
         )
-        return part
 
     @property
     def _best_so_far(self) -> str:
@@ -251,25 +251,20 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             entry.error, entry.steps = error, steps
             entry.diverged = entry.diverged or not math.isfinite(error)
 
-    def step(
-        self,
-        part: Part[SearchTrainer, Progress],
-        batches: Iterator[dict[str, Tensor]],
-        held_out: list[dict[str, Tensor]],
-    ) -> None:
+    def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         """Train the candidates of a rung for one step, and end the rung if its share of a limited time is over."""
-        trainer, progress, step = part.trainer, part.progress, part.progress.step + 1
+        trainer, progress, step = self.trainer, self.progress, self.progress.step + 1
         rate = trainer.step(batches, step)
         progress.step = step
-        late = self._late(TRAINING * (part.number + 1) / self.table.rungs)
-        if step == part.steps or late:
-            part.best = trainer.snapshot()
+        late = self._late(TRAINING * (self.number + 1) / self.table.rungs)
+        if step == self.steps or late:
+            self.best_weights = trainer.snapshot()
             progress.stopped = "time" if late else ""
         losses = [loss.mean for loss in trainer.layers]
         report = SearchStep(
-            part.before + step,
+            self.before + step,
             self.config.steps,
-            part.number + 1,
+            self.number + 1,
             self.table.rungs,
             self.table.left - len(trainer.dropped),
             sum(losses) / max(1, len(losses)),
@@ -277,7 +272,7 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             rate,
             self.seconds,
         )
-        self.finish_step(report, trainer)
+        self.finish_step(report)
 
     def _late(self, share: float = 1.0) -> bool:
         """Tell whether a share of the search's limited time is over; the main process decides."""
@@ -322,14 +317,14 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             own = (row[label].error or 0.0) ** 2
             self.table.weights[number] = whole.score / own if own > 0 else 0.0
 
-    def _result(self, choice: Choice, part: Part[SearchTrainer, Progress]) -> SearchResult:
+    def _result(self, choice: Choice) -> SearchResult:
         """Measure the points of other plans, save a last state, and return the result."""
         names = named_choices(choice, self.table, [] if self._late() else self.table.sweep())
         self.on_event(Started(f"trying {len(names)} plans for the table"))
         self.whole.errors(list(names))
         if self.identity:
-            self.state = self.last_state(part)
-        self._save(part)
+            self.state = self.last_state()
+        self.save()
         layers = layer_choices(choice, self.layout, self.table)
         modules = {
             layer.module: self.candidates.modules[layer.layer, layer.label]
@@ -345,7 +340,7 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
             limit=self.limit,
             budget=self.config.budget,
             reference=self.layout.reference,
-            steps=part.before + part.progress.step,
+            steps=self.before + self.progress.step,
             tried=len(self.whole.known),
             noisy=any(cost.noisy for row in self.costs.values() for cost in row.values()),
             seconds=self.seconds,
@@ -362,28 +357,22 @@ class _Search(Run[SearchTrainer, Progress, SearchStep, SearchConfig]):
         own = {name: value for name, value in super().options().items() if name not in ("memory", "remeasure")}
         return own | {"data": getattr(self.data, "description", None), "max_length": self.max_length}
 
-    def begin(
-        self, number: int, before: int, steps: int, trainer: SearchTrainer, held_out: list[dict[str, Tensor]]
-    ) -> Part[SearchTrainer, Progress]:
-        """Begin a rung; nothing is measured before its end."""
-        return Part(number, before, steps, trainer, Progress(), trainer.snapshot())
-
-    def weights(self, part: Part[SearchTrainer, Progress]) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return the weights of all candidates, also of those that no longer learn."""
         return {name: tensor.detach() for name, tensor in self.candidates.weights().items()}
 
-    def record(self, part: Part[SearchTrainer, Progress]) -> dict[str, object]:
+    def record(self) -> dict[str, object]:
         """Return the plain data of a state."""
-        return super().record(part) | {
+        return super().record() | {
             "table": self.table.to_dict(),
             "costs": {str(n): {x: vars(cost) for x, cost in row.items()} for n, row in self.costs.items()},
-            "dropped": [list(key) for key in sorted(part.trainer.dropped)],
+            "dropped": [list(key) for key in sorted(self.trainer.dropped)],
             "known": [[list(choice), vars(error)] for choice, error in self.whole.known.items()],
         }
 
-    def last_state(self, part: Part[SearchTrainer, Progress]) -> RunState | None:
-        """Return the state of the finished search; None if `part` is not its last rung."""
-        return self.state_of(part) if part.number + 1 == self.table.rungs else None
+    def last_state(self) -> RunState | None:
+        """Return the state of the finished search; None before its last rung."""
+        return self.current_state() if self.number + 1 == self.table.rungs else None
 
 
 def _saved_costs(saved: RunState) -> Costs:

@@ -6,14 +6,17 @@ Stage two reports through the callbacks of transformers' Trainer (`linearize.tra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from linearize.core.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
+
+    from linearize.training.alignment.loop import AlignStep
+    from linearize.training.stage_one.loop import StepReport
 
 NONE = "none"
 
@@ -41,32 +44,10 @@ def check_names(value: str, known: Collection[str], installed: Collection[str]) 
     return tuple(names)
 
 
-class Report(Protocol):
-    """A step, as trackers need it."""
-
-    @property
-    def step(self) -> int:
-        """Its number."""
-
-    @property
-    def loss(self) -> float:
-        """The minimised loss."""
-
-    @property
-    def losses(self) -> Mapping[str, float]:
-        """The loss by layer, or by term."""
-
-    @property
-    def held_out(self) -> float | None:
-        """The loss on held-out data, if it was measured."""
-
-    @property
-    def learning_rate(self) -> float:
-        """The rate at this step."""
-
-
 @contextlib.contextmanager
-def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator[Callable[[Report], None]]:
+def reporter(
+    value: str, folder: str | Path, tag: str = "stage_one"
+) -> Iterator[Callable[[StepReport | AlignStep], None]]:
     """Give a function that reports a step, while the block runs.
 
     Args:
@@ -81,7 +62,7 @@ def reporter(value: str, folder: str | Path, tag: str = "stage_one") -> Iterator
     trackers = [] if value.strip() in ("", NONE) else _trackers(value, folder)
     started = False
 
-    def write(report: Report) -> None:
+    def write(report: StepReport | AlignStep) -> None:
         # Not before the first step: trackers need the process's state, which the loop's Accelerator sets up.
         nonlocal started
         for tracker in () if started else trackers:

@@ -18,7 +18,7 @@ from linearize.checkpoint.output import atomic_folder, check_target, claim, clea
 from linearize.checkpoint.ownership import MARKER, check_links, check_ours, mark
 from linearize.core.errors import CheckpointError
 from linearize.training.stage_one.run import RunState, StateFolder
-from linearize.training.stage_two.save import begin, check_work
+from linearize.training.stage_two.save import check_work, write_started
 
 STARTED = {"data contents": "0123"}
 """What a run of ours was started with."""
@@ -190,7 +190,7 @@ def test_an_interrupted_tuning_run_outlives_a_mistyped_data_set(models, tmp_path
     checkpoint = work / "checkpoint-3"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    begin(work, STARTED)
+    write_started(work, STARTED)
     line = line_of("finetune", models, out)
     code, _, err = cli(changed(line, "--dataset", models / "datta.jsonl"))
     assert code == 2 and "does not exist" in err
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_was_being_written_or_removed_stops_no_resume(left, tm
     checkpoint.mkdir(parents=True)
     if left is not None:
         (checkpoint / left).write_bytes(b"")
-    begin(checkpoint.parent, STARTED)
+    write_started(checkpoint.parent, STARTED)
     check_work(tmp_path / "out.training", resume=True, overwrite=True)
     (checkpoint.parent / "checkpoint-9").mkdir()
     (checkpoint.parent / "checkpoint-9" / "thesis.txt").write_text("years of work")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
-from linearize.training.stage_one.config import LARGEST, PRECISIONS, check_states
+from linearize.training.stage_one.config import LARGEST, PRECISIONS, RunConfig, check_states
 
 TRAINED = ("kernels", "attention", "blocks", "lora")
 POOLINGS = ("mean", "first")
@@ -17,7 +17,7 @@ SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
-class AlignConfig:
+class AlignConfig(RunConfig):
     """How the alignment brings a whole converted model close to its original."""
 
     steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)

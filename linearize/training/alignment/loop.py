@@ -31,7 +31,6 @@ from linearize.training.stage_one.processes import autocast
 from linearize.training.stage_one.run import (
     Batches,
     Interrupts,
-    Part,
     Progress,
     Report,
     Run,
@@ -196,14 +195,6 @@ class AlignTrainer(Trainer):
                 self.parameters[name].copy_(master)
 
 
-def diverged(phase: str, what: str) -> TrainingError:
-    """Build the error of a run that diverged repeatedly."""
-    return TrainingError(
-        f"alignment ({phase}): {what}, also at a halved rate; the model keeps its best state before that: "
-        "lower the rates, train less (train=kernels), or check the data for broken inputs"
-    )
-
-
 @dataclass(frozen=True)
 class AlignStep(Report):
     """The report of a step.
@@ -311,10 +302,13 @@ class _Progress(Progress):
     factor: float = 1.0
 
 
-class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
+class _Run(Run):
     """One alignment: its phases one after the other."""
 
-    part_name, weights_name, report, progress = "phase", "trained", AlignStep, _Progress
+    part_name, weights_name, report, new_progress = "phase", "trained", AlignStep, _Progress
+    config: AlignConfig
+    trainer: AlignTrainer
+    progress: _Progress
 
     def __init__(
         self,
@@ -341,11 +335,12 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
             before = measure(self.objective, held_out)
             if not self.config.phases():
                 return AlignResult(0, 0, "steps", before, before)
-            best_step, stopped, after = self._train(held_out, before)
+            best_step, after = self._train_phases(held_out, before)
+        stopped = self.progress.stopped
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, self.seconds, self.state)
 
-    def _train(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, str, Closeness]:
-        """Run the phases; return the step that was kept, why the last phase ended, and the final figures."""
+    def _train_phases(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, Closeness]:
+        """Run the phases; return the step that was kept, and the final figures."""
         student, config = self.pair.student, self.config
         if config.train == "lora":
             with torch.random.fork_rng(devices=[]):
@@ -358,78 +353,67 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
                 parameter.requires_grad_(True)
             first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             saved = self.load(parameters)
-            done, progress = 0, _Progress()
+            done = 0
             for number, (phase, steps) in enumerate(config.phases()):
                 if saved is None or number >= saved.record["phase"]:
                     trainer = AlignTrainer(self.objective, parameters, config, self.accelerator, phase, steps)
-                    if saved is None:
-                        part = self.begin(number, done, steps, trainer, held_out)
-                    else:
-                        part = self.go_on(number, done, steps, trainer, saved)
+                    start = math.inf if saved is not None else trainer.evaluate(held_out)
+                    self.begin(number, done, steps, trainer, saved, start)
+                    if saved is not None:
+                        # A state has the fp32 copies of weights in half precision.
+                        trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
+                        trainer.factor = self.progress.factor
                     saved = None
-                    progress = self.train(part, held_out)
+                    self.train(held_out)
                 done += steps
             after = measure(self.objective, held_out)
             if not after.loss < before.loss:
                 trainer.restore(first)
-                return 0, progress.stopped, before
-            return done - steps + progress.best_step, progress.stopped, after
+                return 0, before
+            return done - steps + self.progress.best_step, after
         finally:
             if config.train == "lora":
                 merge_lora(student)
 
-    def go_on(
-        self, number: int, before: int, steps: int, trainer: AlignTrainer, saved: RunState
-    ) -> Part[AlignTrainer, _Progress]:
-        """Resume a phase from a state, which has the fp32 copies of weights in half precision."""
-        part = super().go_on(number, before, steps, trainer, saved)
-        trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in trainer.parameters})
-        trainer.factor = part.progress.factor
-        return part
-
-    def step(
-        self,
-        part: Part[AlignTrainer, _Progress],
-        batches: Iterator[dict[str, Tensor]],
-        held_out: list[dict[str, Tensor]],
-    ) -> None:
-        config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
-        evaluates = step % config.eval_every == 0 or step == part.steps
+    def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+        config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1
+        evaluates = step % config.eval_every == 0 or step == self.steps
         try:
             terms, loss, rate = trainer.step(batches, step)
             held_out_loss = trainer.evaluate(held_out) if evaluates else None
             if held_out_loss is not None and not math.isfinite(held_out_loss):
                 raise Diverged(f"the held-out loss became {held_out_loss} at step {step}")
         except Diverged as reason:
-            trainer.restore(part.best)
+            trainer.restore(self.best_weights)
             if progress.halved >= config.patience:
-                raise diverged(trainer.phase, str(reason)) from None
-            self._slow_down(part)
+                raise TrainingError(
+                    f"alignment ({trainer.phase}): {reason}, also at a halved rate; the model keeps its best state "
+                    "before that: lower the rates, train less (train=kernels), or check the data for broken inputs"
+                ) from None
+            self._slow_down()
             progress.step = step
             trainer.interrupts.release()
             return
         progress.step = step
         if held_out_loss is not None:
-            self._judge(part, held_out_loss)
-        done = part.before + step
-        report = AlignStep(done, config.steps, trainer.phase, terms, loss, held_out_loss, rate, self.seconds)
-        self.finish_step(report, trainer)
+            self._judge(held_out_loss)
+        done = self.before + step
+        self.finish_step(AlignStep(done, config.steps, trainer.phase, terms, loss, held_out_loss, rate, self.seconds))
 
-    def _judge(self, part: Part[AlignTrainer, _Progress], loss: float) -> None:
+    def _judge(self, loss: float) -> None:
         """Compare a held-out loss with the best one; after two worse ones, return to it at half the rate."""
-        progress = part.progress
+        progress = self.progress
         if progress.better(loss):
-            part.best = part.trainer.snapshot()
+            self.best_weights = self.trainer.snapshot()
         elif progress.rises >= 2:
             if progress.halved >= self.config.patience:
                 progress.stopped = "early stopping"
                 return
-            part.trainer.restore(part.best)
-            self._slow_down(part)
+            self.trainer.restore(self.best_weights)
+            self._slow_down()
 
-    @staticmethod
-    def _slow_down(part: Part[AlignTrainer, _Progress]) -> None:
-        progress, trainer = part.progress, part.trainer
+    def _slow_down(self) -> None:
+        progress, trainer = self.progress, self.trainer
         progress.halved, progress.rises = progress.halved + 1, 0
         progress.factor = trainer.factor = trainer.factor / 2
         # The old moments would lead the weights the same way again.
@@ -438,14 +422,14 @@ class _Run(Run[AlignTrainer, _Progress, AlignStep, AlignConfig]):
     def options(self) -> dict[str, object]:
         return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
 
-    def weights(self, part: Part[AlignTrainer, _Progress]) -> dict[str, Tensor]:
-        return part.trainer.snapshot()
+    def weights(self) -> dict[str, Tensor]:
+        return self.trainer.snapshot()
 
-    def last_state(self, part: Part[AlignTrainer, _Progress]) -> RunState | None:
-        if part.number < len(self.config.phases()) - 1:
+    def last_state(self) -> RunState | None:
+        if self.number < len(self.config.phases()) - 1:
             return None
         # The weights alone: they are the best ones.
-        return RunState(self.record(part), {f"trained/{name}": tensor for name, tensor in self.weights(part).items()})
+        return RunState(self.record(), {f"trained/{name}": tensor for name, tensor in self.weights().items()})
 
 
 __all__ = ["BLOCKWISE", "END_TO_END", "AlignConfig", "AlignResult", "AlignStep", "align"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
@@ -17,30 +16,22 @@ LARGEST = 1e6
 """Largest rate or weight: a larger one is a mistake."""
 
 
-class RunConfig(Protocol):
-    """The options that every training run has; frozen dataclasses."""
+class RunConfig:
+    """The options that every training run has: a base class of frozen dataclasses.
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    Attributes:
+        folder: where states are kept.
+        keep: how many of them are kept.
+        resume: whether to resume from the newest one.
+        save_every: steps between them.
+        gradient_accumulation: batches of a step.
+    """
 
-    @property
-    def folder(self) -> str | None:
-        """Where states are kept."""
-
-    @property
-    def keep(self) -> int:
-        """How many of them are kept."""
-
-    @property
-    def resume(self) -> bool:
-        """Whether to resume from the newest one."""
-
-    @property
-    def save_every(self) -> int | None:
-        """Steps between them."""
-
-    @property
-    def gradient_accumulation(self) -> int:
-        """Batches of a step."""
+    folder: str | None
+    keep: int
+    resume: bool
+    save_every: int | None
+    gradient_accumulation: int
 
 
 def check_states(config: RunConfig, where: str) -> None:
@@ -54,7 +45,7 @@ def check_states(config: RunConfig, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(RunConfig):
     """How kernels learn to imitate softmax. None means the default in the kernel's registry entry."""
 
     steps: int = option(1000, "optimizer steps; 0 skips stage one", low=0)

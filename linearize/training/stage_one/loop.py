@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +31,7 @@ from linearize.fidelity.teacher.observe import body_of
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Part, Progress, Report, Run, RunState, check_inputs, frozen
+from linearize.training.stage_one.run import Batches, Progress, Report, Run, RunState, check_inputs, frozen
 
 if TYPE_CHECKING:
     from linearize.checkpoint.loading import Loaded
@@ -134,10 +135,13 @@ def make_accelerator(model: PreTrainedModel) -> Accelerator:
     return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
 
 
-class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
+class _Run(Run):
     """One run of stage one: groups of layers one after the other; by default one group."""
 
-    part_name, weights_name, report, progress = "group", "kernel", StepReport, Progress
+    part_name, weights_name, report = "group", "kernel", StepReport
+    config: DistillConfig
+    trainer: KernelTrainer
+    progress: Progress
 
     def __init__(
         self,
@@ -167,73 +171,56 @@ class _Run(Run[KernelTrainer, Progress, StepReport, DistillConfig]):
         with frozen(self.model):
             # `frozen` does not cover a spread-out copy, which is discarded afterwards.
             self.frozen.eval().requires_grad_(False)
-            progress = self._train(held_out)
+            self._train_groups(held_out)
         after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
             # The kernels were on the accelerator; they return to the rest of the given model.
             move(self.model, home)
+        steps, done = len(self.history), self.progress
         return DistillResult(
-            len(self.history),
-            progress.best_step,
-            progress.best_loss,
-            progress.stopped,
-            before,
-            after,
-            self.history,
-            self.seconds,
-            self.state,
+            steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, self.seconds, self.state
         )
 
-    def _train(self, held_out: list[dict[str, Tensor]]) -> Progress:
-        saved = self.load(kernels_of(loss for group in self.groups for loss in group))
+    def _train_groups(self, held_out: list[dict[str, Tensor]]) -> None:
+        saved = self.load(self._kernels())
         first = 0 if saved is None else saved.record["group"]
-        progress = Progress()
         for number in range(first, len(self.groups)):
             layers, steps = self.groups[number], self.config.steps
             for loss in layers:
                 loss.layer.train().requires_grad_(True)
             trainer = KernelTrainer(self.frozen, layers, self.config, self.accelerator)
-            if saved is None:
-                part = self.begin(number, number * steps, steps, trainer, held_out)
-            else:
-                part = self.go_on(number, number * steps, steps, trainer, saved)
+            start = math.inf if saved is not None else trainer.evaluate(held_out)
+            self.begin(number, number * steps, steps, trainer, saved, start)
             saved = None
-            progress = self.train(part, held_out)
+            self.train(held_out)
             for loss in layers:
                 loss.layer.eval().requires_grad_(False)
-        return progress
 
-    def step(
-        self,
-        part: Part[KernelTrainer, Progress],
-        batches: Iterator[dict[str, Tensor]],
-        held_out: list[dict[str, Tensor]],
-    ) -> None:
-        config, trainer, progress, step = self.config, part.trainer, part.progress, part.progress.step + 1
+    def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+        config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1
         rate = trainer.step(batches, step)
         losses = {layer.name: layer.mean for layer in trainer.layers}
-        evaluates = step % config.eval_every == 0 or step == part.steps
+        evaluates = step % config.eval_every == 0 or step == self.steps
         loss = trainer.evaluate(held_out, step) if evaluates else None
         progress.step = step
         if loss is not None and progress.better(loss):
-            part.best = trainer.snapshot()
+            self.best_weights = trainer.snapshot()
         elif config.patience and progress.rises >= config.patience:
             progress.stopped = "early stopping"
-        steps = len(self.groups) * part.steps
-        self.finish_step(StepReport(part.before + step, steps, losses, loss, rate, self.seconds), trainer)
+        steps = len(self.groups) * self.steps
+        self.finish_step(StepReport(self.before + step, steps, losses, loss, rate, self.seconds))
 
     def options(self) -> dict[str, object]:
         return super().options() | {"data": getattr(self.data, "description", None)}
 
-    def weights(self, part: Part[KernelTrainer, Progress]) -> dict[str, Tensor]:
-        kernels = kernels_of(loss for group in self.groups for loss in group)
-        return {name: tensor.detach() for name, tensor in kernels.items()}
+    def _kernels(self) -> dict[str, Tensor]:
+        return kernels_of(loss for group in self.groups for loss in group)
 
-    def last_state(self, part: Part[KernelTrainer, Progress]) -> RunState | None:
-        return self.state_of(part) if part.number == len(self.groups) - 1 else None
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._kernels().items()}
 
-
-__all__ = ["Batches", "DistillConfig", "DistillResult", "StepReport", "distill"]
+    def last_state(self) -> RunState | None:
+        return self.current_state() if self.number == len(self.groups) - 1 else None
 
 
 def within(loaded: Loaded, length: int) -> int:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -210,34 +210,7 @@ class Progress:
         return False
 
 
-TrainerT = TypeVar("TrainerT", bound=Trainer)
-ProgressT = TypeVar("ProgressT", bound=Progress)
-ReportT = TypeVar("ReportT", bound=Report)
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
-
-
-@dataclass
-class Part(Generic[TrainerT, ProgressT]):
-    """One part of a run.
-
-    Attributes:
-        number: its number, from 0.
-        before: steps of the parts before it.
-        steps: steps of this part.
-        trainer: trains it.
-        progress: where it stands.
-        best: the best weights so far.
-    """
-
-    number: int
-    before: int
-    steps: int
-    trainer: TrainerT
-    progress: ProgressT
-    best: dict[str, Tensor]
-
-
-class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
+class Run(ABC):
     """A run; subclasses define a step and the contents of a state.
 
     Attributes:
@@ -246,22 +219,32 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
         identity: the facts that must be the same when the run is resumed; empty without states if the data cannot be
             identified.
         state: the last state of a finished run, or None.
+        number: of the part that is trained, from 0.
+        before: steps of the parts before it.
+        steps: steps of this part.
+        trainer: trains it.
+        progress: where it stands.
+        best_weights: its best weights so far.
     """
 
     part_name: ClassVar[str]
     """Name of the part's number in a state's record."""
     weights_name: ClassVar[str]
     """Name of the current weights in a state."""
-    report: type[ReportT]
+    report: type[Report]
     """Class of the reports."""
-    progress: type[ProgressT]
+    new_progress: type[Progress] = Progress
     """Class of the progress."""
+    history: list[Any]
+    trainer: Any
+    progress: Any
+    best_weights: dict[str, Tensor]
 
     def __init__(
-        self, data: Batches, config: ConfigT, on_step: Callable[[ReportT], None] | None, accelerator: Accelerator
+        self, data: Batches, config: RunConfig, on_step: Callable[[Any], None] | None, accelerator: Accelerator
     ) -> None:
         self.data, self.config, self.on_step, self.accelerator = data, config, on_step, accelerator
-        self.history: list[ReportT] = []
+        self.history = []
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
         self.identity: dict[str, object] = {}
         self.state: RunState | None = None
@@ -280,23 +263,21 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
     def options(self) -> dict[str, object]:
         """Return the options that must be the same when a run is resumed."""
         free = {"resume", "folder", "keep", "save_every"}
-        named = {name: value for name, value in asdict(self.config).items() if name not in free}
+        named = {name: value for name, value in asdict(self.config).items() if name not in free}  # type: ignore[call-overload]
         named |= {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
         return named | {"processes": self.accelerator.num_processes}
 
     @abstractmethod
-    def step(
-        self, part: Part[TrainerT, ProgressT], batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]
-    ) -> None:
-        """Do one step: train, advance `part`, and finish with `finish_step`."""
+    def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+        """Do one step: train, advance `progress`, and finish with `finish_step`."""
 
     @abstractmethod
-    def weights(self, part: Part[TrainerT, ProgressT]) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return the current weights for a state."""
 
     @abstractmethod
-    def last_state(self, part: Part[TrainerT, ProgressT]) -> RunState | None:
-        """Return the state of the finished run; None unless `part` is the last one."""
+    def last_state(self) -> RunState | None:
+        """Return the state of the finished run; None unless the part is the last one."""
 
     def load(self, weights: Mapping[str, Tensor]) -> RunState | None:
         """Read the newest state of a run to resume, if there is one, and put its weights into the model.
@@ -321,81 +302,88 @@ class Run(ABC, Generic[TrainerT, ProgressT, ReportT, ConfigT]):
         return saved
 
     def begin(
-        self, number: int, before: int, steps: int, trainer: TrainerT, held_out: list[dict[str, Tensor]]
-    ) -> Part[TrainerT, ProgressT]:
-        """Begin a part."""
-        progress = self.progress(best_loss=trainer.evaluate(held_out))
-        return Part(number, before, steps, trainer, progress, trainer.snapshot())
+        self, number: int, before: int, steps: int, trainer: Trainer, saved: RunState | None, start: float = math.inf
+    ) -> None:
+        """Begin a part, or resume it from a state.
 
-    def go_on(
-        self, number: int, before: int, steps: int, trainer: TrainerT, saved: RunState
-    ) -> Part[TrainerT, ProgressT]:
-        """Resume a part from a state."""
+        Args:
+            number: of the part.
+            before: steps of the parts before it.
+            steps: its steps.
+            trainer: trains it.
+            saved: None for a new part.
+            start: a new part's held-out loss before its first step.
+        """
+        self.number, self.before, self.steps, self.trainer = number, before, steps, trainer
+        self.best_weights = trainer.snapshot()
+        if saved is None:
+            self.progress = self.new_progress(best_loss=start)
+            return
         # States of older versions say "looks" instead of "rises".
         record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
+        self.progress = self.new_progress(**record)
         tensors = saved.tensors
         # The state of a finished run may have no copies, because its weights are the best.
-        copies = {name: f"best/{name}" for name in trainer.snapshot()}
-        best = {
+        copies = {name: f"best/{name}" for name in self.best_weights}
+        self.best_weights = {
             name: tensors[copy if copy in tensors else f"{self.weights_name}/{name}"] for name, copy in copies.items()
         }
         prefix = "optimizer/"
         trainer.load_optimizer_tensors({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-        return Part(number, before, steps, trainer, self.progress(**record), best)
 
-    def train(self, part: Part[TrainerT, ProgressT], held_out: list[dict[str, Tensor]]) -> ProgressT:
-        """Train a part to its end and restore its best weights."""
-        config, progress, trainer = self.config, part.progress, part.trainer
+    def train(self, held_out: list[dict[str, Tensor]]) -> None:
+        """Train the part to its end and restore its best weights."""
+        config, progress, trainer = self.config, self.progress, self.trainer
         batches = self.data.train_batches(
-            (part.before + progress.step) * config.gradient_accumulation,
+            (self.before + progress.step) * config.gradient_accumulation,
             self.accelerator.process_index,
             self.accelerator.num_processes,
         )
         with trainer.interrupts:
-            while progress.step < part.steps and not progress.stopped:
+            while progress.step < self.steps and not progress.stopped:
                 try:
-                    self.step(part, batches, held_out)
+                    self.step(batches, held_out)
                     if config.save_every and progress.step % config.save_every == 0:
-                        self._save(part)
+                        self.save()
                 except TrainingError:
-                    trainer.restore(part.best)
+                    trainer.restore(self.best_weights)
                     raise
                 except KeyboardInterrupt:
                     # Keep what was learned, unless the step is half done.
-                    if (part.number or progress.step) and not trainer.interrupts.held:
-                        self._save(part)
+                    if (self.number or progress.step) and not trainer.interrupts.held:
+                        self.save()
                     raise
-        trainer.restore(part.best)
+        trainer.restore(self.best_weights)
         progress.stopped = progress.stopped or "steps"
         if self.identity:
-            self.state = self.last_state(part)
-        return progress
+            self.state = self.last_state()
 
-    def finish_step(self, report: ReportT, trainer: TrainerT) -> None:
+    def finish_step(self, report: Report) -> None:
         """Finish a step: record its report and pass it to `on_step`."""
         self.history.append(report)
-        trainer.interrupts.release()
+        self.trainer.interrupts.release()
         if self.on_step is not None:
             self.on_step(report)
 
-    def _save(self, part: Part[TrainerT, ProgressT]) -> None:
+    def save(self) -> None:
+        """Write a state, in the main process of a run with states."""
         if self.states is not None and self.accelerator.is_main_process:
-            state = self.state_of(part)
+            state = self.current_state()
             self.states.save(state.step, state)
 
-    def state_of(self, part: Part[TrainerT, ProgressT]) -> RunState:
+    def current_state(self) -> RunState:
         """Return everything that a run needs to resume in the middle of a part."""
-        tensors = {f"{self.weights_name}/{name}": tensor for name, tensor in self.weights(part).items()}
-        tensors |= {f"best/{name}": tensor for name, tensor in part.best.items()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in part.trainer.optimizer_tensors().items()}
-        return RunState(self.record(part), tensors)
+        tensors = {f"{self.weights_name}/{name}": tensor for name, tensor in self.weights().items()}
+        tensors |= {f"best/{name}": tensor for name, tensor in self.best_weights.items()}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in self.trainer.optimizer_tensors().items()}
+        return RunState(self.record(), tensors)
 
-    def record(self, part: Part[TrainerT, ProgressT]) -> dict[str, object]:
+    def record(self) -> dict[str, object]:
         """Return the plain data of a state."""
         return {
-            "step": part.before + part.progress.step,
-            self.part_name: part.number,
-            "progress": asdict(part.progress),
+            "step": self.before + self.progress.step,
+            self.part_name: self.number,
+            "progress": asdict(self.progress),
             "history": [asdict(report) for report in self.history],
             "fingerprint": self.identity,
         }

@@ -185,7 +185,7 @@ def describe(
     return fingerprint(model=model, data=data, options=options)
 
 
-def begin(folder: Path, started: Mapping[str, object]) -> None:
+def write_started(folder: Path, started: Mapping[str, object]) -> None:
     """Write what a run depends on, completely or not at all.
 
     Raises:

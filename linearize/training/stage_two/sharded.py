@@ -144,8 +144,8 @@ class ShardedTuner(Tuner):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load(Path(resume_from_checkpoint))
 
-    def _load_best(self, folder: Path) -> None:
-        self._load(folder)
+    def _load_best_model(self) -> None:
+        self._load(self.best_folder())
 
     def _load(self, folder: Path) -> None:
         state = load_file(folder / SAFE_WEIGHTS_NAME) if self._first() else {}

@@ -3,8 +3,8 @@
 GLUE's tasks have their own names. For any other data set, take the task of its type and name other columns
 (`task("text-classification", columns=("review",))`).
 
-A new task is one entry of `TASKS`. A new type of task is a subclass of `task_types.base.TaskType`,
-one entry of `TASK_TYPES` and one of `TASKS`.
+A new task is one entry of `TASKS`. A new type of task is also a subclass of `task_types.base.TaskType`, which the entry
+names, and a new metric a function in `metrics.METRICS`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, unknown_name
 
@@ -81,58 +81,9 @@ class Task:
         return self.head.modality
 
 
-TASK_TYPES = {
-    "causal-lm": "linearize.training.stage_two.task_types.language:CausalLanguage",
-    "chat": "linearize.training.stage_two.task_types.chat:Chat",
-    "classification": "linearize.training.stage_two.task_types.text:TextClassification",
-    "copying": "linearize.training.stage_two.task_types.language:Copying",
-    "image-classification": "linearize.training.stage_two.task_types.images:ImageClassification",
-    "masked-lm": "linearize.training.stage_two.task_types.language:MaskedLanguage",
-    "question-answering": "linearize.training.stage_two.task_types.questions:QuestionAnswering",
-    "recall": "linearize.training.stage_two.task_types.language:Recall",
-    "regression": "linearize.training.stage_two.task_types.text:TextRegression",
-    "retrieval": "linearize.training.stage_two.task_types.text:Retrieval",
-    "similarity": "linearize.training.stage_two.task_types.text:Similarity",
-    "token-classification": "linearize.training.stage_two.task_types.tokens:TokenClassification",
-}
-"""Type of task -> module and class; a module is imported when the first task of its type is used."""
-
-
-def _glue(
-    name: str,
-    summary: str,
-    columns: Sequence[str],
-    labels: Sequence[str] | None,
-    metrics: Sequence[str] = ("accuracy",),
-    kind: str = "classification",
-    validation: tuple[str, ...] = ("validation", "test"),
-) -> Task:
-    return Task(
-        name,
-        TASK_TYPES[kind],
-        summary,
-        dataset=f"nyu-mll/glue:{name}",
-        folders=(name, name.replace("sst2", "SST-2"), name.upper()),
-        columns=tuple(columns),
-        labels=None if labels is None else tuple(labels),
-        metrics=tuple(metrics),
-        validation=validation,
-    )
-
-
-def _language(name: str, summary: str, columns: tuple[str, ...] = (), folders: tuple[str, ...] = ()) -> Task:
-    return Task(
-        name,
-        TASK_TYPES[name],
-        summary,
-        folders=folders,
-        columns=columns,
-        label=None,
-        metrics=("perplexity",),
-        lower_is_better=True,
-        percent=False,
-    )
-
+_TEXT_CLASSES = "linearize.training.stage_two.task_types.text:TextClassification"
+_TEXT_NUMBERS = "linearize.training.stage_two.task_types.text:TextRegression"
+_IMAGES = "linearize.training.stage_two.task_types.images:ImageClassification"
 
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
@@ -140,35 +91,61 @@ _RTE = ("entailment", "not_entailment")
 _DUPLICATE = ("not_duplicate", "duplicate")
 _PREMISE, _MATCHED = ("premise", "hypothesis"), ("validation_matched", "validation")
 _CORPORA = ("wikitext2", "wikitext103")
+_ACCURACY_F1 = ("accuracy", "f1")
+
+
+def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: Any) -> Task:
+    folders = (name, name.replace("sst2", "SST-2"), name.upper())
+    values = {"kind": _TEXT_CLASSES, "dataset": f"nyu-mll/glue:{name}", "folders": folders, **more}
+    return Task(name, summary=summary, columns=columns, labels=labels, **values)
+
+
+def _language(name: str, kind: str, summary: str, **more: Any) -> Task:
+    values = {"label": None, "metrics": ("perplexity",), "lower_is_better": True, "percent": False, **more}
+    return Task(name, kind, summary, **values)
+
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        _glue("cola", "is a sentence grammatical?", ["sentence"], ["unacceptable", "acceptable"], ["matthews"]),
-        _glue("sst2", "sentiment of a film review's sentence", ["sentence"], ["negative", "positive"]),
-        _glue("mrpc", "do two sentences say the same?", _PAIR, ["not_equivalent", "equivalent"], ["accuracy", "f1"]),
-        _glue("stsb", "likeness of two sentences, 0 to 5", _PAIR, None, ["pearson", "spearman"], "regression"),
-        _glue("qqp", "are two questions the same?", ["question1", "question2"], _DUPLICATE, ["accuracy", "f1"]),
+        _glue(
+            "cola",
+            "is a sentence grammatical?",
+            ("sentence",),
+            ("unacceptable", "acceptable"),
+            metrics=("matthews",),
+        ),
+        _glue("sst2", "sentiment of a film review's sentence", ("sentence",), ("negative", "positive")),
+        _glue("mrpc", "do two sentences say the same?", _PAIR, ("not_equivalent", "equivalent"), metrics=_ACCURACY_F1),
+        _glue(
+            "stsb",
+            "likeness of two sentences, 0 to 5",
+            _PAIR,
+            None,
+            kind=_TEXT_NUMBERS,
+            metrics=("pearson", "spearman"),
+        ),
+        _glue("qqp", "are two questions the same?", ("question1", "question2"), _DUPLICATE, metrics=_ACCURACY_F1),
         _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
-        _glue("qnli", "does a sentence answer a question?", ["question", "sentence"], _RTE),
+        _glue("qnli", "does a sentence answer a question?", ("question", "sentence"), _RTE),
         _glue("rte", "does a text entail another?", _PAIR, _RTE),
         Task(
             "text-classification",
-            TASK_TYPES["classification"],
+            _TEXT_CLASSES,
             "any text, or pair of texts, with a class",
             metrics=("accuracy", "f1_macro"),
             score=("accuracy",),
         ),
         Task(
             "text-regression",
-            TASK_TYPES["regression"],
+            _TEXT_NUMBERS,
             "any text, or pair of texts, with a number",
             metrics=("pearson", "spearman", "mse"),
             score=("pearson", "spearman"),
         ),
         Task(
             "similarity",
-            TASK_TYPES["similarity"],
+            "linearize.training.stage_two.task_types.text:Similarity",
             "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
             dataset="nyu-mll/glue:stsb",
             folders=("stsb", "STS-B"),
@@ -178,17 +155,24 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "retrieval",
-            TASK_TYPES["retrieval"],
+            "linearize.training.stage_two.task_types.text:Retrieval",
             "first halves of long texts look for their second halves, without training",
             label=None,
             metrics=("retrieval",),
             score=("recall_at_1",),
         ),
-        _language("masked-lm", "predict masked tokens"),
-        _language("causal-lm", "next token; perplexity over windows with a stated stride", folders=_CORPORA),
+        _language(
+            "masked-lm", "linearize.training.stage_two.task_types.language:MaskedLanguage", "predict masked tokens"
+        ),
+        _language(
+            "causal-lm",
+            "linearize.training.stage_two.task_types.language:CausalLanguage",
+            "next token; perplexity over windows with a stated stride",
+            folders=_CORPORA,
+        ),
         Task(
             "copying",
-            TASK_TYPES["copying"],
+            "linearize.training.stage_two.task_types.language:Copying",
             "each passage appears twice: how much of the second reading is found in the first",
             label=None,
             metrics=("copying",),
@@ -196,12 +180,15 @@ TASKS: dict[str, Task] = {
             folders=_CORPORA,
         ),
         _language(
-            "chat", "conversations: what the assistant says next, by the tokenizer's chat template", ("messages",)
+            "chat",
+            "linearize.training.stage_two.task_types.chat:Chat",
+            "conversations: what the assistant says next, by the tokenizer's chat template",
+            columns=("messages",),
         ),
-        Task("image-classification", TASK_TYPES["image-classification"], "any images with a class"),
+        Task("image-classification", _IMAGES, "any images with a class"),
         Task(
             "cifar10",
-            TASK_TYPES["image-classification"],
+            _IMAGES,
             "CIFAR-10: 32 x 32 photographs of ten kinds",
             dataset="uoft-cs/cifar10",
             folders=("cifar10",),
@@ -209,7 +196,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "token-classification",
-            TASK_TYPES["token-classification"],
+            "linearize.training.stage_two.task_types.tokens:TokenClassification",
             "a tag for every word (names, parts of speech)",
             columns=("tokens",),
             label="ner_tags",
@@ -218,7 +205,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "question-answering",
-            TASK_TYPES["question-answering"],
+            "linearize.training.stage_two.task_types.questions:QuestionAnswering",
             "the answer's span in a text, SQuAD's columns",
             dataset="rajpurkar/squad",
             columns=("question", "context"),
@@ -227,7 +214,11 @@ TASKS: dict[str, Task] = {
             score=("span_f1",),
         ),
         Task(
-            "recall", TASK_TYPES["recall"], "the answer after a sequence of tokens", columns=("text",), label="answer"
+            "recall",
+            "linearize.training.stage_two.task_types.language:Recall",
+            "the answer after a sequence of tokens",
+            columns=("text",),
+            label="answer",
         ),
     )
 }

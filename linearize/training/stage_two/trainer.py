@@ -26,9 +26,16 @@ from linearize.training.stage_one.run import Interrupts
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.interval import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
-from linearize.training.stage_two.save import begin, check_started, check_weights, describe, finished, last_checkpoint
+from linearize.training.stage_two.save import (
+    check_started,
+    check_weights,
+    describe,
+    finished,
+    last_checkpoint,
+    write_started,
+)
 from linearize.training.stage_two.teacher import check_teacher, freeze
-from linearize.training.stage_two.tuner import StartKeeper, StateKeeper, StepReporter, Tuner, TuneStep, trackers
+from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep, trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,12 +134,17 @@ def finetune(
     if last is not None:
         check_weights(model, last)
         check_started(Path(folder), started)
-    trainer = _trainer(model, data, config, folder, teacher, on_log)
-    if on_step is not None:
-        trainer.add_callback(StepReporter(trainer, on_step))
+    if under_fsdp():
+        from linearize.training.stage_two.sharded import ShardedTuner
+
+        # A copy is spread over the processes, and its weights are copied back at the end.
+        spread, device = copy.deepcopy(model), own_device("auto")
+        trainer: Tuner = ShardedTuner(spread, data, config, folder, teacher=teacher, on_log=on_log, device=device)
+    else:
+        trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
     for tracker in trackers(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(tracker)
-    _train(trainer, Path(folder), last, started)
+    _train(trainer, Path(folder), last, started, on_step)
     history = list(trainer.state.log_history)
     metrics, predictions, labels = trainer.measure()
     score = score_of(data, metrics, predictions, labels)
@@ -153,30 +165,18 @@ def finetune(
     )
 
 
-def _trainer(
-    model: PreTrainedModel,
-    data: TaskData,
-    config: TuneConfig,
-    folder: str | Path,
-    teacher: PreTrainedModel | None,
-    on_log: Callable[[dict[str, float]], None] | None,
-) -> Tuner:
-    if not under_fsdp():
-        return Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
-    from linearize.training.stage_two.sharded import ShardedTuner
-
-    # A copy is spread over the processes, and its weights are copied back at the end.
-    spread = copy.deepcopy(model)
-    return ShardedTuner(spread, data, config, folder, teacher=teacher, on_log=on_log, device=own_device("auto"))
-
-
-def _train(trainer: Tuner, folder: Path, last: Path | None, started: dict[str, object]) -> None:
+def _train(
+    trainer: Tuner,
+    folder: Path,
+    last: Path | None,
+    started: dict[str, object],
+    on_step: Callable[[TuneStep], None] | None,
+) -> None:
     """Train from the last checkpoint, if there is one, with the switches and states that the options ask for."""
     config, model = trainer.tune, trainer.model
     assert isinstance(model, PreTrainedModel)
     interrupts = Interrupts()
-    trainer.add_callback(StartKeeper(trainer))
-    trainer.add_callback(StateKeeper(interrupts, config.save_every))
+    trainer.add_callback(Hooks(trainer, interrupts, on_step))
     share = config.dropout
     if share is None and trainer.teacher is not None and not config.final_labels_weight:
         # A student of a teacher alone cannot overfit labels, and the noise of dropout moves it away from its teacher.
@@ -184,7 +184,7 @@ def _train(trainer: Tuner, folder: Path, last: Path | None, started: dict[str, o
     with interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
         try:
             if last is None and trainer.is_world_process_zero():
-                begin(folder, started)
+                write_started(folder, started)
             with quiet():
                 if last is not None and finished(last):
                     # transformers would take one step more.

@@ -76,6 +76,7 @@ class Tuner(Trainer):
         device: str | None = None,
     ) -> None:
         self.data, self.tune, self.teacher, self.selection = data, config, teacher, data.selection
+        self.on_log = on_log
         self._parts: dict[str, list[Tensor]] = {}
         extra = data.extra if teacher is not None else None
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
@@ -87,7 +88,7 @@ class Tuner(Trainer):
             data_collator=data.collate,
             compute_metrics=self.compute_task_metrics,
             preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]
-            callbacks=[Watch(on_log), LossMeter(), *stopping],
+            callbacks=[LossMeter(), *stopping],
         )
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
@@ -177,7 +178,11 @@ class Tuner(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write an entry of the log, with the means of the loss's parts since the last one."""
+        """Write an entry of the log, with the means of the loss's parts since the last one, and report it.
+
+        Raises:
+            TrainingError: if a loss or the gradient is not finite.
+        """
         if "train_loss" in logs and self.args.world_size == 1:
             # transformers takes the mean over the steps since the last resume.
             logs["train_loss"] = float(meter_of(self).total) / max(1, self.state.global_step)
@@ -185,6 +190,21 @@ class Tuner(Trainer):
             logs |= {f"loss_{name}": float(torch.stack(parts).mean()) for name, parts in self._parts.items()}
             self._parts = {}
         super().log(logs, start_time)
+        step = self.state.global_step
+        for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
+            if math.isfinite(logs.get(name, 0.0)):
+                continue
+            if step == 0:
+                raise TrainingError(
+                    f"stage two: {name} is {logs[name]} before the first step; check the model's weights and the "
+                    "data for broken numbers"
+                )
+            raise TrainingError(
+                f"stage two: {name} became {logs[name]} by step {step}; lower the learning rate, or check the data for "
+                "broken inputs"
+            )
+        if self.on_log is not None:
+            self.on_log({"step": step, "steps": self.state.max_steps, **logs})
 
     def evaluation_loop(
         self,
@@ -267,8 +287,8 @@ class Tuner(Trainer):
     def gather_into(self, model: PreTrainedModel) -> None:
         """Copy the tuned weights into the caller's model, which is the one that was trained."""
 
-    def _load_best_model(self) -> None:
-        """Load the best weights from the run's present folder; transformers would keep the last without warning.
+    def best_folder(self) -> Path:
+        """Return the best checkpoint in the run's present folder; without it transformers would keep the last weights.
 
         Raises:
             CheckpointError: if they are gone.
@@ -280,10 +300,10 @@ class Tuner(Trainer):
                 "until the end; run it again without --resume"
             )
         self.state.best_model_checkpoint = str(best)
-        self._load_best(best)
+        return best
 
-    def _load_best(self, folder: Path) -> None:
-        """Load the weights of a checkpoint, `state.best_model_checkpoint`."""
+    def _load_best_model(self) -> None:
+        self.best_folder()
         super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -417,109 +437,47 @@ def meter_of(trainer: Trainer) -> LossMeter:
     return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, LossMeter))
 
 
-class Watch(TrainerCallback):
-    """Passes the log to a function, and stops the training if the loss is not finite."""
-
-    def __init__(self, report: Callable[[dict[str, float]], None] | None) -> None:
-        self.report = report
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        """Check and pass on one entry.
-
-        Raises:
-            TrainingError: if a loss or the gradient is not finite.
-        """
-        logs = logs or {}
-        for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
-            if math.isfinite(logs.get(name, 0.0)):
-                continue
-            if state.global_step == 0:
-                raise TrainingError(
-                    f"stage two: {name} is {logs[name]} before the first step; check the model's weights and the "
-                    "data for broken numbers"
-                )
-            raise TrainingError(
-                f"stage two: {name} became {logs[name]} by step {state.global_step}; lower the learning "
-                "rate, or check the data for broken inputs"
-            )
-        if self.report is not None and logs:
-            self.report({"step": state.global_step, "steps": state.max_steps, **logs})
-
-
-class StartKeeper(TrainerCallback):
-    """Makes the state before the first step one of those that the kept state is chosen from."""
-
-    def __init__(self, trainer: Tuner) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Measure and keep the start of a run that is not resumed."""
-        if state.global_step == 0 and self.trainer.selection is not None:
-            self.trainer.keep_start()
-
-
-class StateKeeper(TrainerCallback):
-    """Saves a state every `save_every` steps, and at the end of the step in which Ctrl-C comes.
+class Hooks(TrainerCallback):
+    """Around the steps of a run: keeps the start, holds Ctrl-C back, asks for states, and reports every step.
 
     Args:
+        trainer: of the run.
         interrupts: entered while the trainer runs; it raises once the state is written completely.
-        save_every: steps between states, in addition to those of evaluations; None: none.
+        on_step: called after every step; None: nothing.
     """
 
-    def __init__(self, interrupts: Interrupts, save_every: int | None) -> None:
-        self.interrupts, self.save_every = interrupts, save_every
+    def __init__(self, trainer: Tuner, interrupts: Interrupts, on_step: Callable[[TuneStep], None] | None) -> None:
+        self.trainer, self.interrupts, self.on_step = trainer, interrupts, on_step
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""
+        self.start, self.first = time.perf_counter(), state.global_step
+        self.before = float(meter_of(self.trainer).total)
+        if self.first == 0 and self.trainer.selection is not None:
+            self.trainer.keep_start()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Hold Ctrl-C back during the step; several processes would have to agree on the step."""
         if args.world_size == 1:
             self.interrupts.hold()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Ask for a state if one is due."""
-        if self.interrupts.waiting or (self.save_every and state.global_step % self.save_every == 0):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Report the step, and ask for a state if one is due."""
+        step, steps = state.global_step, state.max_steps
+        if self.on_step is not None:
+            total, seconds = float(meter_of(self.trainer).total), time.perf_counter() - self.start
+            left = seconds / (step - self.first) * (steps - step)
+            self.on_step(TuneStep(step, steps, total - self.before, seconds, left))
+            self.before = total
+        save_every = self.trainer.tune.save_every
+        if self.interrupts.waiting or (save_every and step % save_every == 0):
             control.should_save = True
         else:
             self.interrupts.release()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let Ctrl-C through."""
         self.interrupts.release()
-
-
-class StepReporter(TrainerCallback):
-    """Reports every step of a trainer."""
-
-    def __init__(self, trainer: Trainer, report: Callable[[TuneStep], None]) -> None:
-        self.trainer, self.report = trainer, report
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Note the first step, which is a later one in a resumed run."""
-        self.start, self.first = time.perf_counter(), state.global_step
-        self.before = float(meter_of(self.trainer).total)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Report the step."""
-        total, seconds = float(meter_of(self.trainer).total), time.perf_counter() - self.start
-        left = seconds / (state.global_step - self.first) * (state.max_steps - state.global_step)
-        self.report(TuneStep(state.global_step, state.max_steps, total - self.before, seconds, left))
-        self.before = total
 
 
 def check_report_to(value: str) -> tuple[str, ...]:
