@@ -73,7 +73,7 @@ def test_classification_is_the_mean_of_logits(bert, reviews):
     batch = data.collate([data.validation[place] for place in range(8)])
     with torch.no_grad():
         found = data.type.wrap(model)(**batch)["logits"]
-        for place, row in enumerate(data.validation.rows):
+        for place, row in enumerate(data.validation):
             by_hand = [model(input_ids=torch.tensor([chunk["input_ids"]])).logits[0] for chunk in row["chunks"]]
             torch.testing.assert_close(found[place], torch.stack(by_hand).mean(0), atol=1e-6, rtol=1e-5)
     accuracy = float(np.mean(found.argmax(-1).numpy() == batch["labels"].numpy()))
@@ -92,7 +92,7 @@ def test_similarity_is_of_mean_embeddings(bert, tmp_path):
     batch = data.collate([data.validation[place] for place in range(10)])
     with torch.no_grad():
         found = data.type.wrap(model)(**batch)["logits"]
-        for place, row in enumerate(data.validation.rows):
+        for place, row in enumerate(data.validation):
             sides = []
             for name in ("chunks", "second_chunks"):
                 read = [model(input_ids=torch.tensor([one["input_ids"]])).last_hidden_state[0] for one in row[name]]

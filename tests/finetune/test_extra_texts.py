@@ -61,26 +61,26 @@ def test_as_many_as_are_asked_for_by_the_seed(bert, glue, more, tokenizer):
     found = {}
     for share in (0.25, 1, 50):
         data = data_for("cola", bert, glue, f"{more / 'songs'}={share}")
-        found[share] = read(tokenizer, data.extra.rows)
+        found[share] = read(tokenizer, data.extra)
         assert set(found[share]) <= set(TEXTS), "the rows of the training split"
-        assert all(row["labels"] == IGNORED and row["sources"] == () for row in data.extra.rows)
+        assert all(row["labels"] == IGNORED and row["sources"] == () for row in data.extra)
     assert [len(texts) for texts in found.values()] == [16, 64, 100], "of 64 training rows; at most what there is"
     assert found[50][:64] == found[1] and found[1][:16] == found[0.25], "more of them keep those of fewer"
     assert data.description.endswith(", 100 texts without a label (all 100 of songs)")
     assert len(data.train) == 64 and len(data.validation) == 24
     other = data_for("cola", bert, glue, str(more / "songs"), seed=1)
-    assert len(other.extra) == 64 and read(tokenizer, other.extra.rows) != found[1]
+    assert len(other.extra) == 64 and read(tokenizer, other.extra) != found[1]
     limited = data_for("cola", bert, glue, str(more / "songs"), limit=20)
     assert len(limited.extra) == 20, "as many as training rows that are left"
 
 
 def test_several_data_sets_and_none_twice(bert, glue, more, tokenizer):
     data = data_for("cola", bert, glue, f"{more / 'doubles.jsonl'}=0.125,{more / 'songs'}=3")
-    texts = read(tokenizer, data.extra.rows)
+    texts = read(tokenizer, data.extra)
     assert len(texts) == len(set(texts)) == 100 and set(texts[:8]) <= set(TEXTS[:20])
     assert data.description.endswith("100 texts without a label (8 of doubles.jsonl, all 92 of songs)")
     data = data_for("cola", bert, glue, f"{more / 'doubles.jsonl'}=9")
-    assert sorted(read(tokenizer, data.extra.rows)) == sorted(TEXTS[:20])
+    assert sorted(read(tokenizer, data.extra)) == sorted(TEXTS[:20])
     assert data.options.extra_texts == ((str(more / "doubles.jsonl"), 9.0),)
 
 
@@ -89,16 +89,16 @@ def test_texts_of_the_tasks_own_rows_are_left_out(bert, glue, tmp_path, tokenize
     own = [row["sentence"] for split in ("train", "validation") for row in rows_of(glue / "cola", split)]
     write(tmp_path / "mixed.jsonl", [{"sentence": f" {text}", "other": "x"} for text in (*own, *TEXTS[:30])])
     data = data_for("cola", bert, glue, f"{tmp_path / 'mixed.jsonl'}=9")
-    assert sorted(read(tokenizer, data.extra.rows)) == sorted(TEXTS[:30])
+    assert sorted(read(tokenizer, data.extra)) == sorted(TEXTS[:30])
     held = hold_out(data)
     assert len(held.extra) == 30 and len(held.selection) == 12 and len(held.train) == 52
-    mine = read(tokenizer, [held.selection[place] for place in range(12)] + list(data.validation.rows))
+    mine = read(tokenizer, [held.selection[place] for place in range(12)] + list(data.validation))
     assert not set(mine) & set(TEXTS[:30])
 
 
 def test_both_texts_of_a_pair_are_texts(bert, glue, more, tokenizer):
     data = data_for("cola", bert, glue, f"{more / 'pairs.jsonl'}=9")
-    assert sorted(read(tokenizer, data.extra.rows)) == sorted(TEXTS)
+    assert sorted(read(tokenizer, data.extra)) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("name", ["mrpc", "stsb"])
@@ -111,7 +111,7 @@ def test_pairs_keep_away_from_held_out_rows(bert, glue, tmp_path, tokenizer, nam
     rows += [{key: row[key] for key in ("sentence1", "sentence2")} for row in train]
     write(tmp_path / "pairs.jsonl", rows)
     data = data_for(name, bert, glue, f"{tmp_path / 'pairs.jsonl'}=9", extra_pairs=0.5)
-    anew, texts = data.extra.rows[:32], data.extra.rows[32:]
+    anew, texts = data.extra[:32], data.extra[32:]
     known = {row[key] for row in measured for key in ("sentence1", "sentence2")}
     kept = [place for place, row in enumerate(train) if row["sentence1"] not in known]
     assert 0 < len(kept) <= 64 and len(texts) == len(kept) + 1
@@ -121,8 +121,8 @@ def test_pairs_keep_away_from_held_out_rows(bert, glue, tmp_path, tokenizer, nam
     held = hold_out(data)
     chosen = set(held.selection.places)
     left = [row for row in (*anew, *texts) if not chosen & set(row["sources"])]
-    assert held.extra.rows == left and len(left) < 32 + len(texts)
-    assert all(math.isnan(row["labels"]) if name == "stsb" else row["labels"] == IGNORED for row in data.extra.rows)
+    assert held.extra == left and len(left) < 32 + len(texts)
+    assert all(math.isnan(row["labels"]) if name == "stsb" else row["labels"] == IGNORED for row in data.extra)
 
 
 def pair_of(folder, data):
@@ -145,13 +145,13 @@ def test_only_the_teachers_terms_count_for_them(bert, glue, more, tmp_path):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     student.train()
-    batch = data.collate(data.extra.rows[:6])
+    batch = data.collate(data.extra[:6])
     total = trainer.compute_loss(student, batch).item()
     parts = {name: float(part[0]) for name, part in trainer._parts.items()}
     assert parts["task"] == 0.0 and min(parts["hidden"], parts["logits"]) > 1e-5
     assert total == pytest.approx(parts["hidden"] + parts["logits"], rel=1e-6)
     trainer._parts = {}
-    mixed = data.collate([*data.extra.rows[:3], *(data.train[place] for place in range(3))])
+    mixed = data.collate([*data.extra[:3], *(data.train[place] for place in range(3))])
     labelled = data.collate([data.train[place] for place in range(3)])
     trainer.compute_loss(student, mixed)
     trainer.compute_loss(student, labelled)
@@ -198,11 +198,11 @@ def test_names_are_looked_for_in_the_folder_of_data_sets(bert, glue, tokenizer, 
     data = data_for("cola", bert, glue, "stsb=0.5")
     assert data.options.extra_texts == (("stsb", 0.5),) and len(data.extra) == 32
     known = {text for row in rows_of(glue / "stsb") for text in (row["sentence1"], row["sentence2"])}
-    assert set(read(tokenizer, data.extra.rows)) <= known
+    assert set(read(tokenizer, data.extra)) <= known
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lines.txt").write_text("\n".join(TEXTS[:9]))
     data = data_for("cola", bert, glue, "lines.txt")
-    assert sorted(read(tokenizer, data.extra.rows)) == sorted(TEXTS[:9])
+    assert sorted(read(tokenizer, data.extra)) == sorted(TEXTS[:9])
     for name in ("lyrics", "./lyrics", "lyrics.jsonl"):
         with pytest.raises(DataError, match=rf"extra_texts: got '{name}', which does not exist in .*check the path"):
             data_for("cola", bert, glue, name)

@@ -15,7 +15,7 @@ from linearize.training.adapters import LoraConfig
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
 from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import IGNORED, DataOptions, Rows, hold_out, selection_size
+from linearize.training.stage_two.prepared import IGNORED, DataOptions, hold_out, selection_size
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import Tuner
@@ -48,7 +48,7 @@ def test_rows_are_parted_by_the_seed(bert, glue):
 
 def test_rows_of_one_question_stay_together(bert, glue):
     data = data_for("cola", bert, glue)
-    rows = Rows([{**data.train[place], "owner": place // 4} for place in range(64)])
+    rows = [{**data.train[place], "owner": place // 4} for place in range(64)]
     held = hold_out(replace(data, train=rows), 5)
     owners = {rows[place]["owner"] for place in held.selection.places}
     assert len(held.selection) == 4 * len(owners)
@@ -57,14 +57,14 @@ def test_rows_of_one_question_stay_together(bert, glue):
 
 def test_nothing_is_random_in_held_out_rows(bert, glue):
     data = data_for("cola", bert, glue)
-    rows = Rows([{**data.train[place], "augment": True, "fixed": False} for place in range(64)])
+    rows = [{**data.train[place], "augment": True, "fixed": False} for place in range(64)]
     held = hold_out(replace(data, train=rows))
     assert not held.selection[0]["augment"] and held.selection[0]["fixed"]
     assert held.train[0]["augment"] and not held.train[0]["fixed"]
 
 
 def turned(rows):
-    return Rows([{**rows[place], "labels": 1 - rows[place]["labels"]} for place in range(len(rows))])
+    return [{**rows[place], "labels": 1 - rows[place]["labels"]} for place in range(len(rows))]
 
 
 @pytest.mark.parametrize("which", ["validation", "selection"])
@@ -201,7 +201,7 @@ def test_rows_made_anew_have_no_label_and_no_held_out_text(bert, glue, name):
     assert len(data.extra) == 96 and "96 new pairs" in data.description
     split = hold_out(data)
     held = set(split.selection.places)
-    assert 0 < len(split.extra) < 96 and not any(held & set(row["sources"]) for row in split.extra.rows)
+    assert 0 < len(split.extra) < 96 and not any(held & set(row["sources"]) for row in split.extra)
     batch = data.collate([data.train[0], data.extra[0]])
     label = batch["labels"][1]
     assert math.isnan(label) if name == "stsb" else label == IGNORED

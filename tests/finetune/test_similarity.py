@@ -23,7 +23,7 @@ def test_the_score_is_the_rank_correlation_of_cosines(bert, glue, tmp_path):
     data = prepare(task("similarity"), tokenizer, DataOptions(max_length=16), data=str(glue))
     found = measured(model, data, tmp_path)
     cosines, labels = [], []
-    for row in data.validation.rows:
+    for row in data.validation:
         vectors = []
         for prefix in ("", "second_"):
             ids = torch.tensor([row[f"{prefix}input_ids"]])

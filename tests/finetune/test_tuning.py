@@ -416,7 +416,7 @@ def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
     said = json.loads((target / "adapter" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == base.rpartition("/")[2] and said["peft_type"] == "LORA"
     data = data_for("cola", str(target), glue)
-    batch = {name: value for name, value in data.collate(data.validation.rows[:4]).items() if name != "labels"}
+    batch = {name: value for name, value in data.collate(data.validation[:4]).items() if name != "labels"}
     merged, plain = load_for_task(str(target), data).eval(), load_for_task(base, data).eval()
     with torch.no_grad():
         before = plain(**batch).logits

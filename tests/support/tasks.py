@@ -41,11 +41,11 @@ def causal_folder(folder: Path, positions: int) -> Path:
 
 def no_rows(name: str, **changes):
     """The data of a task without rows, for what depends on the task alone."""
-    from linearize.training.stage_two.prepared import Rows, TaskData
+    from linearize.training.stage_two.prepared import TaskData
     from linearize.training.stage_two.tasks import task
 
     chosen = task(name, **changes)
-    return TaskData(chosen.type(chosen), Rows([]), Rows([]), "no rows")
+    return TaskData(chosen.type(chosen), [], [], "no rows")
 
 
 def measured(model, data, folder: Path, batch_size: int = 7) -> dict[str, float]:

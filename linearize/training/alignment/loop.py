@@ -130,8 +130,16 @@ class AlignTrainer(Trainer):
             loss += part_loss
             for name, value in part.items():
                 terms[name] = terms.get(name, 0.0) + value
-        terms, loss = self._reduce(terms, loss)
-        self._check(terms, loss, step)
+        if self.accelerator.num_processes > 1:
+            # Together the processes compute one step.
+            self.reduce_gradients(self.parameters.values())
+            names = sorted(terms)
+            sums = torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device)
+            loss, *rest = self.reduce(sums).tolist()
+            terms = dict(zip(names, rest, strict=True))
+        for name, value in [*((f"error of {name}", value) for name, value in terms.items()), ("loss", loss)]:
+            if not math.isfinite(value):
+                raise Diverged(f"the {name} became {value} at step {step}")
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:
@@ -161,23 +169,6 @@ class AlignTrainer(Trainer):
                 errors = blockwise_loss(self.objective, held_out)
                 return sum(errors.values()) / max(len(errors), 1)
             return measure(self.objective, held_out).loss
-
-    def _reduce(self, terms: dict[str, float], loss: float) -> tuple[dict[str, float], float]:
-        """Add up gradients and terms over the processes: together they are one step."""
-        if self.accelerator.num_processes == 1:
-            return terms, loss
-        self.reduce_gradients(self.parameters.values())
-        names = sorted(terms)
-        summed = self.reduce(torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device))
-        first, *rest = summed.tolist()
-        return dict(zip(names, rest, strict=True)), first
-
-    def _check(self, terms: Mapping[str, float], loss: float, step: int) -> None:
-        for name, value in terms.items():
-            if not math.isfinite(value):
-                raise Diverged(f"the error of {name} became {value} at step {step}")
-        if not math.isfinite(loss):
-            raise Diverged(f"the loss became {loss} at step {step}")
 
     def trained(self) -> dict[str, Tensor]:
         """Return the trained weights; of weights in half precision the fp32 copies."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -52,21 +52,6 @@ def size_of(batch: Mapping[str, Tensor]) -> Share:
     return Share(rows if mask is None else int(mask.sum()), rows)
 
 
-@dataclass
-class Scales:
-    """The divisors of errors: variances of the teacher's outputs, per token, summed over channels.
-
-    Attributes:
-        states: by block, and of the last hidden state.
-        attentions: by block, of its attention's output after the output projection.
-        numbers: of regression logits, by name.
-    """
-
-    states: dict[str, float] = field(default_factory=dict)
-    attentions: dict[str, float] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-
-
 def is_regression(config: PreTrainedConfig) -> bool:
     """Tell whether a head's logits are numbers, not classes."""
     return getattr(config, "problem_type", None) == "regression" or (
@@ -80,41 +65,44 @@ class Objective:
     Attributes:
         pair: student and teacher.
         config: weights and temperature.
-        scales: divisors of the errors; `measure_scales` fills them.
+        states: divisors of the errors of hidden states, by block, and of the last one: the teacher's variances per
+            token, summed over channels. `measure_scales` fills them, and the next two.
+        attentions: of the attentions' outputs after the output projection, by block.
+        numbers: of regression logits, by name.
     """
 
     def __init__(self, pair: Pair, config: AlignConfig) -> None:
         self.pair, self.config = pair, config
         self.head = config.logits_weight > 0
-        self.scales = Scales()
+        self.states: dict[str, float] = {}
+        self.attentions: dict[str, float] = {}
+        self.numbers: dict[str, float] = {}
 
     @torch.no_grad()
     def measure_scales(self, batches: list[dict[str, Tensor]]) -> None:
         """Measure the teacher's variances, as means over held-out batches weighted by tokens."""
-        total, sums = 0.0, Scales()
+        self.states, self.attentions, self.numbers, total = {}, {}, {}, 0.0
         for batch in batches:
             tokens = size_of(batch).tokens
             total += tokens
             with self._attentions(self.pair.teacher, *self.pair.blocks) as kept:
                 taught = self.pair.teach(batch, head=self.head)
-            for name, state in taught.states.items():
-                _add(sums.states, name, variance(state, taught.mask), tokens)
-            for block in self.pair.blocks:
-                _add(sums.attentions, block.name, variance(kept[block.name], taught.mask), tokens)
+            variances = [(self.states, name, variance(state, taught.mask)) for name, state in taught.states.items()]
+            variances += [(self.attentions, name, variance(state, taught.mask)) for name, state in kept.items()]
             if is_regression(self.pair.teacher.config):
-                for name, value in taught.logits.items():
-                    _add(sums.numbers, name, variance(value), tokens)
-        for variances in (sums.states, sums.attentions, sums.numbers):
-            for name in variances:
-                variances[name] /= max(total, 1.0)
-        self.scales = sums
+                variances += [(self.numbers, name, variance(value)) for name, value in taught.logits.items()]
+            for scales, name, value in variances:
+                scales[name] = scales.get(name, 0.0) + float(value) * tokens
+        for scales in (self.states, self.attentions, self.numbers):
+            for name in scales:
+                scales[name] /= max(total, 1.0)
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
         """Return the terms of whole models: one per hidden state, `POOLED`, and one per kind of logits."""
         taught = self.pair.teach(batch, head=self.head)
         learned = self.pair.learn(batch, head=self.head)
         terms = {
-            name: share.tokens * self._error(learned.states[name], target, taught.mask, self.scales.states[name])
+            name: share.tokens * self._error(learned.states[name], target, taught.mask, self.states[name])
             for name, target in taught.states.items()
         }
         mine, target = (self._pooled(side) for side in (learned, taught))
@@ -138,7 +126,7 @@ class Objective:
         gradient is computed as soon as it has run, and no intermediate result is kept.
         """
         terms: dict[str, float] = {}
-        mask, scales, student = batch.get("attention_mask"), self.scales, self.pair.student
+        mask, student = batch.get("attention_mask"), self.pair.student
 
         def after(block: Block) -> Callable[..., None]:
             module = student.get_submodule(block.name)
@@ -150,9 +138,9 @@ class Objective:
                 target, attended = first_tensor(output).detach(), kept[block.name]
                 with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, block) as mine:
                     state = first_tensor(module(*args, **kwargs))
-                    error = self._error(state, target, mask, scales.states[block.name])
+                    error = self._error(state, target, mask, self.states[block.name])
                     if block.attention != block.name:
-                        error = error + self._error(mine[block.name], attended, mask, scales.attentions[block.name])
+                        error = error + self._error(mine[block.name], attended, mask, self.attentions[block.name])
                     error = share.tokens * error
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
@@ -193,8 +181,8 @@ class Objective:
 
     def _logits(self, name: str, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share) -> Tensor:
         per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
-        if name in self.scales.numbers:
-            error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.scales.numbers[name])
+        if name in self.numbers:
+            error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.numbers[name])
             return share.rows * error
         if mask is not None and not per_token and target.shape == mask.shape:
             # One logit per token, of which one is chosen (the start of an answer): never padding.
@@ -207,13 +195,6 @@ class Objective:
 def flat(states: Tensor) -> Tensor:
     """Return states [B, T, C], of a grid [B, H, W, C] too."""
     return states if states.ndim == 3 else states.flatten(1, -2)
-
-
-def _add(sums: dict[str, float], name: str, value: Tensor, weight: float) -> None:
-    sums[name] = sums.get(name, 0.0) + float(value) * weight
-
-
-__all__ = ["LOGITS", "POOLED", "Objective", "Outputs", "Scales", "Share", "flat", "is_regression", "size_of"]
 
 
 @dataclass(frozen=True)

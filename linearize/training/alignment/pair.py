@@ -193,16 +193,12 @@ def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shar
         ConfigError: if the teacher does not fit.
     """
     if teacher is None:
-        return Pair(student, student if shared else _frozen(copy.deepcopy(student)))
+        return Pair(student, student if shared else copy.deepcopy(student).eval().requires_grad_(False))
     check_teacher(student, teacher)
     converted = copy.deepcopy(teacher)
     apply(converted, Plan.from_dict(student.config.linearize))
     move(converted, next(student.parameters()).device)
-    return Pair(student, _frozen(converted))
-
-
-def _frozen(model: PreTrainedModel) -> PreTrainedModel:
-    return model.eval().requires_grad_(False)
+    return Pair(student, converted.eval().requires_grad_(False))
 
 
 def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
@@ -39,27 +38,17 @@ Logits: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """A model's logits for a batch, alone or followed by other outputs."""
 
 
-class RowSet(Dataset[Row]):
-    """Rows by number."""
+class RowSet(Protocol):
+    """Rows by number: a list of them, or an object that makes them."""
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Return how many there are."""
+
+    def __getitem__(self, place: int, /) -> Row:
+        """Return one row."""
 
 
-class Rows(RowSet):
-    """Rows in memory: dictionaries of lists and numbers."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> Row:
-        return self.rows[place]
-
-
-class Chosen(RowSet):
+class Chosen:
     """Some rows of a data set.
 
     Args:
@@ -121,7 +110,7 @@ class TaskData:
     description: str
     facts: Facts = field(default_factory=Facts)
     selection: RowSet | None = None
-    extra: Rows | None = None
+    extra: list[Row] | None = None
     options: DataOptions | None = None
     chunkable: bool = False
 
@@ -183,9 +172,9 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
         )
     order = np.random.default_rng([seed, _STREAM]).permutation(total)
     held = {int(place) for place in order[:count]}
-    if isinstance(data.train, Rows) and "owner" in data.train[0]:
+    if isinstance(data.train, list) and "owner" in data.train[0]:
         # A long text makes several rows of one question.
-        owners = [row["owner"] for row in data.train.rows]
+        owners = [row["owner"] for row in data.train]
         questions = {owners[place] for place in held}
         held = {place for place in range(total) if owners[place] in questions}
     kept = [place for place in range(total) if place not in held]
@@ -193,7 +182,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
         raise DataError(f"{data.description}: all rows belong to one question; add rows, or set selection_rows to 0")
     extra = data.extra
     if extra is not None:
-        extra = Rows([row for row in extra.rows if not held.intersection(row["sources"])])
+        extra = [row for row in extra if not held.intersection(row["sources"])]
     return replace(
         data, train=Chosen(data.train, kept), selection=Chosen(data.train, sorted(held), still=True), extra=extra
     )

@@ -78,13 +78,15 @@ class Tuner(Trainer):
         self.data, self.tune, self.teacher, self.selection = data, config, teacher, data.selection
         self.on_log = on_log
         self._parts: dict[str, list[Tensor]] = {}
-        extra = data.extra if teacher is not None else None
+        train: Any = data.train
+        if teacher is not None and data.extra:
+            train = ConcatDataset([train, data.extra])  # type: ignore[list-item]
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
         super().__init__(
             model=model,
             args=training_arguments(data, config, folder, device or next(model.parameters()).device.type),
-            train_dataset=ConcatDataset([data.train, extra]) if extra else data.train,
-            eval_dataset=data.validation,
+            train_dataset=train,
+            eval_dataset=data.validation,  # type: ignore[arg-type]
             data_collator=data.collate,
             compute_metrics=self.compute_task_metrics,
             preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import IGNORED, Row, Rows, TaskData, pad_with_labels, row_facts
+from linearize.training.stage_two.prepared import IGNORED, Row, TaskData, pad_with_labels, row_facts
 from linearize.training.stage_two.task_types.language import CausalType
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Chat(CausalType):
         """Return padded conversations and labels [B, T]."""
         return pad_with_labels(self.tokenizer, rows)
 
-    def _rows(self, table: Dataset) -> tuple[Rows, list[int], int]:
+    def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
         """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""
         column, most = self.task.columns[0], self.options.max_length
         need_columns(table, [column], "chat")
@@ -75,7 +75,7 @@ class Chat(CausalType):
                 f"chat: got {silent:,} conversations in which the assistant says nothing within {most} tokens, "
                 f"expected messages with the role {ASSISTANT!r}; raise max_length, or check column {column!r}"
             )
-        return Rows(rows), lengths, silent
+        return rows, lengths, silent
 
 
 def _checked(messages: object, column: str) -> list[Message]:

@@ -12,7 +12,7 @@ from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.heads import HEADS
 from linearize.data.encode import ImageEncoder
 from linearize.training.stage_two.prepare import Given, View
-from linearize.training.stage_two.prepared import Row, RowSet, TaskData, stable_seed
+from linearize.training.stage_two.prepared import Row, TaskData, stable_seed
 from linearize.training.stage_two.task_types.base import ClassLabels
 
 DIGESTS = 512
@@ -20,7 +20,7 @@ SHIFT = 1 / 8
 """Furthest shift of an augmented image, relative to its size: 4 pixels of 32."""
 
 
-class ImageRows(RowSet):
+class ImageRows:
     """Images that are read one by one; `augment` says whether the collator may change them."""
 
     def __init__(self, view: View, augment: bool) -> None:

@@ -25,8 +25,6 @@ from linearize.training.stage_two.prepared import (
     Logits,
     Predictions,
     Row,
-    Rows,
-    RowSet,
     TaskData,
     pad_with_labels,
     row_facts,
@@ -45,7 +43,7 @@ WINDOW = 2_048
 """Tokens of a language model's windows if the user gives no length, and the model takes as many."""
 
 
-class Windows(RowSet):
+class Windows:
     """Windows over one long row of tokens.
 
     Args:
@@ -278,7 +276,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return nll, (labels != IGNORED).float()
 
 
-class Copies(RowSet):
+class Copies:
     """Passages of one long row of tokens, each twice.
 
     Args:
@@ -369,7 +367,7 @@ class Recall(LanguageType):
         """
         splits = self.open_tables(given)
         train, validation = self._rows(splits.train), self._rows(splits.validation)
-        facts = row_facts([len(row["input_ids"]) for row in validation.rows], self.options)
+        facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
@@ -395,7 +393,7 @@ class Recall(LanguageType):
         """Return the most frequent answer."""
         return most_frequent(labels)
 
-    def _rows(self, table: Dataset) -> Rows:
+    def _rows(self, table: Dataset) -> list[Row]:
         need_columns(table, ("text", "positions"), "recall")
         most = self.options.max_length
         rows = []
@@ -408,4 +406,4 @@ class Recall(LanguageType):
             labels = torch.full((len(ids),), IGNORED)
             labels[positions] = torch.tensor(ids)[positions]
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels.tolist()})
-        return Rows(rows)
+        return rows

@@ -21,7 +21,6 @@ from linearize.training.stage_two.prepared import (
     Facts,
     Predictions,
     Row,
-    Rows,
     TaskData,
     row_facts,
     tokenise,
@@ -65,7 +64,7 @@ class QuestionAnswering(TaskType):
             most = min(self.options.max_length, max(lengths, default=2))
             self.options = dataclasses.replace(self.options, max_length=most)
         validation = self._rows(held)
-        self.measured = validation.rows
+        self.measured = validation
         self.texts = list(held[self.task.columns[1]])
         self.answers = [entry["text"] for entry in held[str(self.task.label)]]
         facts: Facts = row_facts(lengths, self.options)
@@ -106,7 +105,7 @@ class QuestionAnswering(TaskType):
                     f"question answering: got row {owner} without {question} or {context}, expected both texts"
                 )
 
-    def _rows(self, table: Dataset) -> Rows:
+    def _rows(self, table: Dataset) -> list[Row]:
         question, context = self.task.columns
         options = self.options
         rows: list[Row] = []
@@ -125,7 +124,7 @@ class QuestionAnswering(TaskType):
                 padding="max_length",
             )
             rows += [_row(coded, piece, owner, answer) for piece in range(len(coded["input_ids"]))]
-        return Rows(rows)
+        return rows
 
 
 def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:

@@ -1,4 +1,8 @@
-"""Classification and regression of texts and pairs of texts."""
+"""Texts and pairs of texts: classified, with a number each, or compared by their embeddings; whole or in chunks.
+
+Chunks are the usual way to read a long text with a model of short inputs: each is read alone, and outputs are averaged.
+A text's chunks do not overlap, and each has the tokenizer's special tokens around it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,6 @@ from linearize.training.stage_two.prepared import (
     Facts,
     Predictions,
     Row,
-    Rows,
     TaskData,
     check_tokens,
     has_tokens,
@@ -44,6 +47,8 @@ OWNERS = "owners"
 """The field of a batch of chunks that says which text each belongs to, long [chunks]."""
 TOKENS = 16_384
 """Tokens, padding included, that are read at a time."""
+SECOND = "second_"
+"""Prefix of the second text's fields."""
 
 
 def chunked(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> list[list[Row]]:
@@ -85,11 +90,6 @@ def whole_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[R
     """Return how many tokens each text has in one piece, from its chunks."""
     around = tokenizer.num_special_tokens_to_add()
     return [around + sum(len(chunk["input_ids"]) - around for chunk in chunks) for chunks in texts]
-
-
-def chunk_facts(facts: Facts, texts: Sequence[Sequence[Row]]) -> Facts:
-    """Return the facts of rows that are read as chunks: no token is cut off."""
-    return {**facts, "cut_share": 0.0, "chunks": sum(len(chunks) for chunks in texts)}
 
 
 def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> dict[str, Tensor]:
@@ -136,7 +136,47 @@ class ChunkMean(nn.Module):
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
 
 
-class _TextRows(LabelledRows):
+class Texts(TaskType):
+    """Tasks whose rows are texts: those to measure on may be read in chunks."""
+
+    def tokenised(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> list[Row]:
+        """Return texts, or pairs of texts, as token fields."""
+        return tokenise(self.tokenizer, first, second or [None] * len(first), self.options.max_length)
+
+    def checked(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> list[Row]:
+        """Return the same.
+
+        Raises:
+            DataError: if a text has no token.
+        """
+        rows = self.tokenised(first, second)
+        check_tokens(self.task, rows, self.tokenizer)
+        return rows
+
+    def measured(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> tuple[list[Row], Facts]:
+        """Return rows to measure on, in chunks if the options say so, and their facts.
+
+        Raises:
+            DataError: if a text has no token.
+        """
+        if not self.options.chunks:
+            rows = self.checked(first, second)
+            return rows, text_facts(self.tokenizer, first, second or [None] * len(first), rows, self.options)
+        texts = chunked(self.tokenizer, first, self.options.max_length)
+        check_tokens(self.task, [chunks[0] for chunks in texts], self.tokenizer)
+        facts = row_facts(whole_lengths(self.tokenizer, texts), self.options)
+        # No token is cut off.
+        facts = {**facts, "cut_share": 0.0, "chunks": sum(len(chunks) for chunks in texts)}
+        return [{CHUNKS: chunks} for chunks in texts], facts
+
+    def padded(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return padded token fields, of chunks if the rows are in chunks."""
+        if CHUNKS in rows[0]:
+            return pad_chunks(self.tokenizer, [row[CHUNKS] for row in rows])
+        return pad(self.tokenizer, rows)
+
+
+class _TextRows(Texts, LabelledRows):
     head = HEADS["text-classification"]
     columns = 2
     row_labels = True
@@ -152,40 +192,31 @@ class _TextRows(LabelledRows):
         Raises:
             DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
         """
-        tokenizer = self.tokenizer
         splits = self.open_views(given)
         self.read_labels(splits.train)
         examples = splits.train.fetch(range(len(splits.train)))
         held = splits.validation.fetch(range(len(splits.validation)))
-        pairs = [example.pair for example in held]
-        paired = any(pair is not None for pair in pairs)
-        if self.options.chunks:
-            if paired:
-                raise ConfigError(
-                    f"chunks: task {self.task.name} reads pairs of texts, expected one text a row; drop --chunks"
-                )
-            validation, facts = self._chunked_rows(held)
-        else:
-            validation = self._rows(held)
-            facts = text_facts(tokenizer, [e.value for e in held], pairs, validation.rows, self.options)
+        paired = any(example.pair is not None for example in held)
+        if self.options.chunks and paired:
+            raise ConfigError(
+                f"chunks: task {self.task.name} reads pairs of texts, expected one text a row; drop --chunks"
+            )
+        rows, facts = self.measured(*_columns(held))
+        validation = self._labelled(rows, held)
         extra, note = self._extra(examples, held) if self.options.unlabelled else (None, "")
         return TaskData(
             self,
-            self._rows(examples),
+            self._labelled(self.checked(*_columns(examples)), examples),
             validation,
             splits.description + note,
             facts=facts,
             extra=extra,
-            chunkable=getattr(tokenizer, "is_fast", False) and not paired,
+            chunkable=getattr(self.tokenizer, "is_fast", False) and not paired,
         )
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return padded token fields, of chunks if the rows are read as chunks, and labels [B]."""
-        if CHUNKS in rows[0]:
-            fields = pad_chunks(self.tokenizer, [row[CHUNKS] for row in rows])
-        else:
-            fields = pad(self.tokenizer, rows)
-        return {**fields, "labels": torch.tensor([row["labels"] for row in rows], dtype=self.dtype)}
+        return {**self.padded(rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=self.dtype)}
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the model, or the mean of its logits over each text's chunks."""
@@ -199,24 +230,10 @@ class _TextRows(LabelledRows):
         known = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
         return cls.loss(logits[known].float(), labels[known]) if known.any() else logits.float().sum() * 0.0
 
-    def _tokenised(self, examples: Sequence[Example]) -> list[Row]:
-        return tokenise(
-            self.tokenizer, [e.value for e in examples], [e.pair for e in examples], self.options.max_length
-        )
+    def _labelled(self, rows: list[Row], examples: Sequence[Example]) -> list[Row]:
+        return [{**row, "labels": label} for row, label in zip(rows, self.numbered(examples), strict=True)]
 
-    def _rows(self, examples: Sequence[Example]) -> Rows:
-        rows = self._tokenised(examples)
-        check_tokens(self.task, rows, self.tokenizer)
-        return Rows([{**row, "labels": label} for row, label in zip(rows, self.numbered(examples), strict=True)])
-
-    def _chunked_rows(self, examples: Sequence[Example]) -> tuple[Rows, Facts]:
-        texts = chunked(self.tokenizer, [example.value for example in examples], self.options.max_length)
-        check_tokens(self.task, [chunks[0] for chunks in texts], self.tokenizer)
-        facts = chunk_facts(row_facts(whole_lengths(self.tokenizer, texts), self.options), texts)
-        labels = self.numbered(examples)
-        return Rows([{CHUNKS: chunks, "labels": label} for chunks, label in zip(texts, labels, strict=True)]), facts
-
-    def _extra(self, examples: Sequence[Example], measured: Sequence[Example]) -> tuple[Rows, str]:
+    def _extra(self, examples: Sequence[Example], measured: Sequence[Example]) -> tuple[list[Row], str]:
         """Return the rows without a label that the options ask for, each with the training rows it shares a text with.
 
         Raises:
@@ -230,16 +247,20 @@ class _TextRows(LabelledRows):
                 raise ConfigError(f"data, extra_pairs: got {share}, but task {self.task.name} reads no pairs; drop it")
             firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
             sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
-            pairs = self._tokenised([Example(firsts[first], seconds[second]) for first, second in sources])
+            pairs = self.tokenised([firsts[first] for first, _ in sources], [seconds[second] for _, second in sources])
             rows = [{**row, "sources": places} for row, places in zip(pairs, sources, strict=True)]
             note = f", {len(rows):,} new pairs"
         if self.options.extra_texts:
             found = extra_texts(self.task, examples, measured, self.options)
-            texts = zip(self._tokenised(found.examples), found.sources, strict=True)
+            texts = zip(self.tokenised(*_columns(found.examples)), found.sources, strict=True)
             # These texts were not chosen one by one, so one without any token is skipped.
             rows += [{**row, "sources": places} for row, places in texts if has_tokens(row, self.tokenizer)]
             note += f", {found.description}"
-        return Rows([{**row, "labels": self.no_label} for row in rows]), note
+        return [{**row, "labels": self.no_label} for row in rows], note
+
+
+def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str | None]]:
+    return [example.value for example in examples], [example.pair for example in examples]
 
 
 class TextClassification(_TextRows, ClassLabels):
@@ -250,20 +271,17 @@ class TextRegression(_TextRows, NumberLabels):
     """Texts, or pairs of texts, with a number each."""
 
 
-SECOND = "second_"
-"""Prefix of the second text's fields."""
-
-
 class Embedder(nn.Module):
     """Embeds texts by the mean over their tokens' last hidden states, as sentence-transformers does.
 
     Args:
         model: a model without a head.
+        compare: what is measured [N, ...] of the first and second embeddings [N, D] of N rows.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.compare = model, compare
 
     def forward(
         self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
@@ -281,20 +299,8 @@ class Embedder(nn.Module):
         """Embed texts [N, T] -> [N, D]."""
         return pooled(self.model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask)
 
-    def compare(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return what is measured [N, ...] of the first and second embeddings [N, D]: here both, [N, 2, D]."""
-        return torch.stack([first, second], dim=1)
 
-
-class Likeness(Embedder):
-    """Gives the cosine of two sentences' embeddings."""
-
-    def compare(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the cosines [N]; the labels' scale does not matter, as a correlation is measured."""
-        return functional.cosine_similarity(first, second, dim=-1)
-
-
-class EmbeddedPairs(TaskType):
+class EmbeddedPairs(Texts):
     """Rows of two texts each, which one model embeds.
 
     A batch of N rows has 2 N texts, the first of every row and then the second of every row: stage one and the
@@ -308,7 +314,7 @@ class EmbeddedPairs(TaskType):
         """Whether the rows can be trained on: there is no head, and nothing to train."""
         return False
 
-    def read(self, view: View) -> tuple[Sequence[str], Sequence[str], Sequence[float]]:
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
         """Return the first and the second texts of all rows, and their labels."""
         raise NotImplementedError
 
@@ -318,51 +324,29 @@ class EmbeddedPairs(TaskType):
         Raises:
             DataError: if a text has no token.
         """
-        tokenizer, options = self.tokenizer, self.options
         first, second, labels = self.read(splits.validation)
-        if options.chunks:
-            parts = [chunked(tokenizer, texts, options.max_length) for texts in (first, second)]
-            both = parts[0] + parts[1]
-            check_tokens(self.task, [chunks[0] for chunks in both], tokenizer)
-            facts = chunk_facts(row_facts(whole_lengths(tokenizer, both), options), both)
-            columns = zip(*parts, labels, strict=True)
-            validation = Rows([{CHUNKS: one, f"{SECOND}{CHUNKS}": two, "labels": label} for one, two, label in columns])
-        else:
-            validation = self._pairs(first, second, labels)
-            sides = [
-                {"input_ids": row[name]} for name in ("input_ids", f"{SECOND}input_ids") for row in validation.rows
-            ]
-            facts = text_facts(tokenizer, [*first, *second], [None] * len(sides), sides, options)
+        texts, facts = self.measured(first + second)
+        validation = _side_by_side(texts, labels)
         facts = {**facts, "rows": len(validation)}
-        train = self._pairs(*self.read(splits.train))
-        chunkable = getattr(tokenizer, "is_fast", False)
+        first, second, labels = self.read(splits.train)
+        train = _side_by_side(self.checked(first + second), labels)
+        chunkable = getattr(self.tokenizer, "is_fast", False)
         return TaskData(self, train, validation, description, facts=facts, chunkable=chunkable)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the fields of 2 N texts of N rows, and the labels [N]."""
-        if CHUNKS in rows[0]:
-            fields = pad_chunks(self.tokenizer, [row[name] for name in (CHUNKS, f"{SECOND}{CHUNKS}") for row in rows])
-        else:
-            both = [{name: row[name] for name in row if not name.startswith(SECOND)} for row in rows]
-            both += [{name.removeprefix(SECOND): row[name] for name in row if name.startswith(SECOND)} for row in rows]
-            fields = pad(self.tokenizer, both)
-        return {**fields, "labels": torch.tensor([row["labels"] for row in rows])}
+        texts = [{name: row[name] for name in row if not name.startswith(SECOND)} for row in rows]
+        texts += [{name.removeprefix(SECOND): row[name] for name in row if name.startswith(SECOND)} for row in rows]
+        return {**self.padded(texts), "labels": torch.tensor([row["labels"] for row in rows])}
 
-    def wrap(self, model: PreTrainedModel) -> nn.Module:
-        """Return the embeddings of the model."""
-        return Embedder(model)
 
-    def _pairs(self, first: Sequence[str], second: Sequence[str], labels: Sequence[float]) -> Rows:
-        sides = [
-            tokenise(self.tokenizer, texts, [None] * len(texts), self.options.max_length) for texts in (first, second)
-        ]
-        check_tokens(self.task, sides[0] + sides[1], self.tokenizer)
-        return Rows(
-            [
-                {**one, **{f"{SECOND}{name}": value for name, value in two.items()}, "labels": label}
-                for one, two, label in zip(*sides, labels, strict=True)
-            ]
-        )
+def _side_by_side(texts: list[Row], labels: Sequence[float]) -> list[Row]:
+    """Return rows of two texts: the first half of the texts are the first ones of each row."""
+    half = len(labels)
+    return [
+        {**one, **{f"{SECOND}{name}": value for name, value in two.items()}, "labels": label}
+        for one, two, label in zip(texts[:half], texts[half:], labels, strict=True)
+    ]
 
 
 class Similarity(EmbeddedPairs, NumberLabels):
@@ -379,7 +363,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
         splits = self.open_views(given)
         return self.rows(splits, splits.description)
 
-    def read(self, view: View) -> tuple[Sequence[str], Sequence[str], Sequence[float]]:
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
         """Return the first and the second sentences of all rows, and the labels.
 
         Raises:
@@ -393,8 +377,8 @@ class Similarity(EmbeddedPairs, NumberLabels):
         return [e.value for e in examples], [str(e.pair) for e in examples], self.numbered(examples)
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
-        """Return the cosines of the model's embeddings."""
-        return Likeness(model)
+        """Return the cosines of the model's embeddings; the labels' scale does not matter for a correlation."""
+        return Embedder(model, functional.cosine_similarity)
 
 
 class Retrieval(EmbeddedPairs):
@@ -414,7 +398,7 @@ class Retrieval(EmbeddedPairs):
             )
         return self.rows(splits, f"halves of the texts of {splits.description}")
 
-    def read(self, view: View) -> tuple[Sequence[str], Sequence[str], Sequence[float]]:
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
         """Return the first and the second halves of all texts, and their numbers.
 
         Raises:
@@ -429,6 +413,10 @@ class Retrieval(EmbeddedPairs):
             )
         first = [" ".join(words[: len(words) // 2]) for words in texts]
         return first, [" ".join(words[len(words) // 2 :]) for words in texts], range(len(texts))
+
+    def wrap(self, model: PreTrainedModel) -> nn.Module:
+        """Return both embeddings of every row [N, 2, D]."""
+        return Embedder(model, lambda first, second: torch.stack([first, second], dim=1))
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the rank [N] of each text's second half, from the embeddings [N, 2, D] of both."""

@@ -19,7 +19,6 @@ from linearize.training.stage_two.prepared import (
     Logits,
     Predictions,
     Row,
-    Rows,
     TaskData,
     pad_with_labels,
     row_facts,
@@ -50,7 +49,7 @@ class TokenClassification(TaskType):
         if self.task.labels is None:
             self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
-        lengths = self._whole_lengths(splits.validation[words], validation.rows)
+        lengths = self._whole_lengths(splits.validation[words], validation)
         facts = row_facts(lengths, self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
@@ -102,7 +101,7 @@ class TokenClassification(TaskType):
             )
         return tuple(str(number) for number in range(int(max(found)) + 1))
 
-    def _rows(self, table: Dataset) -> Rows:
+    def _rows(self, table: Dataset) -> list[Row]:
         words, label = self.task.columns[0], str(self.task.label)
         names = self.task.labels or ()
         places: dict[str | int, int] = {name: number for number, name in enumerate(names)}
@@ -129,7 +128,7 @@ class TokenClassification(TaskType):
                 for owner, before in zip(owners, [None, *owners], strict=False)
             ]
             rows.append({**{name: coded[name] for name in TOKEN_FIELDS if name in coded}, "labels": labels})
-        return Rows(rows)
+        return rows
 
 
 def most_frequent(labels: Predictions) -> Iterable[np.ndarray]:
