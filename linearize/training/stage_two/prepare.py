@@ -1,4 +1,4 @@
-"""Open a task's data set by the task's type, with texts of other data sets for a teacher to label."""
+"""Open a task's data set: its splits, with rows to measure on, and texts of other data sets for a teacher to label."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from linearize.core.types import Processor
     from linearize.training.stage_two.tasks import Task
 
+HELD_OUT = 0.1
+"""Share of the training rows to measure on if a data set has no split for it."""
+MOST_HELD_OUT = 1_000
+_NO_SPLIT = "no-such-split"
+
+Given: TypeAlias = "str | Mapping[str, Dataset]"
+"""A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
 FETCH_ROWS = 1_000
 _STREAM = 0x7E87
 """Separates the choice of texts from other random numbers of the same seed."""
@@ -82,8 +89,24 @@ def located(task: Task, given: Given) -> Given:
     Raises:
         DataError: if a path does not exist, or the folder lacks the task's.
     """
-    local = isinstance(given, str) and (looks_local(given) or exists(Path(given).expanduser()))
-    return local_folder(task, str(given)) if local else given
+    if not isinstance(given, str):
+        return given
+    root = Path(given).expanduser()
+    if not exists(root):
+        if looks_local(given):
+            raise DataError(f"data: got {given!r}, which does not exist, expected a file or a folder; check the path")
+        return given
+    if not root.is_dir():
+        return given
+    for name in (*task.folders, task.name):
+        if exists(root / name):
+            return str(root / name)
+    if task.folders and not _holds_data(root):
+        raise DataError(
+            f"data: {given!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
+            "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
+        )
+    return given
 
 
 def texts_at(name: str, data: Given | None) -> str:
@@ -99,22 +122,9 @@ def texts_at(name: str, data: Given | None) -> str:
     return place_of(name, data if isinstance(data, str) else None, called="extra_texts")
 
 
-@dataclass(frozen=True)
-class ExtraTexts:
-    """Texts (or pairs of texts) without a label.
-
-    Attributes:
-        examples: [N] the texts.
-        sources: [N] for each the training rows that share a text with it: it is left out if one of them is held out.
-        description: how many there are, and of which data sets.
-    """
-
-    examples: list[Example]
-    sources: list[tuple[int, ...]]
-    description: str
-
-
-def extra_texts(task: Task, train: Sequence[Example], measured: Sequence[Example], options: DataOptions) -> ExtraTexts:
+def extra_texts(
+    task: Task, train: Sequence[Example], measured: Sequence[Example], options: DataOptions
+) -> tuple[list[Example], list[tuple[int, ...]], str]:
     """Choose, by the seed, texts that are new to the task from the data sets that the options name.
 
     A larger number of texts keeps those of a smaller one. Columns are the task's, if a data set has them, or else found
@@ -125,6 +135,10 @@ def extra_texts(task: Task, train: Sequence[Example], measured: Sequence[Example
         train: the task's training rows; each data set gives its number of texts per such row, or all that it has.
         measured: the rows that are measured on. None of their texts is chosen, alone or in a pair.
         options: what to read, and the seed.
+
+    Returns:
+        The texts [N] without a label; for each the training rows that share a text with it, as it is left out if one of
+        them is held out [N]; and how many there are, and of which data sets.
 
     Raises:
         DataError: if a data set cannot be read, has no clear column of text or no pairs for a task that reads them, or
@@ -159,7 +173,7 @@ def extra_texts(task: Task, train: Sequence[Example], measured: Sequence[Example
         counts.append(f"{'all ' if count < wanted else ''}{count:,} of {name_of(name)}")
     sources = [tuple(sorted({place for text in _texts(row) for place in owners.get(text, ())})) for row in chosen]
     called = "pairs" if pairs else "texts"
-    return ExtraTexts(chosen, sources, f"{len(chosen):,} {called} without a label ({', '.join(counts)})")
+    return chosen, sources, f"{len(chosen):,} {called} without a label ({', '.join(counts)})"
 
 
 def _texts(row: Example) -> list[str]:
@@ -220,15 +234,6 @@ def _columns(task: Task, kinds: dict[str, str], name: str, pairs: bool) -> tuple
         ) from None
 
 
-HELD_OUT = 0.1
-"""Share of the training rows to measure on if a data set has no split for it."""
-MOST_HELD_OUT = 1_000
-_NO_SPLIT = "no-such-split"
-
-Given: TypeAlias = "str | Mapping[str, Dataset]"
-"""A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
-
-
 @dataclass(frozen=True)
 class View:
     """Some rows of records, in order.
@@ -270,14 +275,6 @@ class Splits(Generic[Opened]):
     description: str
 
 
-@overload
-def open_splits(
-    task: Task, given: Given, *, limit: int | None, seed: int, raw: Literal[True], most: int | None = None
-) -> Splits[Dataset]: ...
-@overload
-def open_splits(
-    task: Task, given: Given, *, limit: int | None, seed: int, raw: Literal[False] = False, most: int | None = None
-) -> Splits[View]: ...
 def open_splits(
     task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
 ) -> Splits[Any]:
@@ -327,28 +324,6 @@ def _some(task: Task, rows: int, count: int) -> np.ndarray:
     if task.modality == "text":
         return np.arange(count)
     return np.linspace(0, rows - 1, count).round().astype(np.int64)
-
-
-def local_folder(task: Task, path: str) -> str:
-    """Return the folder of a task in a folder of data sets, or the path itself if it is the data set.
-
-    Raises:
-        DataError: if the path does not exist, or is a folder of data sets that lacks the task's.
-    """
-    root = Path(path).expanduser()
-    if not exists(root):
-        raise DataError(f"data: got {path!r}, which does not exist, expected a file or a folder; check the path")
-    if not root.is_dir():
-        return path
-    for name in (*task.folders, task.name):
-        if exists(root / name):
-            return str(root / name)
-    if task.folders and not _holds_data(root):
-        raise DataError(
-            f"data: {path!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
-            "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
-        )
-    return path
 
 
 def _holds_data(root: Path) -> bool:
@@ -404,40 +379,34 @@ def _validation_split(task: Task, given: Given) -> str | None:
     Raises:
         DataError: if the user named the split and it is missing, listing the existing ones.
     """
+    wanted = task.validation[0]
     if not isinstance(given, str):
         found = next((name for name in task.validation if name in given), None)
         if found is None and task.exact_validation:
-            raise DataError(f"tables: got split {task.validation[0]!r}, expected one of: {', '.join(sorted(given))}")
+            raise DataError(f"tables: got split {wanted!r}, expected one of: {', '.join(sorted(given))}")
         return found
     path = Path(given).expanduser()
-    if exists(path) or looks_local(given):
-        return _local_split(task, path, given)
-    error: DataError | None = None
-    for name in task.validation:
-        try:
-            load_hub(given, name, False)
-            return name
-        except DataError as problem:
-            error = problem
-    if error is not None and task.exact_validation:
-        raise error
-    # The training split was opened before, so the Hub answers: the split does not exist.
-    return None
-
-
-def _local_split(task: Task, path: Path, given: str) -> str | None:
-    has_splits = (path.is_dir() or path.suffix == ".zip") and not _opens(path, _NO_SPLIT, task)
-    if not has_splits:
+    if not exists(path) and not looks_local(given):
+        for name in task.validation:
+            try:
+                load_hub(given, name, False)
+                return name
+            except DataError:
+                # The training split was opened before, so the Hub answers: this split does not exist.
+                if task.exact_validation:
+                    raise
+        return None
+    if not (path.is_dir() or path.suffix == ".zip") or _opens(path, _NO_SPLIT, task):
         if task.exact_validation:
             raise DataError(
-                f"{given!r}: got split {task.validation[0]!r}, but the data has no splits, expected none to be named; "
+                f"{given!r}: got split {wanted!r}, but the data has no splits, expected none to be named; "
                 "leave it out, to measure on held-out rows"
             )
         return None
     found = next((name for name in task.validation if _opens(path, name, task)), None)
     if found is None and task.exact_validation:
         # Opened for its message, which lists the existing splits.
-        open_local(path, task.validation[0], task.modality, False)
+        open_local(path, wanted, task.modality, False)
     return found
 
 

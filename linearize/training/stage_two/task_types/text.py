@@ -251,11 +251,11 @@ class _TextRows(Texts, LabelledRows):
             rows = [{**row, "sources": places} for row, places in zip(pairs, sources, strict=True)]
             note = f", {len(rows):,} new pairs"
         if self.options.extra_texts:
-            found = extra_texts(self.task, examples, measured, self.options)
-            texts = zip(self.tokenised(*_columns(found.examples)), found.sources, strict=True)
+            others, owners, counts = extra_texts(self.task, examples, measured, self.options)
+            texts = zip(self.tokenised(*_columns(others)), owners, strict=True)
             # These texts were not chosen one by one, so one without any token is skipped.
             rows += [{**row, "sources": places} for row, places in texts if has_tokens(row, self.tokenizer)]
-            note += f", {found.description}"
+            note += f", {counts}"
         return [{**row, "labels": self.no_label} for row in rows], note
 
 
