@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from linearize.modeling.model import is_linearized
 from linearize.training.stage_two.prepared import TaskData, copy_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from linearize.core.types import Processor
     from linearize.training.stage_two.tasks import Task
@@ -31,13 +31,7 @@ RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""
 
 
-@overload
-def load_processor(name: str, modality: Literal["text"]) -> PreTrainedTokenizerBase: ...
-@overload
-def load_processor(name: str, modality: Literal["image"]) -> BaseImageProcessor: ...
-@overload
-def load_processor(name: str, modality: Modality) -> Processor: ...
-def load_processor(name: str, modality: Modality) -> Processor:
+def load_processor(name: str, modality: Modality) -> Any:
     """Load the tokenizer or image processor of a checkpoint.
 
     Raises:
@@ -109,14 +103,19 @@ def load_for_task(
     task, own = data.task, None
     options: dict[str, object] = {}
     if data.num_labels is not None:
-        _check_labels(name, task, data.num_labels, new_head)
-        own = None if new_head or data.type.numeric else trained_labels(name, task)
+        own = None if new_head else _trained_labels(name, task, data.num_labels)
         named = task
         if own is not None and task.labels is not None and not is_named(task.labels):
             named = dataclasses.replace(task, labels=own)
         options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
     if changes:
-        options |= _known_changes(name, changes)
+        with explained(name, "its config"):
+            place, where = located(name)
+            known = transformers.AutoConfig.from_pretrained(place, **where).to_dict()
+        for key in changes:
+            if key not in known:
+                raise ConfigError(f"model.config: {unknown_name('key', key, known)}")
+        options |= changes
     transformers.set_seed(seed)
     with explained(name, f"as {task.head.auto_class}"):
         model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
@@ -125,33 +124,29 @@ def load_for_task(
     return ready(model)
 
 
-def _known_changes(name: str, changes: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the changes if a checkpoint's config has all their names."""
-    from transformers import AutoConfig
-
-    with explained(name, "its config"):
-        place, where = located(name)
-        known = AutoConfig.from_pretrained(place, **where).to_dict()
-    for key in changes:
-        if key not in known:
-            raise ConfigError(f"model.config: {unknown_name('key', key, known)}")
-    return changes
-
-
 def is_named(labels: Sequence[str]) -> bool:
     """Tell whether labels have names, rather than numbers or transformers' `LABEL_0`."""
     return not all(label.removeprefix("LABEL_").isdigit() for label in labels)
 
 
-def trained_labels(name: str, task: Task) -> tuple[str, ...] | None:
+def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None:
     """Return the names of the outputs of a checkpoint's trained head, in order; None if it has none.
 
     Raises:
+        ConfigError: if it has a head for the task with another number of labels.
         CheckpointError: if the checkpoint has no config that can be read.
     """
     values = read_config_dict(name)
+    if not task.head.is_of((values.get("architectures") or [""])[0]):
+        return None
     names = values.get("id2label")
-    if not task.head.is_of((values.get("architectures") or [""])[0]) or not isinstance(names, dict):
+    has = len(names) if names else values.get("num_labels", 2)
+    if has != count:
+        raise ConfigError(
+            f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
+            "task that it was trained for, or replace the head (--new-head)"
+        )
+    if task.type.numeric or not isinstance(names, dict):
         return None
     labels = tuple(str(names[key]) for key in sorted(names, key=int))
     return labels if is_named(labels) else None
@@ -267,19 +262,6 @@ def check_trained(name: str, task: Task) -> None:
         raise ConfigError(
             f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
             f"linearize finetune {name} --task {task.name}"
-        )
-
-
-def _check_labels(name: str, task: Task, count: int, new_head: bool) -> None:
-    values = read_config_dict(name)
-    trained = (values.get("architectures") or [""])[0]
-    if new_head or not task.head.per_label or not task.head.is_of(trained):
-        return
-    has = len(values["id2label"]) if values.get("id2label") else values.get("num_labels", 2)
-    if has != count:
-        raise ConfigError(
-            f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
-            "task that it was trained for, or replace the head (--new-head)"
         )
 
 
