@@ -233,7 +233,12 @@ class KernelTrainer(Trainer):
             loss.reset()
         for _ in range(self.config.gradient_accumulation):
             self._pass(next(batches), train=True)
-        self._reduce()
+        if self.accelerator.num_processes > 1:
+            # Together the batches of all processes are one batch.
+            sums = torch.tensor([[x.total, x.count] for x in self.layers], device=self.device, dtype=torch.float64)
+            for loss, (total, count) in zip(self.layers, self.reduce(sums).tolist(), strict=True):
+                loss.total, loss.count = total, count
+                self.reduce_gradients(loss.layer.parameters())
         for loss in self.layers:
             self.finish_gradient(loss, step)
         self.interrupts.hold()
@@ -298,15 +303,6 @@ class KernelTrainer(Trainer):
         if not self.training or count is None or count >= tokens:
             return None
         return torch.randperm(tokens, generator=self.sampler)[:count].sort().values.to(q.device)
-
-    def _reduce(self) -> None:
-        """Add up gradients, sums and counts over the processes: together they are one batch."""
-        if self.accelerator.num_processes == 1:
-            return
-        sums = torch.tensor([[x.total, x.count] for x in self.layers], device=self.device, dtype=torch.float64)
-        for loss, (total, count) in zip(self.layers, self.reduce(sums).tolist(), strict=True):
-            loss.total, loss.count = total, count
-            self.reduce_gradients(loss.layer.parameters())
 
     def _check(self, loss: LayerLoss, step: int) -> None:
         if not math.isfinite(loss.total):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ _STREAM = 0x5E1E
 
 Row = dict[str, Any]
 """A row by the names of its fields: numbers, lists of them, arrays, an image."""
+Facts = dict[str, Any]
+"""What a reader of metrics must know of the rows by name, see `row_facts`; windows and questions add others."""
 Predictions: TypeAlias = "np.ndarray | tuple[np.ndarray, ...]"
 """Outputs, or labels, of all rows as the trainer gathers them."""
 Logits: TypeAlias = "Tensor | tuple[Tensor, ...]"
@@ -70,23 +72,6 @@ class Chosen:
         return {name: {"augment": False, "fixed": True}.get(name, value) for name, value in row.items()}
 
 
-class Facts(TypedDict, total=False):
-    """What a reader of metrics must know of the rows, see `row_facts`; windows and questions add their own facts."""
-
-    rows: int
-    max_length: int
-    longest_row: int
-    cut_share: float
-    chunks: int
-    questions: int
-    split_share: float
-    context: int
-    stride: int
-    words: int
-    mask_share: float
-    left_out_share: float
-
-
 @dataclass(frozen=True)
 class TaskData:
     """A task's data set as rows.
@@ -108,7 +93,7 @@ class TaskData:
     train: RowSet
     validation: RowSet
     description: str
-    facts: Facts = field(default_factory=Facts)
+    facts: Facts = field(default_factory=dict)
     selection: RowSet | None = None
     extra: list[Row] | None = None
     options: DataOptions | None = None

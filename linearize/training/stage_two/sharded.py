@@ -113,12 +113,12 @@ class ShardedTuner(Tuner):
         """Copy the tuned weights into the caller's model, in every process."""
         target = model.state_dict()
         with torch.no_grad():
-            for name, value in get_model_state_dict(self._sharded()).items():
+            for name, value in get_model_state_dict(self.model).items():
                 target[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write whole weights, as a single process does, under the modules' names."""
-        state = get_model_state_dict(self._sharded(), options=GATHERED)
+        state = get_model_state_dict(self.model, options=GATHERED)
         if self.args.should_save:
             folder = Path(output_dir or str(self.args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class ShardedTuner(Tuner):
             save_file(plain, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self._sharded(), self._optimizer(), options=GATHERED)
+        state = get_optimizer_state_dict(self.model, self._optimizer(), options=GATHERED)
         if self.args.should_save:
             assert self.lr_scheduler is not None
             torch.save(state, Path(output_dir) / OPTIMIZER)
@@ -137,8 +137,12 @@ class ShardedTuner(Tuner):
         if checkpoint is None:
             return
         assert self.lr_scheduler is not None
-        state = torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True) if self._first() else {}
-        set_optimizer_state_dict(self._sharded(), self._optimizer(), state, options=HANDED_OUT)
+        state = (
+            torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True)
+            if self.accelerator.is_main_process
+            else {}
+        )
+        set_optimizer_state_dict(self.model, self._optimizer(), state, options=HANDED_OUT)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -148,21 +152,12 @@ class ShardedTuner(Tuner):
         self._load(self.best_folder())
 
     def _load(self, folder: Path) -> None:
-        state = load_file(folder / SAFE_WEIGHTS_NAME) if self._first() else {}
-        set_model_state_dict(self._sharded(), {**state}, options=HANDED_OUT)
+        state = load_file(folder / SAFE_WEIGHTS_NAME) if self.accelerator.is_main_process else {}
+        set_model_state_dict(self.model, {**state}, options=HANDED_OUT)
 
-    def _first(self) -> bool:
-        return bool(self.accelerator.is_main_process)
-
-    def _sharded(self) -> nn.Module:
-        assert isinstance(self.model, nn.Module)
-        return self.model
-
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> Any:
         """Return torch's optimizer, which accelerate has wrapped."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        return optimizer
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from linearize.core.errors import DataError
+from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Head
 from linearize.data.records import Example
 from linearize.training.alignment.losses import logits_loss
@@ -23,7 +23,6 @@ from linearize.training.stage_two.prepare import Given, Splits, View, open_split
 from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, copy_tokenizer
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from linearize.training.stage_two.tasks import Task
@@ -159,17 +158,20 @@ class TaskType:
             mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
         return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
 
-    def open_views(self, given: Given) -> Splits[View]:
-        """Return both splits with the task's columns."""
-        options = self.options
-        return open_splits(self.task, given, limit=options.limit, seed=options.seed, most=options.validation_limit)
+    def open_splits(self, given: Given, *, raw: bool = False) -> Splits[Any]:
+        """Return both splits with the task's columns, or as tables with all their columns if raw."""
+        limits: Any = {"limit": self.options.limit, "most": self.options.validation_limit, "seed": self.options.seed}
+        return open_splits(self.task, given, raw=raw, **limits)
 
-    def open_tables(self, given: Given) -> Splits[Dataset]:
-        """Return both splits as tables with all their columns."""
-        options = self.options
-        return open_splits(
-            self.task, given, limit=options.limit, seed=options.seed, raw=True, most=options.validation_limit
-        )
+    def fast_tokenizer(self, what: str, knows: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer.
+
+        Raises:
+            ConfigError: if it is slow, and so does not know what the task needs.
+        """
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError(f"{what}: got a slow tokenizer, expected a fast one, {knows}")
+        return self.tokenizer
 
 
 def first_output(outputs: Any) -> Any:

@@ -40,11 +40,8 @@ class Chat(CausalType):
                 "chat: got a tokenizer without a chat template, expected one that can write conversations down; take "
                 "the tokenizer of a chat model, or write the conversations as text and use task causal-lm"
             )
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError(
-                "chat: got a slow tokenizer, expected a fast one, which knows where in the text a token is"
-            )
-        splits = self.open_tables(given)
+        self.fast_tokenizer("chat", "which knows where in the text a token is")
+        splits = self.open_splits(given, raw=True)
         train, _, left_out = self._rows(splits.train)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too

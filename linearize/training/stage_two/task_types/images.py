@@ -54,7 +54,7 @@ class ImageClassification(ClassLabels):
         Raises:
             DataError: if the images or their classes cannot be read.
         """
-        splits = self.open_views(given)
+        splits = self.open_splits(given)
         self.read_labels(splits.train)
         train, validation = ImageRows(splits.train, self.options.augment), ImageRows(splits.validation, False)
         return TaskData(self, train, validation, splits.description)

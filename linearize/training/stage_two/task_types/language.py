@@ -88,7 +88,7 @@ class LanguageType(TaskType):
         Raises:
             DataError: if there is no text column.
         """
-        splits = self.open_tables(given)
+        splits = self.open_splits(given, raw=True)
         named = self.task.columns[0] if self.task.columns else None
         column = find_column(column_kinds(splits.train, "text"), named, "text", "text")
         for table in (splits.train, splits.validation):
@@ -365,7 +365,7 @@ class Recall(LanguageType):
         Raises:
             DataError: if a column is missing or a sequence does not fit the length.
         """
-        splits = self.open_tables(given)
+        splits = self.open_splits(given, raw=True)
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linearize.core.errors import ConfigError, DataError
+from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.losses import logits_loss
 from linearize.training.stage_two.metrics import agreement
@@ -51,9 +51,8 @@ class QuestionAnswering(TaskType):
             DataError: if a column is missing or answers do not have SQuAD's form.
             ConfigError: if the tokenizer does not know its characters.
         """
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError("question answering: got a slow tokenizer, expected a fast one that knows its characters")
-        splits = self.open_tables(given)
+        self.fast_tokenizer("question answering", "which knows its characters")
+        splits = self.open_splits(given, raw=True)
         held = splits.validation
         for table in (held, splits.train):
             self._check_texts(table)

@@ -192,7 +192,7 @@ class _TextRows(Texts, LabelledRows):
         Raises:
             DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
         """
-        splits = self.open_views(given)
+        splits = self.open_splits(given)
         self.read_labels(splits.train)
         examples = splits.train.fetch(range(len(splits.train)))
         held = splits.validation.fetch(range(len(splits.validation)))
@@ -360,7 +360,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
         Raises:
             DataError: if rows have one text only, or a label is no number.
         """
-        splits = self.open_views(given)
+        splits = self.open_splits(given)
         return self.rows(splits, splits.description)
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
@@ -390,7 +390,7 @@ class Retrieval(EmbeddedPairs):
         Raises:
             DataError: if a text has one word only, or there is only one text.
         """
-        splits = self.open_views(given)
+        splits = self.open_splits(given)
         if len(splits.validation) < 2:
             raise DataError(
                 f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to look "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from linearize.core.errors import ConfigError, DataError
+from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.stage_two.metrics import entity_counts
 from linearize.training.stage_two.prepare import Given, need_columns
@@ -41,9 +41,8 @@ class TokenClassification(TaskType):
             DataError: if a column is missing or does not hold lists, or a tag is not among the task's.
             ConfigError: if the tokenizer cannot tell which word a token belongs to.
         """
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError("token classification: got a slow tokenizer, expected a fast one that knows its words")
-        splits = self.open_tables(given)
+        self.fast_tokenizer("token classification", "which knows its words")
+        splits = self.open_splits(given, raw=True)
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits.train, (words, label), "token classification")
         if self.task.labels is None:
