@@ -5,7 +5,9 @@ By default they are added to the linear maps inside every attention, which are f
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, unknown_name
@@ -110,9 +112,6 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
         config: the options of `add_lora`.
         base: name of the model that they belong to.
     """
-    import tempfile
-    from pathlib import Path
-
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import save
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,11 +180,9 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
     Raises:
         ConfigError: if it is no tokenizer or has neither token.
     """
-    from copy import deepcopy
-
     if not hasattr(tokenizer, "convert_tokens_to_ids"):
         raise ConfigError(f"got {type(tokenizer).__name__} for text, expected a tokenizer; add one to the folder")
-    copied = deepcopy(tokenizer)
+    copied = copy.deepcopy(tokenizer)
     copied.model_max_length = int(1e30)
     # Labels of tokens are padded on the right as well, and positions count from the first place.
     copied.padding_side = "right"

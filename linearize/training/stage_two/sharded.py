@@ -8,7 +8,6 @@ gathers and writes the trainer's checkpoints, in the same form as a run of a sin
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ import torch
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
-    disable_fsdp_ram_efficient_loading,
 )
 from accelerate.utils.operations import convert_outputs_to_fp32
 from safetensors.torch import load_file, save_file
@@ -33,7 +31,6 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 
-from linearize.core.errors import ConfigError
 from linearize.training.stage_one.loop import blocks_of, shard_frozen
 from linearize.training.stage_two.tuner import Tuner
 
@@ -45,22 +42,6 @@ GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 HANDED_OUT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 """The first process has whole tensors, and sends every process its part."""
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-
-
-def check_version() -> None:
-    """Refuse the first version of FSDP, and let every process load its own copy of a model.
-
-    Raises:
-        ConfigError: if the processes were started with the first version.
-    """
-    version = os.environ.get("FSDP_VERSION", "1")
-    if version != "2":
-        raise ConfigError(
-            f"stage two: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
-            "accelerate config"
-        )
-    # Otherwise transformers would load a second model in one run without weights in all processes but the first.
-    disable_fsdp_ram_efficient_loading()
 
 
 class ShardedTuner(Tuner):

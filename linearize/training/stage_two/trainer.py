@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, set_seed
@@ -36,9 +38,6 @@ from linearize.training.stage_two.save import (
 )
 from linearize.training.stage_two.teacher import check_teacher, freeze
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep, trackers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -249,15 +248,20 @@ def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
 
 
 def check_fsdp() -> None:
-    """Refuse FSDP runs that are not supported.
+    """Refuse the first version of FSDP, and let every process load its own copy of a model.
 
     Raises:
-        ConfigError: for the first version of FSDP.
+        ConfigError: if several processes were started with the first version.
     """
+    version = os.environ.get("FSDP_VERSION", "1")
+    if under_fsdp() and version != "2":
+        raise ConfigError(
+            f"stage two: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
+            "accelerate config"
+        )
     if under_fsdp():
-        from linearize.training.stage_two.sharded import check_version
-
-        check_version()
+        # Otherwise transformers would load a second model in one run without weights in all processes but the first.
+        disable_fsdp_ram_efficient_loading()
 
 
 def check_trains(data: TaskData) -> None:
