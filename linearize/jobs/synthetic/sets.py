@@ -119,7 +119,7 @@ def _pixels(config: pixels.Pixels, source: str | None) -> tuple[Rows, str]:
 
     asked = task("image-classification", label=config.label_column)
     splits = open_splits(asked, str(source), limit=config.limit, seed=0)
-    names = splits.train.names or ()
+    names = splits.train.records.names or ()
 
     def rows(view: View) -> Iterable[dict[str, object]]:
         for place in range(len(view) if config.limit is None else min(config.limit, len(view))):
@@ -154,7 +154,7 @@ def _documents(config: documents.Documents, source: str | None) -> tuple[Rows, s
 
     asked = task("text-classification", columns=(config.text_column,), label=config.label_column)
     splits = open_splits(asked, str(source), limit=None, seed=config.seed, raw=True)
-    fillers: Splits[Dataset] | None = None
+    fillers: Splits | None = None
     if config.filler:
         place = place_of(config.filler, str(Path(str(source)).parent), called="documents: filler")
         fillers = _lines(place, config.filler_column, config.seed)
@@ -177,7 +177,7 @@ def _documents(config: documents.Documents, source: str | None) -> tuple[Rows, s
     return rows, f"documents of {config.parts} texts, {decides}, of {splits.description}{others}"
 
 
-def _lines(source: str | None, column: str, seed: int) -> Splits[Dataset]:
+def _lines(source: str | None, column: str, seed: int) -> Splits:
     """Open the splits of a corpus unchanged."""
     from linearize.training.stage_two.prepare import open_splits
     from linearize.training.stage_two.tasks import task

@@ -22,7 +22,7 @@ from linearize.checkpoint.fingerprint import fingerprint, weights_digest
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
-from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
+from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, blockwise_loss, measure, size_of
 from linearize.training.alignment.pair import Block, Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
@@ -421,6 +421,3 @@ class _Run(Run):
             return None
         # The weights alone: they are the best ones.
         return RunState(self.record(), {f"trained/{name}": tensor for name, tensor in self.weights().items()})
-
-
-__all__ = ["BLOCKWISE", "END_TO_END", "AlignConfig", "AlignResult", "AlignStep", "align"]

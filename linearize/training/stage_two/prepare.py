@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -257,27 +257,18 @@ class View:
         """Return the view of the rows at these places."""
         return View(self.records, self.rows[places])
 
-    @property
-    def names(self) -> tuple[str, ...] | None:
-        """Class names of the labels' numbers, if the data has any."""
-        return self.records.names
 
-
-Opened = TypeVar("Opened", View, "Dataset")
-
-
-@dataclass(frozen=True)
-class Splits(Generic[Opened]):
+class Splits(NamedTuple):
     """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s if raw."""
 
-    train: Opened
-    validation: Opened
+    train: Any
+    validation: Any
     description: str
 
 
 def open_splits(
     task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
-) -> Splits[Any]:
+) -> Splits:
     """Open the training and the validation split of a data set.
 
     Args:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Head
@@ -76,8 +75,8 @@ class TaskType:
 
     @property
     def trains(self) -> bool:
-        """Whether the rows can be trained on, rather than only measured."""
-        return True
+        """Whether the rows can be trained on; texts in chunks can only be measured."""
+        return not self.options.chunks
 
     def prepare(self, given: Given) -> TaskData:
         """Read a data set.
@@ -158,7 +157,7 @@ class TaskType:
             mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
         return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
 
-    def open_splits(self, given: Given, *, raw: bool = False) -> Splits[Any]:
+    def open_splits(self, given: Given, *, raw: bool = False) -> Splits:
         """Return both splits with the task's columns, or as tables with all their columns if raw."""
         limits: Any = {"limit": self.options.limit, "most": self.options.validation_limit, "seed": self.options.seed}
         return open_splits(self.task, given, raw=raw, **limits)
@@ -196,11 +195,6 @@ class LabelledRows(TaskType):
 
     def numbered(self, examples: Sequence[Example]) -> Sequence[float]:
         """Return the labels of examples as numbers."""
-        raise NotImplementedError
-
-    @staticmethod
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of logits [B, C] on labels [B]."""
         raise NotImplementedError
 
 
@@ -250,11 +244,6 @@ class ClassLabels(LabelledRows):
         """Return every class as the answer for all rows."""
         return (np.full(len(labels), number) for number in range(len(self.task.labels or ())))
 
-    @staticmethod
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of logits [B, C]."""
-        return functional.cross_entropy(logits, labels)
-
 
 class NumberLabels(LabelledRows):
     """Rows with a number each."""
@@ -296,17 +285,12 @@ class NumberLabels(LabelledRows):
         """Return the mean as the answer for all rows."""
         yield np.full((len(labels), 1), float(np.mean(labels)))
 
-    @staticmethod
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the squared error of predictions [B, 1]."""
-        return functional.mse_loss(logits.squeeze(-1), labels.float())
-
 
 def _class_names(task: Task, view: View) -> tuple[str, ...]:
-    if view.names is not None:
-        if len(view.names) < 2:
-            raise _one_class(task, view.names[0])
-        return view.names
+    if (names := view.records.names) is not None:
+        if len(names) < 2:
+            raise _one_class(task, names[0])
+        return names
     labels = sorted(
         {example.label for example in view.fetch(range(len(view)))}, key=lambda label: (str(type(label)), label)
     )

@@ -181,11 +181,6 @@ class _TextRows(Texts, LabelledRows):
     columns = 2
     row_labels = True
 
-    @property
-    def trains(self) -> bool:
-        """Whether the rows can be trained on: texts in chunks can only be measured."""
-        return not self.options.chunks
-
     def prepare(self, given: Given) -> TaskData:
         """Read texts and labels.
 
@@ -228,7 +223,12 @@ class _TextRows(Texts, LabelledRows):
         logits: Tensor = outputs.logits
         labels = inputs["labels"]
         known = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
-        return cls.loss(logits[known].float(), labels[known]) if known.any() else logits.float().sum() * 0.0
+        if not known.any():
+            return logits.float().sum() * 0.0
+        logits, labels = logits[known].float(), labels[known]
+        return (
+            functional.mse_loss(logits.squeeze(-1), labels) if cls.numeric else functional.cross_entropy(logits, labels)
+        )
 
     def _labelled(self, rows: list[Row], examples: Sequence[Example]) -> list[Row]:
         return [{**row, "labels": label} for row, label in zip(rows, self.numbered(examples), strict=True)]
@@ -318,7 +318,7 @@ class EmbeddedPairs(Texts):
         """Return the first and the second texts of all rows, and their labels."""
         raise NotImplementedError
 
-    def rows(self, splits: Splits[View], description: str) -> TaskData:
+    def rows(self, splits: Splits, description: str) -> TaskData:
         """Return both splits as rows; those to measure on are in chunks if the options say so.
 
         Raises:
