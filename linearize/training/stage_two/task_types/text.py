@@ -226,9 +226,9 @@ class _TextRows(Texts, LabelledRows):
         if not known.any():
             return logits.float().sum() * 0.0
         logits, labels = logits[known].float(), labels[known]
-        return (
-            functional.mse_loss(logits.squeeze(-1), labels) if cls.numeric else functional.cross_entropy(logits, labels)
-        )
+        if cls.numeric:
+            return functional.mse_loss(logits.squeeze(-1), labels)
+        return functional.cross_entropy(logits, labels)
 
     def _labelled(self, rows: list[Row], examples: Sequence[Example]) -> list[Row]:
         return [{**row, "labels": label} for row, label in zip(rows, self.numbered(examples), strict=True)]
