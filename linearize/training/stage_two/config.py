@@ -8,9 +8,9 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
 from linearize.data.config import Mixture, as_mixture, weighted
 from linearize.training.adapters import LoraConfig, parse_lora
+from linearize.training.stage_one.config import PRECISIONS
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
-PRECISIONS = ("no", "bf16", "fp16")
 LARGEST = 1e9
 """Of a rate, weight or number of epochs: a larger one is a typing error."""
 

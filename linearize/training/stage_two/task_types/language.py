@@ -208,7 +208,7 @@ class MaskedLanguage(LanguageType):
         tokenizer, options = self.tokenizer, self.options
         salt = np.concatenate([row["input_ids"] for row in rows])
         front, back = ([] if token is None else [token] for token in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-        masked, answers = [], []
+        filled: list[Row] = []
         for row in rows:
             seed = stable_seed(options.seed, row["input_ids"], *(() if row["fixed"] else (salt,)))
             chance = np.random.default_rng(seed)
@@ -220,11 +220,9 @@ class MaskedLanguage(LanguageType):
             ids[chosen & (how < 0.8)] = tokenizer.mask_token_id
             swapped = chosen & (how >= 0.9)
             ids[swapped] = chance.integers(len(tokenizer), size=int(swapped.sum()))
-            masked.append([*front, *ids.tolist(), *back])
-            answers.append([*[IGNORED] * len(front), *labels.tolist(), *[IGNORED] * len(back)])
-        padded = dict(tokenizer.pad({"input_ids": masked}, return_tensors="pt", verbose=False))
-        width = padded["input_ids"].shape[1]
-        return {**padded, "labels": torch.tensor([row + [IGNORED] * (width - len(row)) for row in answers])}
+            answers = [*[IGNORED] * len(front), *labels.tolist(), *[IGNORED] * len(back)]
+            filled.append({"input_ids": [*front, *ids.tolist(), *back], "labels": answers})
+        return pad_with_labels(tokenizer, filled)
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return the sum and the count of the labels' negative log-likelihoods [B, 2]."""
