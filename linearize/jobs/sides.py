@@ -18,7 +18,6 @@ from linearize.evaluation.report.paired import SideDifference, score_difference
 from linearize.fidelity.ablate import ablated
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.interval import BALANCED, Measured
 from linearize.training.stage_two.load import (
     beyond_training,
     check_trained,
@@ -28,7 +27,7 @@ from linearize.training.stage_two.load import (
     load_processor,
     whole_length,
 )
-from linearize.training.stage_two.metrics import PositionLoss
+from linearize.training.stage_two.metrics import BALANCED, Measured, PositionLoss
 from linearize.training.stage_two.prepare import Given, prepare
 from linearize.training.stage_two.prepared import Facts, TaskData
 from linearize.training.stage_two.task_types.text import TOKENS

@@ -17,8 +17,8 @@ from linearize.core.errors import ConfigError, LinearizeError
 from linearize.evaluation.bench import memory
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
-from linearize.training.stage_two import interval
-from linearize.training.stage_two.interval import Difference, Measured, paired_difference, resampled_scores
+from linearize.training.stage_two import metrics as interval
+from linearize.training.stage_two.metrics import Difference, Measured, paired_difference, resampled_scores
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
 

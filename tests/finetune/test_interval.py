@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.tasks import no_rows, word_tokenizer
 
-from linearize.training.stage_two.interval import balanced_score, chance_level, percentiles, resampled_scores
-from linearize.training.stage_two.metrics import entities
+from linearize.training.stage_two.metrics import balanced_score, chance_level, entities, percentiles, resampled_scores
 from linearize.training.stage_two.prepared import IGNORED, DataOptions, text_facts, tokenise
 from linearize.training.stage_two.tasks import TASKS, recovery
 

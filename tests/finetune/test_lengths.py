@@ -19,8 +19,8 @@ from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.sides import rows_per_batch
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.interval import resampled_scores
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, load_processor, whole_length
+from linearize.training.stage_two.metrics import resampled_scores
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW
 from linearize.training.stage_two.tasks import TASKS, task

@@ -1,6 +1,6 @@
 """Differences of two models measured on the same rows, each with a paired 95 % interval.
 
-A task's score has a bootstrap interval over rows (`stage_two.interval`). A mean over a few inputs has the
+A task's score has a bootstrap interval over rows (`stage_two.metrics`). A mean over a few inputs has the
 interval of Hartigan 1969 ("Using subsample values as typical values", theorem 1), whose ends are means over subsets of
 the inputs: 0 lies outside exactly where Fisher's paired randomisation test rejects at 5 %.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from linearize.training.stage_two.interval import Score
+    from linearize.training.stage_two.metrics import Score
     from linearize.training.stage_two.tasks import Task
 
 LEVEL = 0.05
@@ -63,7 +63,7 @@ def score_difference(
         ours: the one's score.
         theirs: the other's score.
     """
-    from linearize.training.stage_two.interval import BALANCED, paired_difference
+    from linearize.training.stage_two.metrics import BALANCED, paired_difference
 
     difference = paired_difference(ours, theirs)
     if difference is None:

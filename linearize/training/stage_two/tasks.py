@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,16 @@ class Task:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "score", self.score or self.metrics)
+
+    def mean_of(self, metrics: Mapping[str, float], names: Sequence[str] | None = None) -> float:
+        """Return the mean of the named metrics, by default the task's score: see `main_metric`."""
+        names = names or self.score
+        missing = [name for name in names if name not in metrics]
+        if missing:
+            raise ConfigError(
+                f"task {self.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(metrics))}"
+            )
+        return sum(metrics[name] for name in names) / len(names)
 
     @property
     def type(self) -> type[TaskType]:
@@ -271,13 +281,7 @@ def main_metric(chosen: Task, metrics: dict[str, float], score: Sequence[str] | 
     Raises:
         ConfigError: if a named metric was not computed.
     """
-    score = score or chosen.score
-    missing = [name for name in score if name not in metrics]
-    if missing:
-        raise ConfigError(
-            f"task {chosen.name}: the score asks for {missing[0]!r}, expected one of: {', '.join(sorted(metrics))}"
-        )
-    return sum(metrics[name] for name in score) / len(score)
+    return chosen.mean_of(metrics, score)
 
 
 def recovery(

@@ -26,7 +26,7 @@ from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.stage_one.processes import own_device, under_fsdp
 from linearize.training.stage_one.run import Interrupts
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.interval import Measured, balanced_score, score_of
+from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
     check_started,
