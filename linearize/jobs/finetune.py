@@ -40,7 +40,7 @@ from linearize.training.stage_two.trainer import (
     check_trains,
     finetune,
 )
-from linearize.training.stage_two.tuner import check_report_to
+from linearize.training.trackers import check_report_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

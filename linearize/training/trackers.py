@@ -1,6 +1,6 @@
-"""Report stage one and the alignment to Accelerate's trackers (TensorBoard, Weights & Biases ...).
+"""Report to trackers: TensorBoard, Weights & Biases and others.
 
-Stage two reports through the callbacks of transformers' Trainer (`linearize.training.stage_two.tuner`).
+Stage one and the alignment report to Accelerate's trackers, stage two through the callbacks of transformers' Trainer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from linearize.core.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
+    from transformers import TrainerCallback
 
     from linearize.training.alignment.loop import AlignStep
     from linearize.training.stage_one.loop import StepReport
@@ -89,3 +90,29 @@ def _trackers(value: str, folder: str | Path) -> list[GeneralTracker]:
     classes = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
     # Without a run's name the files go into the folder itself.
     return [kind("", str(folder)) if kind.requires_logging_directory else kind("linearize") for kind in classes]
+
+
+def check_report_to(value: str) -> tuple[str, ...]:
+    """Read `none`, or names of trackers separated by commas, before anything slow is done.
+
+    Raises:
+        UnknownNameError: for a name that the Trainer does not know.
+        ConfigError: if the package of one is not installed.
+    """
+    from transformers.integrations import integration_utils
+
+    installed = integration_utils.get_available_reporting_integrations()
+    return check_names(value, list(integration_utils.INTEGRATION_TO_CALLBACK), installed)
+
+
+def callbacks_for(value: str, tensorboard: str | Path) -> list[TrainerCallback]:
+    """Return the Trainer's callbacks for trackers; TensorBoard's files go to a folder that is kept after the run."""
+    from transformers.integrations import integration_utils
+
+    callbacks = []
+    for name in check_report_to(value):
+        callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()
+        if name == "tensorboard":
+            callback.logging_dir = str(tensorboard)
+        callbacks.append(callback)
+    return callbacks

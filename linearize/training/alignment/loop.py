@@ -27,10 +27,9 @@ from linearize.training.alignment.objective import Closeness, Objective, Share, 
 from linearize.training.alignment.pair import Block, Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import warm_cosine
-from linearize.training.stage_one.processes import autocast
+from linearize.training.stage_one.processes import Interrupts, autocast
 from linearize.training.stage_one.run import (
     Batches,
-    Interrupts,
     Progress,
     Report,
     Run,

@@ -24,8 +24,8 @@ from linearize.fidelity.teacher.observe import has_rows, run_body, softmax_outpu
 from linearize.kernels.base import Features
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, block_numbers, cross_entropy_, output_loss
-from linearize.training.stage_one.processes import autocast
-from linearize.training.stage_one.run import Interrupts, Trainer
+from linearize.training.stage_one.processes import Interrupts, autocast
+from linearize.training.stage_one.run import Trainer
 
 
 class LayerFeatures:

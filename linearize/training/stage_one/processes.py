@@ -1,14 +1,18 @@
-"""Runs in several processes, as `accelerate launch` and `torchrun` start them."""
+"""Runs in several processes, as `accelerate launch` and `torchrun` start them; and Ctrl-C during a run."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from accelerate import Accelerator
 
 
@@ -76,3 +80,51 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
     if dtype is None:
         return accelerator.autocast()
     return torch.autocast(accelerator.device.type, dtype)
+
+
+class Interrupts:
+    """Delays a Ctrl-C while a step is half done; a second one takes effect at once.
+
+    Outside the main thread, where signals do not arrive, and outside its `with` block it only keeps `held`.
+
+    Attributes:
+        held: whether a step is half done, so that the run's tensors must not be saved.
+        waiting: whether a Ctrl-C is delayed.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.waiting = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGINT)
+            if callable(self._before):
+                signal.signal(signal.SIGINT, self._arrived)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if callable(self._before):
+            signal.signal(signal.SIGINT, self._before)
+        self._before = None
+
+    def hold(self) -> None:
+        """Mark the step as half done."""
+        self.held = True
+
+    def release(self) -> None:
+        """Mark the step as done; a delayed Ctrl-C takes effect now.
+
+        Raises:
+            KeyboardInterrupt: if there was one.
+        """
+        self.held = False
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self.held and not self.waiting:
+            self.waiting = True
+            return
+        self._before(number, frame)

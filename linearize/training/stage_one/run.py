@@ -10,15 +10,13 @@ import contextlib
 import json
 import math
 import re
-import signal
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -31,9 +29,7 @@ from linearize.core.errors import CheckpointError, ConfigError, NotSavedError, T
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_one.config import RunConfig
-
-if TYPE_CHECKING:
-    from types import FrameType
+from linearize.training.stage_one.processes import Interrupts
 
 
 class Batches(Protocol):
@@ -44,54 +40,6 @@ class Batches(Protocol):
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
         """Return the held-out batches."""
-
-
-class Interrupts:
-    """Delays a Ctrl-C while a step is half done; a second one takes effect at once.
-
-    Outside the main thread, where signals do not arrive, and outside its `with` block it only keeps `held`.
-
-    Attributes:
-        held: whether a step is half done, so that the run's tensors must not be saved.
-        waiting: whether a Ctrl-C is delayed.
-    """
-
-    def __init__(self) -> None:
-        self.held = self.waiting = False
-        self._before: Any = None
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGINT)
-            if callable(self._before):
-                signal.signal(signal.SIGINT, self._arrived)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if callable(self._before):
-            signal.signal(signal.SIGINT, self._before)
-        self._before = None
-
-    def hold(self) -> None:
-        """Mark the step as half done."""
-        self.held = True
-
-    def release(self) -> None:
-        """Mark the step as done; a delayed Ctrl-C takes effect now.
-
-        Raises:
-            KeyboardInterrupt: if there was one.
-        """
-        self.held = False
-        if self.waiting:
-            self.waiting = False
-            raise KeyboardInterrupt
-
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if self.held and not self.waiting:
-            self.waiting = True
-            return
-        self._before(number, frame)
 
 
 class Trainer(ABC):

@@ -23,8 +23,7 @@ from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
-from linearize.training.stage_one.processes import own_device, under_fsdp
-from linearize.training.stage_one.run import Interrupts
+from linearize.training.stage_one.processes import Interrupts, own_device, under_fsdp
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
@@ -37,7 +36,8 @@ from linearize.training.stage_two.save import (
     write_started,
 )
 from linearize.training.stage_two.teacher import check_teacher, freeze
-from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep, trackers
+from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
+from linearize.training.trackers import callbacks_for
 
 
 @dataclass
@@ -141,7 +141,7 @@ def finetune(
         trainer: Tuner = ShardedTuner(spread, data, config, folder, teacher=teacher, on_log=on_log, device=device)
     else:
         trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
-    for tracker in trackers(config.report_to, tensorboard or f"{folder}.tensorboard"):
+    for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(tracker)
     _train(trainer, Path(folder), last, started, on_step)
     history = list(trainer.state.log_history)

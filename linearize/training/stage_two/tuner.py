@@ -30,7 +30,6 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import integration_utils
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
@@ -42,10 +41,9 @@ from linearize.training.alignment.losses import hidden_state_loss
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.prepared import Predictions, TaskData
 from linearize.training.stage_two.tasks import main_metric
-from linearize.training.trackers import check_names
 
 if TYPE_CHECKING:
-    from linearize.training.stage_one.run import Interrupts
+    from linearize.training.stage_one.processes import Interrupts
 
 KERNEL_RATE = 3e-4
 """Peak rate of the kernels with a teacher (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
@@ -387,9 +385,6 @@ def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, d
     )
 
 
-TENSORBOARD = "tensorboard"
-
-
 @dataclass(frozen=True)
 class TuneStep:
     """Reported to the caller after every step.
@@ -480,25 +475,3 @@ class Hooks(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let Ctrl-C through."""
         self.interrupts.release()
-
-
-def check_report_to(value: str) -> tuple[str, ...]:
-    """Read `none`, or names of trackers separated by commas, before anything slow is done.
-
-    Raises:
-        UnknownNameError: for a name that the Trainer does not know.
-        ConfigError: if the package of one is not installed.
-    """
-    installed = integration_utils.get_available_reporting_integrations()
-    return check_names(value, list(integration_utils.INTEGRATION_TO_CALLBACK), installed)
-
-
-def trackers(value: str, tensorboard: str | Path) -> list[TrainerCallback]:
-    """Return the Trainer's callbacks for trackers; TensorBoard's files go to a folder that is kept after the run."""
-    callbacks = []
-    for name in check_report_to(value):
-        callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()
-        if name == TENSORBOARD:
-            callback.logging_dir = str(tensorboard)
-        callbacks.append(callback)
-    return callbacks
