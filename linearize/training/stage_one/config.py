@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
@@ -26,6 +27,8 @@ class RunConfig:
         save_every: steps between them.
         gradient_accumulation: batches of a step.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     folder: str | None
     keep: int

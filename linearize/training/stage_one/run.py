@@ -211,7 +211,7 @@ class Run(ABC):
     def options(self) -> dict[str, object]:
         """Return the options that must be the same when a run is resumed."""
         free = {"resume", "folder", "keep", "save_every"}
-        named = {name: value for name, value in asdict(self.config).items() if name not in free}  # type: ignore[call-overload]
+        named = {name: value for name, value in asdict(self.config).items() if name not in free}
         named |= {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
         return named | {"processes": self.accelerator.num_processes}
 

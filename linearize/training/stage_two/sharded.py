@@ -52,6 +52,8 @@ class ShardedTuner(Tuner):
         **options: of `Tuner`; the teacher is spread out at once.
     """
 
+    model: Any
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         state = self.accelerator.state
@@ -60,7 +62,6 @@ class ShardedTuner(Tuner):
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
             self.is_fsdp_enabled = True
         model, plugin = self.model, state.fsdp_plugin
-        assert isinstance(model, nn.Module)
         blocks = _blocks(model)
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks.values()})

@@ -106,12 +106,18 @@ _ACCURACY_F1 = ("accuracy", "f1")
 
 def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: Any) -> Task:
     folders = (name, name.replace("sst2", "SST-2"), name.upper())
-    values = {"kind": _TEXT_CLASSES, "dataset": f"nyu-mll/glue:{name}", "folders": folders, **more}
+    values: dict[str, Any] = {"kind": _TEXT_CLASSES, "dataset": f"nyu-mll/glue:{name}", "folders": folders, **more}
     return Task(name, summary=summary, columns=columns, labels=labels, **values)
 
 
 def _language(name: str, kind: str, summary: str, **more: Any) -> Task:
-    values = {"label": None, "metrics": ("perplexity",), "lower_is_better": True, "percent": False, **more}
+    values: dict[str, Any] = {
+        "label": None,
+        "metrics": ("perplexity",),
+        "lower_is_better": True,
+        "percent": False,
+        **more,
+    }
     return Task(name, kind, summary, **values)
 
 

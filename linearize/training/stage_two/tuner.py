@@ -73,18 +73,20 @@ class Tuner(Trainer):
         on_log: Callable[[dict[str, float]], None] | None = None,
         device: str | None = None,
     ) -> None:
-        self.data, self.tune, self.teacher, self.selection = data, config, teacher, data.selection
+        self.data, self.tune, self.teacher = data, config, teacher
+        # Any rows by number will do, though transformers' types say torch's data sets.
+        self.selection: Any = data.selection
+        train: Any = data.train
+        validation: Any = data.validation
+        extra: Any = data.extra if teacher is not None else None
         self.on_log = on_log
         self._parts: dict[str, list[Tensor]] = {}
-        train: Any = data.train
-        if teacher is not None and data.extra:
-            train = ConcatDataset([train, data.extra])  # type: ignore[list-item]
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
         super().__init__(
             model=model,
             args=training_arguments(data, config, folder, device or next(model.parameters()).device.type),
-            train_dataset=train,
-            eval_dataset=data.validation,  # type: ignore[arg-type]
+            train_dataset=ConcatDataset([train, extra]) if extra else train,
+            eval_dataset=validation,
             data_collator=data.collate,
             compute_metrics=self.compute_task_metrics,
             preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]
