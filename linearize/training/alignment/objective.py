@@ -2,7 +2,7 @@
 
 Every term is a mean over the batch's tokens or rows, times the batch's share of the tokens or rows of the whole step.
 So the gradient is that of one mean over the step, however it is split over batches or processes. Squared errors are
-divided by the teacher's variances on held-out data, which do not change.
+divided by the teacher's variances on held-out data, which do not change. `measure` sums the terms over held-out data.
 """
 
 from __future__ import annotations

@@ -264,6 +264,11 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
 def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
     """Return the model for the passes of stage one: `model` on the accelerator's device, or its spread-out copy.
 
+    Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
+    The frozen model may be too large. Under FSDP it is copied; the copy's body is spread over the devices and gathered
+    one block at a time while it runs. The copy shares its kernels with `model`, which stays whole in host memory and is
+    saved as usual.
+
     Raises:
         ConfigError: for the first version of FSDP, which cannot exclude the kernels.
     """

@@ -1,7 +1,8 @@
 """The training loop of stage one, the alignment and the kernel search: parts that are trained one after the other.
 
 Each part ends with the weights that were best on held-out data. A run writes complete states to disk and resumes from
-them with identical bits; an interrupt keeps what was learned.
+them with identical bits; an interrupt keeps what was learned. States are complete or absent (`StateFolder`), so that a
+killed run can always be resumed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Load a checkpoint, softmax or converted, with the head that a task needs; or make a fresh model from a config."""
+"""Load a checkpoint, softmax or converted, with the head that a task needs; or make a fresh model from a config.
+
+How long its rows are by default, and whether it takes rows of a length, is here too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Save a tuned model, softmax or converted, with what was done to it."""
+"""What stage two writes: a tuned model with the record of its tuning, and the folder of a run, `OUTPUT.training`.
+
+That folder holds the trainer's checkpoints, and a record of what the run depends on (`STARTED`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Stage two: tune a model on a task with transformers' Trainer, or measure it."""
+"""Stage two: tune a model on a task with transformers' Trainer, or measure it.
+
+After that: what is refused before a tuning, and what is switched in a model during it (trained parts, dropout,
+checkpointing).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models: next token with windows and a stated stride, and masked tokens.
+"""Language models: next token with windows and a stated stride, masked tokens, and probes of what a model can look up.
 
 All texts of a split are joined unchanged, with a line break after each. A causal model's windows overlap by at least
 one token, so that every token but the very first is predicted once.
