@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.choose import attend_causally
+from linearize.attention.backends.causal import attend_causally
 from linearize.core.errors import ConfigError
 from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.suites import SizedSuite

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from linearize.attention.backends.explain import Explanation
+    from linearize.attention.backends.choose import Explanation
     from linearize.attention.mixer import Mixer
     from linearize.modeling.plan import Plan
 
@@ -52,7 +52,7 @@ def explain_layers(
     """Print the backends of layers by name, equal ones together."""
     import torch
 
-    from linearize.attention.backends.explain import explain
+    from linearize.attention.backends.choose import explain
 
     known: dict[int, list[Explanation]] = {}
     folded: dict[tuple[Any, ...], list[str]] = {}

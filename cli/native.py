@@ -67,8 +67,7 @@ def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -
 
 
 def _build_once(out: Console) -> None:
-    from linearize.attention.backends.self_test import agreement, check_agreement
-    from linearize.attention.native.build import build, note_failure
+    from linearize.attention.native.build import agreement, build, check_agreement, note_failure
     from linearize.core.errors import ConfigError
 
     start = time.perf_counter()
@@ -88,9 +87,8 @@ def _build_once(out: Console) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build, remove or say what is there."""
-    from linearize.attention.backends.self_test import agreement, check_agreement
     from linearize.attention.native import SWITCH, engine
-    from linearize.attention.native.build import build, compiler, remove
+    from linearize.attention.native.build import agreement, build, check_agreement, compiler, remove
     from linearize.attention.native.locate import cache_folder, compiled, shipped
     from linearize.cli._output import console, print_json, table
     from linearize.core.errors import ConfigError

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from linearize.ops import State
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing, without_padding
 
 MixerState = dict[str, Tensor]
 """What a mixer remembers between decoding steps: named tensors, batch first, of a size that does not grow."""
@@ -49,6 +49,13 @@ class AttentionCall:
         """The state of the linear attention before these tokens, or None."""
         return None if self.state is None else State(self.state["kv"], self.state["log_scale"])
 
+    def without_padding(self) -> tuple[Tensor, Tensor]:
+        """Return queries and keys with zeros at padding; fewer queries than keys are the last tokens."""
+        mask = self.key_padding_mask
+        if mask is None:
+            return self.q, self.k
+        return without_padding(self.q, mask[:, -self.q.shape[2] :]), without_padding(self.k, mask)
+
     def part(self, tokens: slice) -> AttentionCall:
         """Return the call of some of the tokens, without a state."""
         mask, positions = self.key_padding_mask, self.positions
@@ -60,7 +67,3 @@ class AttentionCall:
             None if mask is None else mask[:, tokens],
             None if positions is None else positions[:, tokens],
         )
-
-    def with_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        """Return the call with other queries, keys and values."""
-        return replace(self, q=q, k=k, v=v)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from linearize.attention.block import BlockMixer
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.attention.mixer import Mixer
+from linearize.attention.mixer import BlockMixer, Mixer
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config

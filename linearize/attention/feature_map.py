@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.choose import choose, map_tokens
+from linearize.attention.backends.choose import choose
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.hybrid import CACHED, LogScale, Scales, SoftmaxHeads
 from linearize.attention.mixer import Mixer
-from linearize.attention.scale import LogScale, Scales
+from linearize.attention.native import unreadable
+from linearize.attention.native.gradient import map_with_gradient
 from linearize.attention.shape import HeadShape
-from linearize.attention.softmax_heads import CACHED, SoftmaxHeads
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
-from linearize.ops.state import EPS, without_padding
+from linearize.ops.state import EPS
 
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative, so that it can cross zero among ordinary numbers."""
@@ -40,6 +41,7 @@ class FeatureMapMixer(Mixer):
         eps: smallest magnitude of a denominator.
         feature_dim: size F of the features.
         floor: c of `linearize.ops.floored`; 0 for none, and always 0 with a window.
+        divides: whether the op divides rows by their sums; a window or a floor does it itself.
         symmetric: whether queries are mapped as keys are, so that both can be mapped at once.
         memory: what a backend worked out for this mixer, by a name that begins with the backend's.
     """
@@ -70,7 +72,8 @@ class FeatureMapMixer(Mixer):
         heads, groups = hybrid.softmax_heads, self.shape.heads // self.shape.key_heads
         self.softmax_heads = SoftmaxHeads(heads, groups, self.shape.causal) if heads else None
         self.floor = self.keys.floor if hybrid.window is None else 0.0
-        self.memory: dict[str, object] = {}
+        self.divides = self.keys.normalize and hybrid.window is None and self.floor == 0.0
+        self.memory: dict[str, Any] = {}
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps and what surrounds them; a separate query map starts as a copy of the keys' map."""
@@ -122,46 +125,64 @@ class FeatureMapMixer(Mixer):
             call: the queries and keys.
             learned: what `log_scales` returned for them, if it was called before.
         """
-        q, k = _without_padding(call)
+        q, k = call.without_padding()
         positions = call.positions
         if self.inputs is not None:
             q, k = self.inputs(q.float(), k.float(), call.key_padding_mask)
         query_positions = None if positions is None else positions[:, -q.shape[2] :]
-        queries = self.query_features(q, call.scaling, query_positions, learned[0])
-        return queries, self.key_features(k, call.scaling, positions, learned[1])
+        queries = self.map_tokens(q, call.scaling, query_positions, learned[0], queries=True)
+        return queries, self.map_tokens(k, call.scaling, positions, learned[1])
 
     def log_scales(self, call: AttentionCall) -> Scales:
         """Return the learned log-scales of a kernel without `inputs`: of queries [B, H, T] and of keys [B, K, S]."""
         if self.key_scale is None:
             return None, None
-        q, k = _without_padding(call)
+        q, k = call.without_padding()
         return None if self.query_scale is None else self.query_scale(q), self.key_scale(k)
 
-    def key_features(
-        self, k: Tensor, scaling: float, positions: Tensor | None = None, learned: Tensor | None = None
+    def map_tokens(
+        self,
+        x: Tensor,
+        scaling: float,
+        positions: Tensor | None = None,
+        learned: Tensor | None = None,
+        *,
+        queries: bool = False,
     ) -> Features:
-        """Map keys [B, K, T, D] that have been through `inputs`; their `learned` log-scales may be given."""
-        features = map_tokens(self.keys, k, self.input_scale(scaling), positions)
-        return _scaled(features, k, self.key_scale, learned)
+        """Map keys [B, K, T, D] or queries [B, H, T, D] -> features in fp32.
 
-    def query_features(
-        self, q: Tensor, scaling: float, positions: Tensor | None = None, learned: Tensor | None = None
-    ) -> Features:
-        """Map queries [B, H, T, D] that have been through `inputs`; their `learned` log-scales may be given."""
-        scale, groups = self.input_scale(scaling), self.shape.heads // self.shape.key_heads
-        if self.queries is not None or groups == 1:
-            map = self.keys if self.queries is None else self.queries
-            return _scaled(map_tokens(map, q, scale, positions, queries=True), q, self.query_scale, learned)
-        # With the keys' map, the query heads of a group are further batch entries.
-        batch, _, tokens, size = q.shape
-        folded = q.reshape(batch, -1, groups, tokens, size).transpose(1, 2).reshape(batch * groups, -1, tokens, size)
-        repeated = None if positions is None else positions.repeat_interleave(groups, dim=0)
-        phi, log_scale = (
-            None if x is None else x.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
-            for x in map_tokens(self.keys, folded, scale, repeated, queries=True)
-        )
-        assert phi is not None
-        return _scaled(Features(phi, log_scale), q, self.query_scale, learned)
+        Args:
+            x: the tokens; they have been through `inputs`, and padding is zero.
+            scaling: the host's factor of the scores.
+            positions: [B, T], for positional kernels.
+            learned: their learned log-scales, if they were computed before.
+            queries: whether they are queries.
+        """
+        map, log_scales = self.keys, self.query_scale if queries else self.key_scale
+        batch, groups, given = x.shape[0], 1, x
+        if queries and self.queries is not None:
+            map = self.queries
+        elif queries and (groups := self.shape.heads // self.shape.key_heads) > 1:
+            # With the keys' map, the query heads of a group are further batch entries.
+            x = x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
+            positions = None if positions is None else positions.repeat_interleave(groups, dim=0)
+        scale = self.input_scale(scaling)
+        spec = None if unreadable(x, x, x) else map.map_spec()
+        if spec is not None:
+            phi, log_scale = map_with_gradient(spec, x, scale)
+        else:
+            x = x.float() if scale == 1.0 else x.float() * scale
+            own = map if map.symmetric else map.forward_queries if queries else map.forward_keys
+            phi, log_scale = own(x, positions)
+        if groups > 1:
+            phi = phi.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
+            if log_scale is not None:
+                log_scale = log_scale.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
+        if learned is None and log_scales is not None:
+            learned = log_scales(given)
+        if learned is not None:
+            log_scale = learned if log_scale is None else log_scale + learned
+        return Features(phi, log_scale)
 
     def input_scale(self, scaling: float) -> float:
         """Return the factor of queries and keys before the map."""
@@ -194,44 +215,25 @@ class FeatureMapMixer(Mixer):
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """Write out the weights as `Mixer.weights` does; fewer queries than keys are the last tokens."""
-        weights = self._weights(q, k, scaling, key_padding_mask)
+        queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
+        window = self.form(scaling)
+        if window is not None:
+            weights = window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
+        else:
+            weights = kernel_weights(
+                queries.phi,
+                keys.phi,
+                key_padding_mask=key_padding_mask,
+                log_scale=keys.log_scale,
+                causal=self.shape.causal,
+                normalize=self.keys.normalize,
+                eps=self.eps,
+                floor=self.floor,
+            )
         if self.softmax_heads is None:
             return weights
         index = torch.tensor(self.softmax_heads.heads, device=weights.device)
         return weights.index_copy(1, index, self.softmax_heads.weights(q, k, scaling, key_padding_mask))
-
-    def _weights(self, q: Tensor, k: Tensor, scaling: float, key_padding_mask: Tensor | None) -> Tensor:
-        queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
-        window = self.form(scaling)
-        if window is not None:
-            return window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
-        return kernel_weights(
-            queries.phi,
-            keys.phi,
-            key_padding_mask=key_padding_mask,
-            log_scale=keys.log_scale,
-            causal=self.shape.causal,
-            normalize=self.keys.normalize,
-            eps=self.eps,
-            floor=self.floor,
-        )
-
-
-def _scaled(features: Features, x: Tensor, scale: LogScale | None, learned: Tensor | None) -> Features:
-    """Add learned log-scales [B, H, T] of the tokens x to those of their features."""
-    if learned is None:
-        if scale is None:
-            return features
-        learned = scale(x)
-    return Features(features.phi, learned if features.log_scale is None else features.log_scale + learned)
-
-
-def _without_padding(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Return queries and keys with zeros at padding."""
-    mask = call.key_padding_mask
-    if mask is None:
-        return call.q, call.k
-    return without_padding(call.q, mask[:, -call.q.shape[2] :]), without_padding(call.k, mask)
 
 
 def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:

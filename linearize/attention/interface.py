@@ -23,7 +23,7 @@ from linearize.attention.masks import key_padding, softmax_weights, visible_keys
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing
 
 UNSUPPORTED_SCORE_MODS = {
     "softcap": "a soft cap on the scores",
@@ -116,7 +116,13 @@ def _attend(
         return softmax_forward(module, query, key, value, mask, scaling=scaling, causal=layer.shape.causal)
     weights = None
     if _weights_wanted(kwargs):
-        _check_weights_known(module, layer.tokens_before(key.shape[2]))
+        if (before := layer.tokens_before(key.shape[2])) > 0:
+            raise ConfigError(
+                f"{type(module).__name__}: got output_attentions=True with a generation cache that holds a sum over "
+                f"{before} tokens instead of their keys, so that there are no weights for them; pass "
+                "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does, "
+                "or use_cache=False"
+            )
         weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
     out = layer(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), weights
@@ -243,17 +249,6 @@ def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
     return collected is not None and any("attentions" in name for name in collected)
 
 
-def _check_weights_known(module: nn.Module, before: int) -> None:
-    """Refuse weights with a state, which holds a sum over the `before` earlier tokens."""
-    if before > 0:
-        raise ConfigError(
-            f"{type(module).__name__}: got output_attentions=True with a generation cache that holds a sum over "
-            f"{before} tokens instead of their keys, so that there are no weights for them; pass "
-            "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does, "
-            "or use_cache=False"
-        )
-
-
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
     """Return the mask of `mask_function` for a model whose local layers were all converted as full attention."""
     if local_size is not None and not kwargs.get("use_vmap"):
@@ -310,12 +305,9 @@ def mask_function(
 
 def register_interface() -> None:
     """Register the implementation with transformers; repeated calls change nothing."""
-    AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
-    AttentionInterface.register(LOCAL_AS_FULL, attention_forward)
-    AttentionMaskInterface.register(LOCAL_AS_FULL, mask_without_window)
-    AttentionInterface.register(EAGER, attention_forward)
-    AttentionMaskInterface.register(EAGER, mask_to_add)
+    for name, masks in ((IMPLEMENTATION, mask_function), (LOCAL_AS_FULL, mask_without_window), (EAGER, mask_to_add)):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, masks)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import Hybrid
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).

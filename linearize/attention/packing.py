@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from linearize.attention.cache import given_cache
 from linearize.core.errors import UnsupportedModelError
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing
 
 SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=None)
 """The document of every token [B, T], from 1 (0: padding), while the forward of a model runs on packed rows."""

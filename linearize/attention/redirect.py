@@ -2,19 +2,24 @@
 
 The host keeps everything before and after that call: projections, norms, rotary positions, gates. Torch's override
 mechanism sends only that call to the kernel, and only inside the host's forward.
+
+Hosts that write plain softmax out have a form here that calls SDPA instead: same weights, same output. A bias on the
+scores (LeViT, MViTv2 ...), talking heads (CaiT) and attention between channels (XCiT, EdgeNeXt) have none and are
+refused.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linearize.attention.interface import attention_forward
-from linearize.attention.written_out import form
 
 REDIRECTED = ("timm_wrapper",)
 """`model_type` of the transformers models with such attentions."""
@@ -28,13 +33,9 @@ class Redirect(TorchFunctionMode):
         self.host = host
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
-        """Call every other function unchanged."""
+        """Attend with the host's kernel; call every other function unchanged."""
         kwargs = kwargs or {}
         return self.attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
 
@@ -83,15 +84,11 @@ def _empty(base: type) -> object:
     return redirected.__new__(redirected)
 
 
-_CLASSES: dict[type, type] = {}
-
-
+@functools.cache
 def _redirected(base: type) -> type:
-    """Make (once) the redirected class of a host's class."""
-    if base not in _CLASSES:
-        name = f"Linearized{base.__name__}"
-        _CLASSES[base] = type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
-    return _CLASSES[base]
+    """Make the redirected class of a host's class."""
+    name = f"Linearized{base.__name__}"
+    return type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
 
 
 def redirect(host: nn.Module) -> None:
@@ -102,3 +99,45 @@ def redirect(host: nn.Module) -> None:
     # timm's switch between the fused function and the formula written out.
     if hasattr(host, "fused_attn"):
         host.fused_attn = True  # type: ignore[assignment]
+
+
+Form = Callable[..., Tensor]
+
+
+def _tnt(host: Any, x: Tensor) -> Tensor:
+    """TNT's attention, inside patches and between them: x [B, T, C] -> [B, T, C]."""
+    batch, length, _ = x.shape
+    q, k = host.qk(x).reshape(batch, length, 2, host.num_heads, host.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    v = host.v(x).reshape(batch, length, host.num_heads, -1).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
+    return host.proj_drop(host.proj(out.transpose(1, 2).reshape(batch, length, -1)))
+
+
+def _shvit(host: Any, x: Tensor) -> Tensor:
+    """SHViT's single head over a part of the channels: x [B, C, height, width] -> the same."""
+    batch, _, height, width = x.shape
+    attended, left = torch.split(x, [host.pdim, host.dim - host.pdim], dim=1)
+    qkv = host.qkv(host.pre_norm(attended)).flatten(2).transpose(1, 2)[:, None]
+    q, k, v = torch.split(qkv, [host.qk_dim, host.qk_dim, host.pdim], dim=3)
+    out = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(batch, host.pdim, height, width)
+    return host.proj(torch.cat([out, left], dim=1))
+
+
+def _convit(host: Any, x: Tensor) -> Tensor:
+    """ConViT's attention without gated positions, in its last layers: x [B, T, C] -> [B, T, C]."""
+    batch, length, channels = x.shape
+    q, k, v = host.qkv(x).reshape(batch, length, 3, host.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
+    return host.proj_drop(host.proj(out.transpose(1, 2).reshape(batch, length, channels)))
+
+
+_FORMS: dict[tuple[str, str], Form] = {
+    ("timm.models.tnt", "Attention"): _tnt,
+    ("timm.models.shvit", "SHSA"): _shvit,
+    ("timm.models.convit", "MHSA"): _convit,
+}
+
+
+def form(kind: type[nn.Module]) -> Form | None:
+    """Return the form of a class of attentions that calls SDPA; None if its own forward does, or it has no form."""
+    return next((_FORMS[key] for base in kind.__mro__ if (key := (base.__module__, base.__name__)) in _FORMS), None)

@@ -23,7 +23,7 @@ class ConversionConfig:
         exact_keys: keys per head, outside the window, that get softmax's weights too: those with the largest learned
             scale (see `linearize.ops.window_causal`).
         scale: learned log-scales of queries and keys: "none", "linear" or "network"; None: linear with a window, else
-            none (see `linearize.attention.scale`).
+            none (see `linearize.attention.hybrid`).
         softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.
         max_length: longest input that the model shall take, in tokens; None: what it takes now.
         positions: how learned positions are extended, "tile" or "interpolate".

@@ -2,8 +2,8 @@
 
 timm's attentions have no interface to register with, but they call `F.scaled_dot_product_attention` themselves. These
 calls are recorded here, and redirected in a converted model (`linearize.attention.redirect`). Plain attentions that
-write softmax out (TNT, SHViT) have a form that calls it (`linearize.attention.written_out`); others (LeViT, CaiT,
-XCiT ...) are not recorded, and refused with the reason.
+write softmax out (TNT, SHViT) have a form there that calls it; others (LeViT, CaiT, XCiT ...) are not recorded, and
+refused with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from linearize.attention.written_out import form
+from linearize.attention.redirect import form
 from linearize.conversion.call import Call
 from linearize.core.errors import ConfigError, UnsupportedModelError
 

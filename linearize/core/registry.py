@@ -123,7 +123,7 @@ class KernelInfo:
 
 
 SCALES = ("none", "linear", "network")
-"""Kinds of learned log-scales (`linearize.attention.scale`)."""
+"""Kinds of learned log-scales (`linearize.attention.hybrid`)."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from linearize.attention import native
-from linearize.attention.backends.self_test import switched
 from linearize.attention.cache import cache_argument
+from linearize.attention.native import switched
 from linearize.evaluation.bench.meter import Timing, in_turns
 from linearize.export.graphs import BATCH, TOKENS, Graph
 from linearize.export.onnx import resized, run, session, state_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.core.registry import StageOne, option
 from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, project
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing
 
 
 @dataclass(frozen=True)

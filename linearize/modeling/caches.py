@@ -22,7 +22,7 @@ from linearize.attention.cache import (
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 from linearize.modeling.implementations import check_implementation
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

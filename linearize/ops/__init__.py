@@ -2,10 +2,9 @@
 
 from linearize.ops.bidirectional import bidirectional_attention, gather_keys, read_state
 from linearize.ops.block import Blocks, BlockState, block_attention, block_weights
-from linearize.ops.causal import causal_attention
+from linearize.ops.causal import advance, causal_attention, recurrent_attention
 from linearize.ops.floored import Floor, floored_attention
 from linearize.ops.naive import kernel_weights, naive_attention
-from linearize.ops.recurrent import advance, recurrent_attention
 from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
 from linearize.ops.window import window_attention
 from linearize.ops.window_parts import Mapped, Window, WindowState, window_weights

@@ -1,21 +1,42 @@
-"""Causal linear attention in chunks: quadratic inside a chunk, a running state between chunks, linear in T.
+"""Causal linear attention, in chunks and one token at a time.
 
-One loop over the chunks serves all heads, in place. The backward pass is written out: it walks the chunks again instead
-of keeping the forward pass's intermediate results.
+In chunks it is quadratic inside a chunk, with a running state between chunks: linear in T. One loop over the chunks
+serves all heads, in place. The backward pass is written out: it walks the chunks again instead of keeping the forward
+pass's intermediate results.
+
+A key's log-scale is split into a power of two and a factor between 1 and 2. Powers of two multiply without rounding. So
+a whole chunk can share one, the largest up to its end, and still no later token changes a bit of an earlier output. If
+the running maximum climbs by more than `CLIMB` inside a chunk, each of its rows gets its own power.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.causal_plan import Plan, cut, make_plan, powers
-from linearize.ops.causal_traced import traced_attention
-from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries, guarded
-from linearize.ops.tracing import is_tracing
+from linearize.ops.causal_traced import CHUNK, traced_attention
+from linearize.ops.state import (
+    EPS,
+    FLOOR,
+    LinearOptions,
+    Options,
+    State,
+    group_queries,
+    guarded,
+    is_tracing,
+    without_padding,
+)
+
+CLIMB = 40.0
+"""By how many powers of two a row's own maximum may lie below its chunk's: 2^-40 is far from fp32's end."""
+
+LN2_HIGH, LN2_LOW = 0.693359375, math.log(2.0) - 0.693359375
+"""The logarithm of 2 in two parts: the first has 9 bits, so its multiples by whole numbers are exact in fp32."""
 
 
 def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
@@ -49,6 +70,78 @@ def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
         out = out * factor[..., None].to(v.dtype)
     last = torch.maximum(scale.detach().amax(dim=-1), state.log_scale)
     return out, State(kv * torch.exp(-powers(last)[1])[..., None, None], last)
+
+
+def powers(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Split log-scales: exp(scale) = 2^n exp(r) with a whole number n and 0 <= r < log 2, up to rounding."""
+    n = torch.floor(scale.detach() / math.log(2.0))
+    rest = (scale - n * LN2_HIGH) - n * LN2_LOW
+    return n, torch.where(scale <= FLOOR / 2, 0.0, rest)
+
+
+def cut(tokens: int) -> list[tuple[int, int]]:
+    """Cut tokens into chunks."""
+    return [(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
+
+
+class Plan(NamedTuple):
+    """Everything about a call that has no gradient. All powers are powers of two.
+
+    Attributes:
+        spans: the chunks.
+        normalize: whether rows are divided by their sums.
+        eps: smallest magnitude of a sum, relative to the row's own maximum.
+        padding: [B, 1, T, 1] bool, true at padding, or None.
+        power: [B, K, T] the keys' powers; this and all that follows is None if nothing is scaled.
+        top: [B, K, T] running maximum of the powers.
+        unit: [B, K, T] the power under which a row is summed: its chunk's, or its own if the chunk is steep.
+        key_rescale: [B, K, T] factor that brings a key to its chunk's power.
+        before: [B, K, N] the state's power before chunk n.
+        decay: [B, K, N] factor that brings the state to the power of chunk n.
+        steep: whether each row of chunk n has its own power.
+    """
+
+    spans: list[tuple[int, int]]
+    normalize: bool
+    eps: float
+    padding: Tensor | None = None
+    power: Tensor | None = None
+    top: Tensor | None = None
+    unit: Tensor | None = None
+    key_rescale: Tensor | None = None
+    before: Tensor | None = None
+    decay: Tensor | None = None
+    steep: list[bool] | None = None
+
+    def least(self, part: slice) -> Tensor | float:
+        """Return the smallest magnitude of a row's sum, in the row's unit: a number or [B, K, 1, C]."""
+        if self.top is None or self.unit is None:
+            return self.eps
+        return (torch.exp2(self.top[..., part] - self.unit[..., part]) * self.eps).clamp(min=EPS)[:, :, None]
+
+    def own(self, part: slice) -> Tensor:
+        """Return the factors that bring rows from their unit to their own maximum [B, K, 1, C, 1]."""
+        assert self.top is not None and self.unit is not None
+        # A row that has seen nothing is zero, and has no maximum.
+        gap = (self.unit[..., part] - self.top[..., part]).clamp(max=CLIMB)
+        return torch.exp2(gap)[:, :, None, :, None]
+
+
+@torch.no_grad()
+def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float, padding: Tensor | None) -> Plan:
+    """Plan a call from the powers of the keys, `power` [B, K, T], and of the state before, `start` [B, K]."""
+    spans = cut(power.shape[-1])
+    top = torch.maximum(power.cummax(dim=-1).values, start[..., None])
+    lengths = torch.tensor([stop - first for first, stop in spans], device=top.device)
+    ends = top[..., lengths.cumsum(0) - 1]
+    before = torch.cat([start[..., None], ends[..., :-1]], dim=-1)
+    chunk = ends.repeat_interleave(lengths, dim=-1)
+    # A row that has seen nothing has no maximum to lose.
+    far = ((chunk - top > CLIMB) & (top > FLOOR / 2)).flatten(0, 1).any(dim=0)
+    steep = F.pad(far, (0, len(spans) * CHUNK - len(far))).view(-1, CHUNK).any(dim=1)
+    unit = torch.where(steep.repeat_interleave(lengths), top, chunk)
+    key_rescale, decay = torch.exp2(power - chunk), torch.exp2(before - ends)
+    return Plan(spans, normalize, eps, padding, power, top, unit, key_rescale, before, decay, steep.tolist())
 
 
 class _Chunk(NamedTuple):
@@ -289,3 +382,62 @@ def _weight_gradient(chunks: _Chunks, found: Tensor, chunk: _Chunk) -> Tensor:
         if chunks.plan.key_rescale is None or chunk.key_rescale is not None
         else total * chunks.plan.key_rescale[..., chunk.part]
     )
+
+
+def recurrent_attention(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
+) -> tuple[Tensor, State]:
+    """Attend from query i to keys up to i, step by step; arguments and results as in `causal_attention`.
+
+    Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]; T is 1 when decoding.
+    """
+    given = Options(**options)
+    batch, heads, tokens, features = phi_q.shape
+    queries, keys, values, scale = phi_q.float(), given.keys(phi_k), given.values(v), given.scale(phi_k)
+    state = given.start(phi_k, v)
+    outputs = []
+    for i in range(tokens):
+        kv, value = state.kv, values[:, :, i]
+        last = state.log_scale
+        if scale is not None:
+            last = torch.maximum(last, scale[:, :, i].detach())
+            kv = kv * torch.exp(state.log_scale - last)[..., None, None]
+            value = value * torch.exp(scale[:, :, i] - last)[..., None]
+        kv = kv + keys[:, :, i, :, None] * value[:, :, None, :]
+        state = State(kv, last)
+        mixed = queries[:, :, i].reshape(batch, phi_k.shape[1], -1, features) @ kv
+        outputs.append(mixed.reshape(batch, heads, 1, -1))
+    return given.divided(torch.cat(outputs, dim=2)).to(v.dtype), state
+
+
+def advance(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, state: State, **options: Unpack[LinearOptions]
+) -> tuple[Tensor, State]:
+    """Do `recurrent_attention` for one token in the memory of `state`: for decoding, without a gradient.
+
+    Shapes: `phi_q` [B, H, 1, F], `phi_k` [B, K, 1, F], `v` [B, K, 1, V] -> [B, H, 1, V].
+    """
+    given = Options(**options)
+    batch, key_heads, _, features = phi_k.shape
+    count, mask = batch * key_heads, given.key_padding_mask
+    kv = state.kv if state.kv.is_contiguous() else state.kv.contiguous()
+    flat = kv.view(count, features, -1)
+    values = v.reshape(count, 1, -1).float()
+    if given.normalize:
+        values = F.pad(values, (0, 1), value=1.0)
+    shift = state.log_scale
+    scale = given.scale(phi_k)
+    if scale is not None:
+        shift = torch.maximum(shift, scale[..., 0])
+        # The largest log-scale is usually an old one; then nothing fades.
+        if phi_k.device.type != "cpu" or not torch.equal(shift, state.log_scale):
+            flat.mul_(torch.exp(state.log_scale - shift).view(count, 1, 1))
+        values = values * torch.exp(scale - shift[..., None]).view(count, 1, 1)
+    if mask is not None:
+        padding = ~mask.bool().repeat_interleave(key_heads, dim=0)[..., None]
+        values, phi_k = values.masked_fill(padding, 0.0), without_padding(phi_k, mask)
+    flat.baddbmm_(phi_k.reshape(count, features, 1), values)
+    mixed = torch.bmm(phi_q.reshape(count, -1, features), flat)
+    if given.normalize:
+        mixed = mixed[..., :-1] / guarded(mixed[..., -1:], given.eps)
+    return mixed.reshape(batch, -1, 1, mixed.shape[-1]), State(kv, shift)

@@ -178,3 +178,8 @@ def take(x: Tensor, order: Tensor) -> Tensor:
 def put_back(x: Tensor, order: Tensor) -> Tensor:
     """Undo `take` with a whole order: [B, H, T, D] -> [B, H, T, D]."""
     return take(x, _inverse(order))
+
+
+def is_tracing() -> bool:
+    """Tell whether torch.compile, torch.export or torch.jit.trace is tracing."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()

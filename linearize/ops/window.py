@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal import causal_attention
-from linearize.ops.state import FLOOR, LinearOp, divide, put_back, real_first, with_ones, without_padding
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import FLOOR, LinearOp, divide, is_tracing, put_back, real_first, with_ones, without_padding
 from linearize.ops.window_causal import causal_parts, contest
 from linearize.ops.window_parts import (
     Keys,

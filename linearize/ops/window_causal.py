@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.recurrent import recurrent_attention
+from linearize.ops.causal import recurrent_attention
 from linearize.ops.state import FLOOR, LinearOp, State, empty_state, group_queries, take, with_ones, without_padding
-from linearize.ops.tracing import overlapping, running_max
 from linearize.ops.window_parts import (
     Keys,
     Part,
@@ -35,6 +34,9 @@ from linearize.ops.window_parts import (
     ranks,
     weigh,
 )
+
+MAX_CHUNK = 64
+"""How many numbers one step of a traced running maximum covers."""
 
 
 class Contest(NamedTuple):
@@ -256,3 +258,35 @@ def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Key
     # [B, K, blocks, G, block] -> [B, H, T].
     mixed, top = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens] for x in (mixed, top))
     return mixed, top
+
+
+def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor:
+    """Cut windows of `size` every `step` numbers along a dimension, which becomes two, [count, size].
+
+    There are exactly `count` of them; the dimension is (count - 1) step + size long.
+    """
+    if not isinstance(x.shape[dim], torch.SymInt):
+        return x.unfold(dim, size, step).movedim(-1, dim + 1)
+    # `unfold` needs a known length.
+    place = step * torch.arange(count, device=x.device)[:, None] + torch.arange(size, device=x.device)
+    return x.index_select(dim, place.flatten()).unflatten(dim, (count, size))
+
+
+def running_max(x: Tensor) -> Tensor:
+    """Return the largest number up to each one along the last dimension; without a gradient."""
+    if not isinstance(x.shape[-1], torch.SymInt):
+        return x if x.shape[-1] == 1 else x.cummax(dim=-1).values
+    length = x.shape[-1]
+    # One chunk more than needed, so that there are at least two: with one, the length would become a constant.
+    count = (length + MAX_CHUNK - 1) // MAX_CHUNK + 1
+    least = torch.finfo(x.dtype).min
+    chunks = F.pad(x, (0, count * MAX_CHUNK - length), value=least).unflatten(-1, (count, MAX_CHUNK))
+    inside = chunks[..., None, :].masked_fill(_later(MAX_CHUNK, 1, x), least).amax(dim=-1)
+    before = chunks.amax(dim=-1)[..., None, :].masked_fill(_later(count, 0, x), least).amax(dim=-1)
+    return torch.maximum(inside, before[..., None]).flatten(-2)[..., :length]
+
+
+def _later(count: int, own: int, x: Tensor) -> Tensor:
+    """Tell [count, count] which columns come after a row's own; with `own` 0 that one counts as later too."""
+    place = torch.arange(count, device=x.device)
+    return place >= place[:, None] + own

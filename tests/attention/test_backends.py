@@ -10,9 +10,9 @@ from rich.console import Console
 from support.kernel_cases import KERNELS, make_inputs, make_mixer
 
 from linearize.attention.backends import choose as choosing
-from linearize.attention.backends import fla
-from linearize.attention.backends.choose import BACKENDS, choose
-from linearize.attention.backends.explain import explain
+from linearize.attention.backends.causal import CAUSAL_OPS, FlaOp, causal_op
+from linearize.attention.backends.choose import BACKENDS, choose, explain
+from linearize.attention.backends.fla import exact_enough
 from linearize.attention.call import AttentionCall
 from linearize.cli._backends import explain_layers
 from linearize.core.registry import kernel_info
@@ -33,13 +33,21 @@ def state_of(mixer):
         return mixer(call(needs_state=True))[1]
 
 
+def name_of(mixer, one_call):
+    """Name of the backend and, if it uses one, of its causal op."""
+    backend = choose(mixer, one_call)
+    if not backend.uses_op:
+        return backend.name
+    return f"{backend.name}, {causal_op(mixer, one_call).name if mixer.shape.causal else 'pytorch'}"
+
+
 def chosen(mixer, *, grad, **more):
     with torch.set_grad_enabled(grad):
-        return choose(mixer, call(**more)).name
+        return name_of(mixer, call(**more))
 
 
 def test_names_are_one_of_a_kind():
-    assert len({backend.name for backend in BACKENDS}) == len(BACKENDS)
+    assert len({one.name for one in (*BACKENDS, *CAUSAL_OPS)}) == len(BACKENDS) + len(CAUSAL_OPS)
 
 
 def test_in_pytorch():
@@ -70,7 +78,7 @@ def test_natively(switch):
     for mixer in (causal, both):
         assert chosen(mixer, grad=False) == chosen(mixer, grad=True) == "native"
     step = {"tokens": 1, "state": state_of(causal), "needs_state": True}
-    assert chosen(causal, grad=False, **step) == "native step"
+    assert chosen(causal, grad=False, **step) == "native"
     # Through states, the ops in PyTorch know the gradient.
     assert chosen(causal, grad=True, needs_state=True) == "eager, native causal op"
     assert chosen(mixer_of("elu", causal=True), grad=False) == "streamed, native causal op"
@@ -78,14 +86,14 @@ def test_natively(switch):
     assert chosen(mixer_of("rfa", causal=True), grad=False) == "eager, pytorch"
     assert chosen(mixer_of("rfa", {"floor": 0.0}, causal=True), grad=False) == "streamed, native causal op"
     windowed = mixer_of("hedgehog", causal=True, window=4)
-    assert chosen(windowed, grad=False) == chosen(windowed, grad=False, needs_state=True) == "native window"
-    assert chosen(windowed, grad=True) == "native window"
+    assert chosen(windowed, grad=False) == chosen(windowed, grad=False, needs_state=True) == "native"
+    assert chosen(windowed, grad=True) == "native"
     assert chosen(windowed, grad=True, needs_state=True) == "window, pytorch"
     assert chosen(windowed, grad=False, state=state_of(windowed), needs_state=True) == "window, pytorch"
     step = {"tokens": 1, "state": state_of(windowed), "needs_state": True}
-    assert chosen(windowed, grad=False, **step) == "native window step"
+    assert chosen(windowed, grad=False, **step) == "native"
     assert chosen(windowed, grad=True, **step) == "window, pytorch"
-    assert chosen(mixer_of("hedgehog", causal=False, window=4), grad=False) == "native window"
+    assert chosen(mixer_of("hedgehog", causal=False, window=4), grad=False) == "native"
     assert chosen(mixer_of("elu", causal=True, window=4), grad=False) == "window, pytorch"
     switch(False)
     assert chosen(causal, grad=False) == "streamed, pytorch"
@@ -93,7 +101,7 @@ def test_natively(switch):
 
 def test_flash_linear_attention(monkeypatch):
     """As on a GPU where it is installed; values in half precision always, fp32 where TF32 is allowed."""
-    monkeypatch.setattr(fla.FlaOp, "why_not", lambda self, x, v, *, normalize: "" if fla.exact_enough(v) else "inexact")
+    monkeypatch.setattr(FlaOp, "why_not", lambda self, x, v, *, normalize: "" if exact_enough(v) else "inexact")
     half = lambda **more: AttentionCall(*(x.bfloat16() for x in make_inputs(20)), 0.25, **more)  # noqa: E731
     with torch.no_grad():
         for name, options, wanted in [
@@ -101,9 +109,9 @@ def test_flash_linear_attention(monkeypatch):
             ("rfa", {}, "eager, flash-linear-attention"),
             ("hedgehog", {"window": 4}, "window, flash-linear-attention"),
         ]:
-            assert choose(mixer_of(name, causal=True, **options), half()).name == wanted
-        assert choose(mixer_of("hedgehog", causal=False), half()).name == "streamed, pytorch"
-        assert choose(mixer_of("hedgehog", causal=True), call()).name == "streamed, pytorch"
+            assert name_of(mixer_of(name, causal=True, **options), half()) == wanted
+        assert name_of(mixer_of("hedgehog", causal=False), half()) == "streamed, pytorch"
+        assert name_of(mixer_of("hedgehog", causal=True), call()) == "streamed, pytorch"
 
 
 @pytest.mark.parametrize("info", FEATURES, ids=lambda info: info.name)
@@ -125,9 +133,13 @@ def test_an_explanation_names_the_backend_that_runs(info):
     if info.feature_dim is None:
         assert [one.declined for one in found] == [()]
         return
-    names = [backend.name for backend in BACKENDS]
+    backends, ops = (
+        [one.name for one in which] for which in (BACKENDS, CAUSAL_OPS if info.causal else CAUSAL_OPS[-1:])
+    )
     for one in found:
-        assert [name for name, _ in one.declined] == names[: names.index(one.backend)]
+        backend, _, op = one.backend.partition(", ")
+        before = backends[: backends.index(backend)] + (ops[: ops.index(op)] if op else [])
+        assert [name for name, _ in one.declined] == before
         assert all(why for _, why in one.declined)
     if not info.positional:
         assert [one.backend for one in found[:2]] == [chosen(mixer, grad=grad) for grad in (False, True)]
@@ -144,4 +156,4 @@ def test_equal_layers_are_explained_together():
         "Backends of layer 3, hedgehog:",
     ]
     assert "  20 tokens: streamed, pytorch" in lines and "  20 tokens: window, pytorch" in lines
-    assert any(line.startswith("    declined, the call is not one decoding step: native step") for line in lines)
+    assert any(line.startswith("    declined, the call is not one decoding step: one step") for line in lines)

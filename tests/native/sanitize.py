@@ -78,8 +78,10 @@ def behind_window(mixer: Mixer, call: AttentionCall, token: Sequence[Tensor], ma
         out, _ = mixer(call)
         torch.autograd.grad(out.float().sum(), [call.q, call.k, call.v, *mixer.parameters()], allow_unused=True)
     _, state = mixer(dataclasses.replace(call, needs_state=causal))
+    q, k, v = token
+    step = dataclasses.replace(call, q=q, k=k, v=v, key_padding_mask=mask, state=state, needs_state=True)
     for _ in range(3 * causal):
-        mixer(dataclasses.replace(call.with_inputs(*token), key_padding_mask=mask, state=state, needs_state=True))
+        mixer(step)
 
 
 def run() -> int:

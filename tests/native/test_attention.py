@@ -9,9 +9,9 @@ from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, pa
 from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.attention.backends.native import NativeOp
-from linearize.attention.backends.self_test import agreement, check_agreement, native_kernels
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
+from linearize.attention.native.build import agreement, check_agreement, native_kernels
 from linearize.ops import State, causal_attention, naive_attention
 
 LENGTHS = (1, 15, 48, 49, 200)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from linearize.attention import native
-from linearize.attention.backends.self_test import native_kernels
 from linearize.attention.native import build as building
 from linearize.attention.native import calls, locate, structures
+from linearize.attention.native.build import native_kernels
 from linearize.cli.main import main
 from linearize.core.errors import ConfigError
 

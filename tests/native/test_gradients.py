@@ -8,7 +8,7 @@ import torch
 from support.native_cases import CASES, D, V, close, learned, padding, tokens
 from support.rounding import allowed, deviation, gradients_in_double
 
-from linearize.attention.backends.choose import attend_causally
+from linearize.attention.backends.causal import attend_causally
 from linearize.attention.call import AttentionCall
 from linearize.attention.native.gradient import _Native
 

@@ -8,7 +8,7 @@ from support.native_cases import CASES, learned, tokens
 from support.rounding import allowed, deviation, gradients_in_double
 
 from linearize.attention.call import AttentionCall
-from linearize.attention.scale import UNITS
+from linearize.attention.hybrid import UNITS
 
 POSITIVE = [(name, args) for name, args in CASES if learned(name, args).positive]
 """Learned log-scales are for positive maps."""

@@ -91,7 +91,7 @@ def test_other_machines_have_a_baseline():
 
 LOAD = """
 from linearize.attention.native import engine
-from linearize.attention.backends.self_test import agreement, check_agreement
+from linearize.attention.native.build import agreement, check_agreement
 import linearize
 rows = agreement()
 check_agreement(rows)

@@ -11,7 +11,7 @@ from support.kernel_cases import DIM, KERNELS, decode, make_inputs, make_mixer, 
 from support.numerics_cases import ENGINES, MIXERS
 from support.rounding import allowed, deviation, gradients_in_double
 
-from linearize.attention.backends.self_test import native_kernels
+from linearize.attention.native.build import native_kernels
 from linearize.core.registry import kernel_info
 
 CAUSAL = [pytest.param(info, id=info.name) for info in KERNELS if info.causal and info.streamable]

@@ -7,7 +7,7 @@ import torch
 from support.kernel_cases import HEADS, KEY_HEADS, decode, make_inputs, make_mixer, run
 from support.numerics_cases import ENGINES, MIXERS
 
-from linearize.attention.backends.self_test import native_kernels
+from linearize.attention.native.build import native_kernels
 from linearize.core.registry import kernel_info
 
 TOKENS, AT = 70, 52

@@ -1,58 +1,88 @@
-"""The one place that decides how a call is carried out, how tokens are mapped, and which causal op is used."""
+"""The one place that decides how a call is carried out, and its explanation for `--explain-backend`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+import torch
 
-from linearize.attention.backends.contract import PYTORCH, Backend, CausalOp
+from linearize.attention.backends import Backend
+from linearize.attention.backends.causal import CAUSAL_OPS, CausalOp
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
-from linearize.attention.backends.fla import FlaOp
-from linearize.attention.backends.native import Native, NativeOp, unreadable
+from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall
-from linearize.attention.native.gradient import map_with_gradient
-from linearize.kernels.base import FeatureMap, Features
-from linearize.ops import LinearOptions
+from linearize.kernels.base import FeatureMap
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
+T = TypeVar("T", Backend, CausalOp)
 
-CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), PYTORCH)
-"""Causal ops on given features; the first that takes a call is used."""
-
-BACKENDS: tuple[Backend, ...] = (
-    Native("native step", step=True, window=False),
-    Native("native window step", step=True, window=True),
-    Native("native window", step=False, window=True),
-    Native("native", step=False, window=False),
-    OneStep(),
-    *(form(op) for op in CAUSAL_OPS for form in (Windowed, Streamed, Eager)),
-)
+BACKENDS: tuple[Backend, ...] = (Native(), OneStep(), Windowed(), Streamed(), Eager())
 """All backends; the first that takes a call carries it out. The last three together take every call."""
 
 
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
     """Return the backend that carries out a call."""
-    for backend in BACKENDS:
-        if not backend.why_not(mixer, call):
-            return backend
-    raise AssertionError("no backend takes the call")
+    return next(backend for backend in BACKENDS if not backend.why_not(mixer, call))
 
 
-def map_tokens(
-    map: FeatureMap, x: Tensor, scale: float, positions: Tensor | None, *, queries: bool = False
-) -> Features:
-    """Map queries or keys x [B, H, T, D], multiplied by `scale`, to features in fp32."""
-    if not unreadable(x, x, x) and (spec := map.map_spec()) is not None:
-        return Features(*map_with_gradient(spec, x, scale))
-    x = x.float() if scale == 1.0 else x.float() * scale
-    return map.forward_queries(x, positions) if queries else map.forward_keys(x, positions)
+@dataclass(frozen=True)
+class Explanation:
+    """How one kind of call is carried out.
+
+    Attributes:
+        call: the kind, in words.
+        backend: name of the backend and of its op.
+        declined: name and reason of everything that was asked before.
+    """
+
+    call: str
+    backend: str
+    declined: tuple[tuple[str, str], ...] = ()
 
 
-def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-    """Attend causally on given features as `linearize.ops.causal_attention` does, with the fastest op available."""
-    normalize = options.get("normalize", True)
-    op = next(op for op in CAUSAL_OPS if not op.why_not(phi_k, v, normalize=normalize))
-    return op.output(phi_q, phi_k, v, **options)
+def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Explanation]:
+    """Explain a forward pass of `tokens` tokens, the same with gradients and, for causal layers, a decoding step.
+
+    Args:
+        mixer: an initialised `linearize.attention.mixer.Mixer` on `device`.
+        tokens: length of the input.
+        device: where the inputs are.
+        dtype: their type.
+    """
+    if not isinstance(getattr(mixer, "keys", None), FeatureMap):
+        return [Explanation("all calls", "the kernel itself, which has no feature map to choose a backend for")]
+    shape = mixer.shape
+    sizes = (shape.heads, shape.head_dim), (shape.key_heads, shape.head_dim), (shape.key_heads, shape.value_dim)
+    # One token in memory, however long the input is.
+    token = [torch.zeros(1, heads, 1, size, device=device, dtype=dtype) for heads, size in sizes]
+    q, k, v = (x.expand(-1, -1, tokens, -1) for x in token)
+    result = []
+    for words, gradient in ((f"{tokens:,} tokens", False), (f"{tokens:,} tokens, with gradients", True)):
+        with torch.set_grad_enabled(gradient):
+            result.append(_explain_call(mixer, words, AttentionCall(q, k, v, 1.0)))
+    if shape.causal and mixer.info.streamable:
+        with torch.no_grad():
+            step = AttentionCall(token[0], token[1], token[2], 1.0, needs_state=True)
+            result.append(_explain_call(mixer, "one token of decoding", replace(step, state=mixer(step)[1])))
+    return result
+
+
+def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Explanation:
+    backend, declined = _first(BACKENDS, lambda backend: backend.why_not(mixer, call))
+    if not backend.uses_op:
+        return Explanation(words, backend.name, tuple(declined))
+    # Without a causal op the attention is computed in PyTorch.
+    ops = CAUSAL_OPS if mixer.shape.causal else CAUSAL_OPS[-1:]
+    op, more = _first(ops, lambda op: op.why_not(call.k, call.v, normalize=mixer.divides))
+    return Explanation(words, f"{backend.name}, {op.name}", (*declined, *more))
+
+
+def _first(candidates: Sequence[T], ask: Callable[[T], str]) -> tuple[T, list[tuple[str, str]]]:
+    """Return the first that gives no reason, and name and reason of those asked before it."""
+    reasons = [(candidate, ask(candidate)) for candidate in candidates]
+    first = next(number for number, (_, why) in enumerate(reasons) if not why)
+    return candidates[first], [(candidate.name, why) for candidate, why in reasons[:first]]

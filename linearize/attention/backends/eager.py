@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import PYTORCH, CausalOp
+from linearize.attention.backends.causal import causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import (
     Floor,
+    LinearOp,
     LinearOptions,
     Mapped,
-    State,
     WindowState,
     advance,
     bidirectional_attention,
@@ -26,21 +26,17 @@ from linearize.ops.state import without_padding
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
-NOT_CAUSAL = "the attention is bidirectional, and its op is causal"
+NO_WINDOW = "it has no softmax window"
+NO_FLOOR = "it has no floor for denominators"
 
 
 class Eager:
-    """All tokens at once, with one causal op."""
+    """All tokens at once; it takes every call without a softmax window."""
 
-    def __init__(self, op: CausalOp) -> None:
-        self.op, self.name = op, f"eager, {op.name}"
+    name, uses_op = "eager", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        if mixer.window is not None:
-            return "it has no softmax window"
-        if not mixer.shape.causal:
-            return "" if self.op is PYTORCH else NOT_CAUSAL
-        return self.op.why_not(call.k, call.v, normalize=mixer.keys.normalize and mixer.floor == 0.0)
+        return NO_WINDOW if mixer.window is not None else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         queries, keys = mixer.features(call)
@@ -50,36 +46,29 @@ class Eager:
             "key_padding_mask": call.key_padding_mask,
             "log_scale": keys.log_scale,
             "initial_state": call.linear_state,
+            "normalize": mixer.keys.normalize,
+            "eps": mixer.eps,
         }
-        one_token = call.k.shape[2] == 1
-        op = self.op.attend if mixer.shape.causal else bidirectional_attention
-        if one_token and mixer.shape.causal:
-            op = recurrent_attention
-        state: State | None = None
+        op: LinearOp = bidirectional_attention
+        if mixer.shape.causal:
+            chosen, one_token = causal_op(mixer, call), call.k.shape[2] == 1
+            if mixer.floor == 0.0 and not call.needs_state and not one_token:
+                return mixer.cast_output(chosen.output(*tensors, **options), call.v.dtype), None
+            op = recurrent_attention if one_token else chosen.attend
         if mixer.floor > 0.0:
             out, state = floored_attention(*tensors, Floor(mixer.floor, mixer.eps), op=op, **options)
         else:
-            options |= {"normalize": mixer.keys.normalize, "eps": mixer.eps}
-            if mixer.shape.causal and not call.needs_state and not one_token:
-                out = self.op.output(*tensors, **options)
-            else:
-                out, state = op(*tensors, **options)
-        after = state._asdict() if call.needs_state and state is not None else None
-        return mixer.cast_output(out, call.v.dtype), after
+            out, state = op(*tensors, **options)
+        return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
 
 
 class Windowed:
-    """Softmax inside a window; one of the causal ops sums up the keys outside it."""
+    """Softmax inside a window; a causal op sums up the keys outside it."""
 
-    def __init__(self, op: CausalOp) -> None:
-        self.op, self.name = op, f"window, {op.name}"
+    name, uses_op = "window", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        if mixer.window is None:
-            return "the layer has no softmax window"
-        if not mixer.shape.causal:
-            return "" if self.op is PYTORCH else NOT_CAUSAL
-        return self.op.why_not(call.k, call.v, normalize=False)
+        return "the layer has no softmax window" if mixer.window is None else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         window = mixer.form(call.scaling)
@@ -93,7 +82,7 @@ class Windowed:
             window,
             key_padding_mask=call.key_padding_mask,
             initial_state=None if call.state is None else WindowState.of(call.state),
-            op=self.op.attend,
+            op=causal_op(mixer, call).attend,
         )
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after
@@ -102,20 +91,20 @@ class Windowed:
 class OneStep:
     """One token of decoding: it updates the state in the state's own memory, without a gradient."""
 
-    name = "one step"
+    name, uses_op = "one step", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         if mixer.window is not None:
-            return "it has no softmax window"
+            return NO_WINDOW
         if mixer.floor > 0.0:
-            return "it has no floor for denominators"
+            return NO_FLOOR
         return "" if call.one_step else "the call is not one decoding step"
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         mask = call.key_padding_mask
         if mixer.symmetric and call.q.shape[1] == call.k.shape[1]:
             both = torch.cat([without_padding(x, mask) for x in (call.q, call.k)], dim=2)
-            features = mixer.key_features(both, call.scaling)
+            features = mixer.map_tokens(both, call.scaling)
             phi_q, phi_k = features.phi[:, :, :1], features.phi[:, :, 1:]
             log_scale = None if features.log_scale is None else features.log_scale[..., 1:]
         else:

@@ -16,10 +16,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import CausalOp
 from linearize.ops import LinearOptions, State
 from linearize.ops.state import FLOOR, Options
-from linearize.ops.tracing import is_tracing
 
 SWITCH = "LINEARIZE_FLA"
 """Environment variable: with 0 flash-linear-attention is not used even if it is installed."""
@@ -46,24 +44,6 @@ def exact_enough(v: Tensor) -> bool:
     return v.dtype in (torch.bfloat16, torch.float16) or (
         v.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     )
-
-
-class FlaOp(CausalOp):
-    """The causal op through flash-linear-attention."""
-
-    name = "flash-linear-attention"
-
-    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
-        if not x.is_cuda:
-            return "flash-linear-attention runs on CUDA only"
-        if is_tracing():
-            return "a graph is being traced"
-        if chunk_kernel(x.device) is None:
-            return "flash-linear-attention is not installed (extra: gpu), or LINEARIZE_FLA is 0"
-        return "" if exact_enough(v) else "its products are TF32, and PyTorch's in fp32 are not allowed to be"
-
-    def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
-        return fla_attention(phi_q, phi_k, v, **options)
 
 
 def fla_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:

@@ -1,78 +1,60 @@
-"""The op in C: for whole calls of kernels whose map it has, and as a causal op on given features."""
+"""The op in C, for whole calls of kernels whose map it has."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import PYTORCH, CausalOp
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.native import absence, engine, loaded
+from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import attend_window_with_gradient, attend_with_gradient
 from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import LinearOptions, State, causal_attention
-from linearize.ops.state import EPS, put_back, real_first, take
+from linearize.ops.state import put_back, real_first, take
 from linearize.ops.window_causal import state_after
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
 
-def unreadable(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Say why the op does not take such tensors; empty if it does."""
-    native = engine()
-    if native is None:
-        return absence()
-    return "" if native.supports(q, k, v) else "it reads plain tensors in fp32 or bf16 on the CPU only"
-
-
 class Native:
-    """Whole calls in one pass, map included: of one token in the state's own memory, or of many; with a window or not.
+    """Whole calls in one pass, map included, with a window or without; one token is decoded in the state's memory."""
 
-    Attributes:
-        step: whether it decodes one token.
-        window: whether there is a softmax window.
-    """
-
-    def __init__(self, name: str, *, step: bool, window: bool) -> None:
-        self.name, self.step, self.window = name, step, window
+    name, uses_op = "native", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        if self.window is not (mixer.window is not None):
-            return "the layer has no softmax window" if self.window else "it has no softmax window"
-        if self.step is not call.one_step:
-            return "the call is not one decoding step" if self.step else "it does not decode single tokens"
-        if not self.step:
-            if self.window and call.state is not None:
-                return "it does not continue the state of a window with several tokens"
-            if torch.is_grad_enabled() and (call.state is not None or call.needs_state):
-                return "its gradient does not pass through states"
-        if why := unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
+        step, why = call.one_step, ""
+        if not step and mixer.window is not None and call.state is not None:
+            why = "it does not continue the state of a window with several tokens"
+        elif not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
+            why = "its gradient does not pass through states"
+        if why := why or unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
             return why
-        return "it cannot write into this state" if self.step and not self._writable(call) else ""
-
-    def _writable(self, call: AttentionCall) -> bool:
-        native, inputs, state = engine(), (call.q, call.k, call.v), call.state
-        if state is None:
-            return False
-        if self.window:
-            return bool(native.supports_window_step(*inputs, state))
-        return bool(native.supports_step(*inputs, state["kv"], state["log_scale"]))
+        return "it cannot write into this state" if step and not _writable(mixer, call) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        if self.step:
+        if call.one_step:
             return _step(mixer, call)
-        return _attend_window(mixer, call) if self.window else _attend(mixer, call)
+        return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
+
+
+def _writable(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
+    state, inputs = call.state, (call.q, call.k, call.v)
+    if state is None:
+        return False
+    if mixer.window is not None:
+        return bool(loaded().supports_window_step(*inputs, state))
+    return bool(loaded().supports_step(*inputs, state["kv"], state["log_scale"]))
 
 
 def _step(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
     native, state, mask = loaded(), call.state, call.key_padding_mask
     assert state is not None
-    inputs = (_packed_maps(mixer, native, call.scaling), call.q, call.k, call.v)
+    inputs = (_packed_maps(mixer, call.scaling), call.q, call.k, call.v)
     if mixer.window is not None:
         return native.window_step(*inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
     return native.step(*inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
@@ -87,7 +69,7 @@ def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerS
         return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
 
     def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
-        queries, keys = mixer.features(call.with_inputs(q, k, v), (None, log_scale))
+        queries, keys = mixer.features(replace(call, q=q, k=k, v=v), (None, log_scale))
         more: LinearOptions = {"key_padding_mask": mask, "log_scale": keys.log_scale, "eps": mixer.eps}
         return causal_attention(queries.phi, keys.phi, v.float(), **more)[0].to(v.dtype)
 
@@ -99,7 +81,8 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     if mask is not None:
         order = real_first(mask)
         mask = mask.bool().gather(1, order)
-        call = replace(call.with_inputs(*(take(x, order) for x in (call.q, call.k, call.v))), key_padding_mask=mask)
+        q, k, v = (take(x, order) for x in (call.q, call.k, call.v))
+        call = replace(call, q=q, k=k, v=v, key_padding_mask=mask)
     q, k, v = call.q, call.k, call.v
     form = mixer.form(call.scaling)
     assert form is not None
@@ -117,13 +100,13 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
         return out, None
     kept = None if attended.until is None else attended.until == NEVER
     past = State(attended.kv, attended.log_scale)
-    return out, state_after(k, v, mask, form, past, lambda k: mixer.key_features(k, call.scaling), kept).present()
+    return out, state_after(k, v, mask, form, past, lambda k: mixer.map_tokens(k, call.scaling), kept).present()
 
 
 def _priority(mixer: FeatureMapMixer, k: Tensor, scaling: float, learned: Tensor | None) -> Tensor:
     """Return the log-scales [B, K, T] of the keys' features, by which exact keys are chosen."""
     if _maps(mixer)[0].scaled:
-        log_scale = mixer.key_features(k, scaling).log_scale
+        log_scale = mixer.map_tokens(k, scaling).log_scale
         assert log_scale is not None
         return log_scale
     return torch.zeros(k.shape[:3]) if learned is None else learned
@@ -153,14 +136,7 @@ def _maps(mixer: FeatureMapMixer) -> list[MapSpec]:
     return [spec for map in _feature_maps(mixer) if (spec := map.map_spec()) is not None]
 
 
-class _Packed(NamedTuple):
-    """Maps as the op reads them, and the weights that they were made from."""
-
-    key: list[object]
-    maps: Any
-
-
-def _packed_maps(mixer: FeatureMapMixer, native: Any, scaling: float) -> Any:
+def _packed_maps(mixer: FeatureMapMixer, scaling: float) -> Any:
     """Return the maps as the op reads them.
 
     Describing them takes as long as a decoding step. So it is done once while the weights stay where they are, if the
@@ -169,53 +145,10 @@ def _packed_maps(mixer: FeatureMapMixer, native: Any, scaling: float) -> Any:
     learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
     weights = [w for part in (*_feature_maps(mixer), *learned) for w in part._parameters.values()]
     key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
-    kept = mixer.memory.get("native.packed")
-    if isinstance(kept, _Packed) and kept.key == key:
-        return kept.maps
-    packed = native.pack(_maps(mixer), mixer.input_scale(scaling), [scale.tensors for scale in learned])
+    made_from, packed = mixer.memory.get("native.packed", (None, None))
+    if made_from == key:
+        return packed
+    packed = loaded().pack(_maps(mixer), mixer.input_scale(scaling), [scale.tensors for scale in learned])
     if {id(w) for w in packed.held} <= {id(w) for w in weights}:
-        mixer.memory["native.packed"] = _Packed(key, packed._replace(held=()))
+        mixer.memory["native.packed"] = key, packed._replace(held=())
     return packed
-
-
-class NativeOp(CausalOp):
-    """The op on given features; it divides rows by their sums."""
-
-    name = "native causal op"
-
-    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
-        if not normalize:
-            return "it has no plain sums without a denominator"
-        if not x.is_cpu:
-            return "it runs on the CPU only"
-        return absence() if engine() is None else ""
-
-    def attend(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
-        if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or unreadable(phi_q, phi_k, v):
-            return causal_attention(phi_q, phi_k, v, **options)
-        out, kv, top = engine().attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
-        return out, State(kv, top)
-
-    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        plain = options.get("initial_state") is not None or unreadable(phi_q, phi_k, v)
-        if plain or not _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
-            return self.attend(phi_q, phi_k, v, **options)[0]
-
-        def fallback(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
-            changed: LinearOptions = {**options, "log_scale": log_scale}
-            return causal_attention(phi_q, phi_k, v, **changed)[0]
-
-        return attend_with_gradient([], phi_q, phi_k, v, fallback, _attend_options(options))
-
-    @property
-    def through_states(self) -> CausalOp:
-        return PYTORCH
-
-
-def _has_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _attend_options(options: LinearOptions) -> AttendOptions:
-    mask, eps = options.get("key_padding_mask"), options.get("eps", EPS)
-    return AttendOptions(True, 1.0, eps, mask=mask, log_scale=options.get("log_scale"))

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.contract import PYTORCH, CausalOp
-from linearize.attention.backends.eager import NOT_CAUSAL
+from linearize.attention.backends.causal import CausalOp, causal_op
+from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import State, gather_keys, read_state
-from linearize.ops.state import without_padding
-from linearize.ops.tracing import is_tracing
+from linearize.ops.state import is_tracing, without_padding
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
@@ -37,10 +36,9 @@ UNIT = 64
 
 
 class Streamed:
-    """Parts of the tokens one after the other, with one causal op."""
+    """Parts of the tokens one after the other."""
 
-    def __init__(self, op: CausalOp) -> None:
-        self.op, self.name = op, f"streamed, {op.name}"
+    name, uses_op = "streamed", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         if is_tracing():
@@ -50,41 +48,40 @@ class Streamed:
         if tokens == 1:
             return "one token has no parts"
         if mixer.window is not None:
-            return "it has no softmax window"
+            return NO_WINDOW
         if mixer.inputs is not None:
             return "queries and keys meet before the map"
         if mixer.floor > 0.0:
-            return "it has no floor for denominators"
+            return NO_FLOOR
         if torch.is_grad_enabled():
             if tokens < RECOMPUTED:
                 return "gradients of short inputs are faster without mapping twice"
             if call.state is not None or call.needs_state:
                 return "its gradient does not pass through states"
-        if not mixer.shape.causal:
-            return "" if self.op is PYTORCH else NOT_CAUSAL
-        return self.op.why_not(call.k, call.v, normalize=mixer.keys.normalize)
+        return ""
 
     def run(
         self, mixer: FeatureMapMixer, call: AttentionCall, before: list[Tensor] | None = None
     ) -> tuple[Tensor, MixerState | None]:
         """Attend as `Backend.run` does; a list `before` gets the two tensors of the state before each causal part."""
         if torch.is_grad_enabled():
-            return _Streamed.apply(mixer, self.op, call, call.q, call.k, call.v, *mixer.parameters()), None
+            return _Streamed.apply(mixer, call, call.q, call.k, call.v, *mixer.parameters()), None
         q, v, state = call.q, call.v, call.linear_state
         # Tokens first in memory, as the host reads it next.
         out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
         cuts = parts(q, mixer.feature_dim)
         if mixer.shape.causal:
+            op = causal_op(mixer, call)
             for part in cuts:
                 if before is not None and state is not None:
                     before += state
-                out[:, :, part], state = causal_part(mixer, self.op, call.part(part), state)
+                out[:, :, part], state = _causal_part(mixer, op, call.part(part), state)
         else:
             for part in cuts:
-                state = gather_part(mixer, call.part(part), state)
+                state = _gather_part(mixer, call.part(part), state)
             assert state is not None
             for part in cuts:
-                out[:, :, part] = read_part(mixer, call.part(part), state)
+                out[:, :, part] = _read_part(mixer, call.part(part), state)
         return out, state._asdict() if call.needs_state and state is not None else None
 
 
@@ -96,7 +93,9 @@ def parts(q: Tensor, features: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def causal_part(mixer: FeatureMapMixer, op: CausalOp, call: AttentionCall, state: State | None) -> tuple[Tensor, State]:
+def _causal_part(
+    mixer: FeatureMapMixer, op: CausalOp, call: AttentionCall, state: State | None
+) -> tuple[Tensor, State]:
     """Attend causally from a part of the tokens to those before and in it."""
     queries, keys = mixer.features(call)
     out, after = op.attend(
@@ -110,9 +109,11 @@ def causal_part(mixer: FeatureMapMixer, op: CausalOp, call: AttentionCall, state
     return mixer.cast_output(out, call.v.dtype), after
 
 
-def gather_part(mixer: FeatureMapMixer, call: AttentionCall, state: State | None, shift: Tensor | None = None) -> State:
+def _gather_part(
+    mixer: FeatureMapMixer, call: AttentionCall, state: State | None, shift: Tensor | None = None
+) -> State:
     """Add a part of the keys to a state."""
-    keys = mixer.key_features(without_padding(call.k, call.key_padding_mask), call.scaling, call.positions)
+    keys = mixer.map_tokens(without_padding(call.k, call.key_padding_mask), call.scaling, call.positions)
     return gather_keys(
         *(keys.phi, call.v),
         key_padding_mask=call.key_padding_mask,
@@ -123,9 +124,10 @@ def gather_part(mixer: FeatureMapMixer, call: AttentionCall, state: State | None
     )
 
 
-def read_part(mixer: FeatureMapMixer, call: AttentionCall, state: State) -> Tensor:
+def _read_part(mixer: FeatureMapMixer, call: AttentionCall, state: State) -> Tensor:
     """Read the state with a part of the queries."""
-    queries = mixer.query_features(without_padding(call.q, call.key_padding_mask), call.scaling, call.positions)
+    q = without_padding(call.q, call.key_padding_mask)
+    queries = mixer.map_tokens(q, call.scaling, call.positions, queries=True)
     out = read_state(queries.phi, state, normalize=mixer.keys.normalize, eps=mixer.eps)
     return mixer.cast_output(out, call.v.dtype)
 
@@ -133,37 +135,28 @@ def read_part(mixer: FeatureMapMixer, call: AttentionCall, state: State) -> Tens
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        mixer: FeatureMapMixer,
-        op: CausalOp,
-        call: AttentionCall,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *parameters: Tensor,
+        ctx: Any, mixer: FeatureMapMixer, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
     ) -> Tensor:
         before: list[Tensor] = []
         whole = replace(call, q=q, k=k, v=v, needs_state=not mixer.shape.causal)
-        out, state = Streamed(op).run(mixer, whole, before)
+        out, state = Streamed().run(mixer, whole, before)
         ctx.save_for_backward(q, k, v, *(before if state is None else state.values()))
         # Keep no other tensor of the inputs: under checkpointing they are dropped and made again.
         none = q.new_empty(0)
-        ctx.mixer, ctx.op, ctx.call = mixer, op.through_states, call.with_inputs(none, none, none)
+        ctx.mixer, ctx.call = mixer, replace(call, q=none, k=none, v=none)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *states = ctx.saved_tensors
-        call = ctx.call.with_inputs(q, k, v)
+        call = replace(ctx.call, q=q, k=k, v=v)
         # Read the parameters here: those of a sharded model are other tensors than in the forward pass.
-        total = _Gradients(ctx.mixer, (q, k, v), ctx.needs_input_grad[3:6])
+        total = _Gradients(ctx.mixer, (q, k, v), ctx.needs_input_grad[2:5])
         with torch.enable_grad(), torch.autocast(device_type=q.device.type, enabled=False):
-            if ctx.mixer.shape.causal:
-                _causal_backward(ctx.mixer, ctx.op, call, states, grad, total)
-            else:
-                _bidirectional_backward(ctx.mixer, call, states, grad, total)
-        return None, None, None, *total.inputs, *total.parameters
+            backward = _causal_backward if ctx.mixer.shape.causal else _bidirectional_backward
+            backward(ctx.mixer, call, states, grad, total)
+        return None, None, *total.inputs, *total.parameters
 
 
 class _Gradients:
@@ -197,9 +190,10 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def _leaves(call: AttentionCall) -> AttentionCall:
-    """Return the same call on leaves of the graph."""
-    return call.with_inputs(_leaf(call.q), _leaf(call.k), _leaf(call.v))
+def _leaves(call: AttentionCall, part: slice) -> AttentionCall:
+    """Return a part of a call on leaves of the graph."""
+    piece = call.part(part)
+    return replace(piece, q=_leaf(piece.q), k=_leaf(piece.k), v=_leaf(piece.v))
 
 
 def _bidirectional_backward(
@@ -210,37 +204,32 @@ def _bidirectional_backward(
     grad_kv = torch.zeros_like(state.kv)
     cuts = parts(call.q, mixer.feature_dim)
     for part in cuts:
-        piece, kv = _leaves(call.part(part)), _leaf(state.kv)
-        out = read_part(mixer, piece, State(kv, state.log_scale))
+        piece, kv = _leaves(call, part), _leaf(state.kv)
+        out = _read_part(mixer, piece, State(kv, state.log_scale))
         found = total.take([out], [grad[:, :, part]], [piece.q, kv])
         total.put(0, part, found[0])
         grad_kv += found[1]
     for part in cuts:
-        piece = _leaves(call.part(part))
-        added = gather_part(mixer, piece, None, state.log_scale)
+        piece = _leaves(call, part)
+        added = _gather_part(mixer, piece, None, state.log_scale)
         found = total.take([added.kv], [grad_kv], [piece.k, piece.v])
         total.put(1, part, found[0])
         total.put(2, part, found[1])
 
 
 def _causal_backward(
-    mixer: FeatureMapMixer,
-    op: CausalOp,
-    call: AttentionCall,
-    states: Sequence[Tensor],
-    grad: Tensor,
-    total: _Gradients,
+    mixer: FeatureMapMixer, call: AttentionCall, states: Sequence[Tensor], grad: Tensor, total: _Gradients
 ) -> None:
     """Go through the parts from the last to the first, with the gradient to the state before each."""
     grad_kv: Tensor | None = None
-    cuts = parts(call.q, mixer.feature_dim)
+    cuts, op = parts(call.q, mixer.feature_dim), causal_op(mixer, call)
     for number, part in reversed(list(enumerate(cuts))):
-        piece = _leaves(call.part(part))
+        piece = _leaves(call, part)
         leaves, before = [piece.q, piece.k, piece.v], None
         if number:
             before = State(_leaf(states[2 * number - 2]), states[2 * number - 1])
             leaves.append(before.kv)
-        out, after = causal_part(mixer, op, piece, before)
+        out, after = _causal_part(mixer, op, piece, before)
         results, grads = [out], [grad[:, :, part]]
         if grad_kv is not None:
             results, grads = [*results, after.kv], [*grads, grad_kv]

@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from linearize.ops.tracing import is_tracing
+from torch import Tensor
+
+from linearize.ops.state import is_tracing
 
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: with 0 the native op is not used even if it is built."""
@@ -43,3 +47,25 @@ def loaded() -> Any:
 def forget() -> None:
     """Load again at the next call: something was built or removed."""
     loaded.cache_clear()
+
+
+def unreadable(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Say why the op does not take such tensors; empty if it does."""
+    native = engine()
+    if native is None:
+        return absence()
+    return "" if native.supports(q, k, v) else "it reads plain tensors in fp32 or bf16 on the CPU only"
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Switch the native op on, if it was built, or off, while the block runs."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1" if on else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

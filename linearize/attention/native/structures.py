@@ -105,7 +105,7 @@ def given(features: int) -> Maps:
 
 
 Learned = Sequence[Tensor | None]
-"""The tensors of a learned log-scale (`linearize.attention.scale`): weight, bias, hidden, hidden_bias and out."""
+"""The tensors of a learned log-scale (`linearize.attention.hybrid`): weight, bias, hidden, hidden_bias and out."""
 
 
 def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize.attention.backends.choose import attend_causally
+from linearize.attention.backends.causal import attend_causally
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer

@@ -1,0 +1,111 @@
+"""Causal ops on given features: in PyTorch, in C and through flash-linear-attention; and which of them is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+import torch
+from torch import Tensor
+
+from linearize.attention.backends.fla import chunk_kernel, exact_enough, fla_attention
+from linearize.attention.call import AttentionCall
+from linearize.attention.native import absence, engine, unreadable
+from linearize.attention.native.gradient import attend_with_gradient
+from linearize.attention.native.options import AttendOptions
+from linearize.ops import LinearOptions, State, causal_attention
+from linearize.ops.state import EPS, is_tracing
+
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
+
+
+class CausalOp:
+    """A causal op on given features; this one is `linearize.ops.causal_attention`, which takes every call.
+
+    Attributes:
+        name: for `--explain-backend` and tests.
+        attend: does what `linearize.ops.causal_attention` does.
+    """
+
+    name = "pytorch"
+    attend = staticmethod(causal_attention)
+
+    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
+        """Say why it declines tensors such as x and v, or rows divided as `normalize` says; empty if it takes them."""
+        return ""
+
+    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        """Attend when the state after is not needed."""
+        return self.attend(phi_q, phi_k, v, **options)[0]
+
+
+class FlaOp(CausalOp):
+    """The op through flash-linear-attention on a GPU."""
+
+    name = "flash-linear-attention"
+    attend = staticmethod(fla_attention)
+
+    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
+        if not x.is_cuda:
+            return "flash-linear-attention runs on CUDA only"
+        if is_tracing():
+            return "a graph is being traced"
+        if chunk_kernel(x.device) is None:
+            return "flash-linear-attention is not installed (extra: gpu), or LINEARIZE_FLA is 0"
+        return "" if exact_enough(v) else "its products are TF32, and PyTorch's in fp32 are not allowed to be"
+
+
+class NativeOp(CausalOp):
+    """The op in C; it divides rows by their sums."""
+
+    name = "native causal op"
+
+    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
+        if not normalize:
+            return "it has no plain sums without a denominator"
+        if not x.is_cpu:
+            return "it runs on the CPU only"
+        return absence() if engine() is None else ""
+
+    @staticmethod
+    def attend(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
+        if _has_gradient(phi_q, phi_k, v, options.get("log_scale")) or unreadable(phi_q, phi_k, v):
+            return causal_attention(phi_q, phi_k, v, **options)
+        out, kv, top = engine().attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
+        return out, State(kv, top)
+
+    def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+        plain = options.get("initial_state") is not None or unreadable(phi_q, phi_k, v)
+        if plain or not _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
+            return self.attend(phi_q, phi_k, v, **options)[0]
+
+        def fallback(phi_q: Tensor, phi_k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+            changed: LinearOptions = {**options, "log_scale": log_scale}
+            return causal_attention(phi_q, phi_k, v, **changed)[0]
+
+        return attend_with_gradient([], phi_q, phi_k, v, fallback, _attend_options(options))
+
+
+def _has_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _attend_options(options: LinearOptions) -> AttendOptions:
+    mask, eps = options.get("key_padding_mask"), options.get("eps", EPS)
+    return AttendOptions(True, 1.0, eps, mask=mask, log_scale=options.get("log_scale"))
+
+
+CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), CausalOp())
+"""The first that takes a call is used; the last takes every call."""
+
+
+def causal_op(mixer: FeatureMapMixer, call: AttentionCall) -> CausalOp:
+    """Return the op that a mixer's causal call goes through."""
+    return next(op for op in CAUSAL_OPS if not op.why_not(call.k, call.v, normalize=mixer.divides))
+
+
+def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
+    """Attend causally on given features as `linearize.ops.causal_attention` does, with the fastest op available."""
+    normalize = options.get("normalize", True)
+    op = next(op for op in CAUSAL_OPS if not op.why_not(phi_k, v, normalize=normalize))
+    return op.output(phi_q, phi_k, v, **options)

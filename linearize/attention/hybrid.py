@@ -1,0 +1,116 @@
+"""What a hybrid adds to a kernel: learned log-scales of queries and keys, and query heads that stay softmax.
+
+Log-scales are the size of the linear part relative to the softmax part. Hedgehog's features give phi(q) . phi(k) <= 2
+whatever q and k are, while a near key weighs exp(q . k / sqrt d). Under one denominator the linear part needs softmax's
+absolute size: it is multiplied by exp(a(q) + c(k)).
+
+    linear:   a(x) = w . x + b          network:  a(x) = w . x + b + sum_i o_i tanh(h_i . x + g_i), 16 units
+
+All parameters start at zero, which changes nothing. LoLCATs (Zhang et al. 2024, https://arxiv.org/abs/2410.10254,
+section 3.3) has one learned constant per head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.masks import softmax_weights, visible_keys
+
+UNITS = 16
+"""Hidden units of a network."""
+
+Scales = tuple[Tensor | None, Tensor | None]
+"""Learned log-scales of queries [B, H, T] and of keys [B, K, T], or None."""
+
+
+class LogScale(nn.Module):
+    """Map queries or keys [B, H, T, D] to log-scales [B, H, T], with separate parameters for each head.
+
+    Args:
+        kind: "linear" or "network".
+        heads: H.
+        head_dim: D.
+        bias: whether there is a constant b; one for the queries is enough.
+    """
+
+    def __init__(self, kind: str, heads: int, head_dim: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, head_dim))
+        self.bias = nn.Parameter(torch.empty(heads)) if bias else None
+        network = kind == "network"
+        self.hidden = nn.Parameter(torch.empty(heads, UNITS, head_dim)) if network else None
+        self.hidden_bias = nn.Parameter(torch.empty(heads, UNITS)) if network else None
+        self.out = nn.Parameter(torch.empty(heads, UNITS)) if network else None
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Start at zero; the hidden units are drawn, their outputs are zero."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+            if self.hidden is not None:
+                drawn = torch.randn(self.hidden.shape, generator=generator)
+                self.hidden.copy_(drawn * self.hidden.shape[-1] ** -0.5)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The parameters in the order in which the native op reads them."""
+        return self.weight, self.bias, self.hidden, self.hidden_bias, self.out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the log-scales in fp32."""
+        x = x.float()
+        scale = (x @ self.weight.float()[..., None])[..., 0]
+        if self.bias is not None:
+            scale = scale + self.bias.float()[:, None]
+        if self.hidden is None or self.hidden_bias is None or self.out is None:
+            return scale
+        units = torch.tanh(x @ self.hidden.float().transpose(-1, -2) + self.hidden_bias.float()[:, None])
+        return scale + (units @ self.out.float()[..., None])[..., 0]
+
+
+CACHED = ("softmax_k", "softmax_v", "softmax_mask")
+"""These heads' tensors in a state: [B, n, T, D] and [B, n, T, V] of their n key heads, and [B, T] bool. They grow."""
+
+
+class SoftmaxHeads:
+    """Query heads that stay softmax: their keys and values are cached, those of the others are not.
+
+    Args:
+        heads: their numbers.
+        groups: query heads for each key head.
+        causal: the direction.
+    """
+
+    def __init__(self, heads: tuple[int, ...], groups: int, causal: bool) -> None:
+        self.heads, self.causal = list(heads), causal
+        # The heads of a group share keys, which are kept once.
+        self.key_heads = sorted({head // groups for head in heads})
+        self.key_of = [self.key_heads.index(head // groups) for head in heads]
+
+    def attend(self, call: AttentionCall) -> tuple[Tensor, MixerState]:
+        """Return the heads' outputs [B, n, T, V], and the keys and values so far; empty unless `call.needs_state`."""
+        k, v, mask = call.k[:, self.key_heads], call.v[:, self.key_heads], call.key_padding_mask
+        if call.state is not None or call.needs_state:
+            everywhere = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+            mask = everywhere if mask is None else mask.bool()
+        if call.state is not None:
+            k, v = torch.cat([call.state["softmax_k"], k], dim=2), torch.cat([call.state["softmax_v"], v], dim=2)
+            assert mask is not None
+            mask = torch.cat([call.state["softmax_mask"], mask], dim=1)
+        q, keys, values = call.q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
+        visible = visible_keys(q, keys, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
+        causal = self.causal and visible is None and q.shape[2] > 1
+        out = F.scaled_dot_product_attention(q, keys, values, visible, is_causal=causal, scale=call.scaling)
+        if mask is None or not call.needs_state:
+            return out, {}
+        return out, {"softmax_k": k, "softmax_v": v, "softmax_mask": mask}
+
+    def weights(self, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+        """Write out the heads' weights [B, n, T, S] in fp32; the queries are the last T of the S tokens."""
+        q, k = q[:, self.heads].float(), k[:, self.key_heads][:, self.key_of].float()
+        visible = visible_keys(q, k, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
+        causal = self.causal and visible is None and q.shape[2] > 1
+        return softmax_weights(q, k, visible, scaling=scaling, causal=causal)
