@@ -4,9 +4,10 @@
 """
 
 import re
+import shutil
 
 import pytest
-from support.documents import CHECKOUT, blocks, inline, lines, make_cheap, make_place, pages, run_line
+from support.documents import CHECKOUT, CONVERTED, blocks, inline, lines, make_cheap, make_place, pages, run_line
 from support.scripts import script
 
 import linearize
@@ -20,12 +21,18 @@ FIGURES = [name for name in DOCUMENTS if name.startswith("docs/benchmarks/") or 
 """Pages of figures: `make slow` runs their lines, which take long and do much alike."""
 
 
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory):
+    """What lies in the working folders of the documents, made once."""
+    return make_place(tmp_path_factory.mktemp("stock"))
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch, request):
-    """The working folder of one document."""
+def place(stock, tmp_path, monkeypatch, request):
+    """The working folder of one document; README.md makes its conversions itself."""
     make_cheap(monkeypatch, tmp_path)
-    make_place(tmp_path, converted=getattr(request, "param", "README.md") != "README.md")
-    return tmp_path
+    own = CONVERTED if getattr(request, "param", "README.md") == "README.md" else ()
+    return shutil.copytree(stock, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*own))
 
 
 def in_order(name):

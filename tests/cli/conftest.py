@@ -22,3 +22,11 @@ def folders(tmp_path_factory):
     (root / "data.jsonl").write_text("\n".join(lines))
     (root / "empty.jsonl").write_text("")
     return root
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pictures_without_layout():
+    """Leave texts in pictures where they fall: arranging them takes half of a report; tests/report has whole ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
+        yield

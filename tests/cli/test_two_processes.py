@@ -8,9 +8,16 @@ import pytest
 import torch
 import transformers
 from support.command_lines import run
+from support.forks import together
 from support.processes import launch
 
+from linearize.cli import main
+
 SCRIPT = os.path.join(os.path.dirname(sys.executable), "linearize")
+
+
+def program(words):
+    sys.exit(main([str(word) for word in words]))
 
 
 def line(root, *arguments):
@@ -23,14 +30,14 @@ def test_a_childs_own_error_is_shown(folders, tmp_path):
         launch([SCRIPT, *line(folders, "--nowhere", "--output", tmp_path / "out")], 2, tmp_path / "logs")
 
 
-def test_two_processes_convert_like_one(folders, tmp_path, tmp_path_factory, capsys):
-    logs = tmp_path_factory.mktemp("logs")
+def test_two_processes_convert_like_one(folders, tmp_path, capsys):
     common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--bucket-by-length", "--json"]
     alone = line(folders, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one")
     code, one, _ = run(capsys, *alone)
     assert code == 0
-    two = launch([SCRIPT, *line(folders, *common, "--batch-size", 4, "--output", tmp_path / "two")], 2, logs)
+    two, other = together(program, line(folders, *common, "--batch-size", 4, "--output", tmp_path / "two"))
     whole, parts = json.loads(one), json.loads(two)
+    assert other == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     for time in ("before", "after"):
         one, two = (found["distillation"][time]["mean"]["kl"] for found in (whole, parts))

@@ -2,16 +2,13 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support.command_lines import changed, line_of, without
+from support.command_lines import changed, line_of, run_words, without
+from support.forks import context
 
 from linearize.checkpoint.loading import load_model
 from linearize.checkpoint.output import atomic_folder, check_target, claim, clear_leftovers
@@ -279,20 +276,20 @@ def test_what_lies_beside_the_output_and_is_not_ours_stays(verb, models, tmp_pat
 def test_two_writers_do_not_both_say_done(models, tmp_path):
     """Started together; each must either be the one whose result is there, or say that it is not."""
     out = tmp_path / "out"
-    script = Path(sys.executable).with_name("linearize")
-    started = [
-        subprocess.Popen(
-            [str(word) for word in [script, *line_of("convert", models, out, "--seed", seed)]],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for seed in (1, 2)
-    ]  # fmt: skip
-    ended = [(one, *one.communicate()) for one in started]
-    done = [number for number, (one, _, _) in enumerate(ended) if one.returncode == 0]
-    assert len(done) == 1, [err for _, _, err in ended]
-    (refused,) = (err for one, _, err in ended if one.returncode)
+    said = {seed: tmp_path.with_name(f"{tmp_path.name}-{seed}") for seed in (1, 2)}
+    started = {
+        seed: context.Process(target=run_words, args=(line_of("convert", models, out, "--seed", seed), {}, str(file)))
+        for seed, file in said.items()
+    }
+    for one in started.values():
+        one.start()
+    for one in started.values():
+        one.join()
+    done = [seed for seed, one in started.items() if one.exitcode == 0]
+    assert len(done) == 1, [file.read_text() for file in said.values()]
+    (refused,) = (said[seed].read_text() for seed, one in started.items() if one.exitcode)
     assert "is being written by process" in refused or "exists and is not empty" in refused
-    assert json.loads((out / "config.json").read_text())["linearize"]["seed"] == done[0] + 1
+    assert json.loads((out / "config.json").read_text())["linearize"]["seed"] == done[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -305,7 +302,6 @@ def _hold(target, ready, go):
 @contextlib.contextmanager
 def held(target):
     """Another process has the output; its number."""
-    context = multiprocessing.get_context("spawn")
     ready, go = context.Event(), context.Event()
     child = context.Process(target=_hold, args=(str(target), ready, go))
     child.start()

@@ -143,7 +143,7 @@ def test_its_interval_is_that_of_the_mean_of_differences():
     sides = []
     for right in (0.8, 0.75):
         guesses = np.where(chance.random(400) < right, labels, 1 - labels)
-        scores = resampled_scores(no_rows("sst2"), np.eye(2)[guesses], labels)
+        scores = resampled_scores(no_rows("sst2"), np.eye(2)[guesses], labels, resamples=interval.RESAMPLES)
         share = float(np.mean(guesses == labels))
         sides.append((Measured(metrics={}, score=share, rows=400, units=400, resampled=scores), guesses == labels))
     (ours, mine), (theirs, its) = sides

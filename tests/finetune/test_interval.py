@@ -8,9 +8,21 @@ import numpy as np
 import pytest
 from support.tasks import no_rows, word_tokenizer
 
-from linearize.training.stage_two.metrics import balanced_score, chance_level, entities, percentiles, resampled_scores
+from linearize.training.stage_two.metrics import (
+    RESAMPLES,
+    balanced_score,
+    chance_level,
+    entities,
+    percentiles,
+    resampled_scores,
+)
 from linearize.training.stage_two.prepared import IGNORED, DataOptions, text_facts, tokenise
 from linearize.training.stage_two.tasks import TASKS, recovery
+
+
+@pytest.fixture(autouse=True)
+def all_resamples(few_resamples, monkeypatch):
+    monkeypatch.setitem(resampled_scores.__kwdefaults__, "resamples", RESAMPLES)
 
 
 def score_interval(name, predictions, labels, **options):

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from support.checkpoints import make_original, make_text, texts
+from support.forks import settle
 
 VERBS = ("convert", "distill", "align", "finetune", "init", "report", "compare", "run")
 
@@ -20,6 +21,8 @@ def make_models(root: Path) -> Path:
     make_original(root / "bert")
     for kernel in ("hedgehog", "elu"):
         make_text(root / kernel, kernel=kernel)
+    # A report draws each head.
+    make_text(root / "small", config={"num_attention_heads": 2, "num_hidden_layers": 1})
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     (root / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 20, **sizes}))
     recipe = {
@@ -53,7 +56,7 @@ def line_of(verb: str, root: Path, out: Path, *more: object) -> list[str]:
             "--device", "cpu", "--overwrite",
         ],
         "init": ["init", root / "config.json", "--overwrite"],
-        "report": ["report", root / "hedgehog", *looks, "--overwrite"],
+        "report": ["report", root / "small", *looks, "--overwrite"],
         "compare": ["compare", root / "hedgehog", root / "elu", *looks, "--overwrite"],
         "demo": ["demo", "--steps", 1, "--tokens", 600],
         "run": ["run", root / "recipe.yaml"],
@@ -83,6 +86,7 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
 
 def run_words(words: list[str], environment: dict[str, str], said: str) -> None:
     """Run a command line in a process of its own, its stderr in a file, and end with its exit code."""
+    settle()
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)

@@ -169,11 +169,11 @@ def lines(block):
     return [line for line in joined if shlex.split(line, comments=True)]
 
 
-def make_place(root: Path, *, converted: bool) -> None:
-    """Put tiny things under the documents' names into a folder; with the conversions of README.md, or without."""
+def make_place(root: Path) -> Path:
+    """Put tiny things under the documents' names into a folder, with the conversions of README.md."""
     for name, (kind, head, overrides) in FOLDERS.items():
         make_original(root / name, kind, head, **overrides)
-    for name in CONVERTED if converted else ():
+    for name in CONVERTED:
         kind, head, overrides = FOLDERS[name.removesuffix("-hedgehog")]
         make_text(root / name, kind, head=head, config=overrides)
     rows = [{"text": " ".join(VOCABULARY[i % 11 :] + VOCABULARY[: i % 13]), "label": i % 2} for i in range(96)]
@@ -191,6 +191,7 @@ def make_place(root: Path, *, converted: bool) -> None:
         folder = root / "data" / "cifar10" / split / name
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (32, 32), (30 * number, 99, 7)).save(folder / f"{number}.png")
+    return root
 
 
 def write_texts(root, rows):
@@ -228,7 +229,10 @@ def write_glue(root, rows):
 
 
 def make_cheap(patch, root: Path) -> None:
-    """Leave out what takes long and says nothing about a line: peaks of the machine, optimisation, fresh processes."""
+    """Leave out what takes long and says nothing about a line: peaks of the machine, optimisation, fresh processes.
+
+    Texts in pictures stay where they fall: arranging them takes half of a report.
+    """
     patch.chdir(root)
     # What a document registers ends with it.
     patch.setattr("linearize.core.registry._KERNELS", {info.name: info for info in linearize.kernel_infos()})
@@ -241,6 +245,7 @@ def make_cheap(patch, root: Path) -> None:
     patch.setattr(
         "linearize.evaluation.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
     )
+    patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
 
 

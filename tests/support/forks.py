@@ -6,6 +6,7 @@ programs with their own environment. The process that they are forks of starts w
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -40,7 +41,14 @@ def start(function: Callable[..., Any], *arguments: Any, environment: Mapping[st
     return child
 
 
+def settle() -> None:
+    """Leave what was imported out of searches for garbage, and wait for no disk: see tests/conftest.py."""
+    gc.freeze()
+    os.fsync = os.fstat
+
+
 def _child(function: Callable[..., Any], arguments: Sequence[Any], environment: dict[str, str], said: str) -> None:
+    settle()
     os.environ.update(environment)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(os.path.join(said, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -82,8 +90,11 @@ def _execute(code: str, arguments: list[str]) -> None:
 
 def together(
     function: Callable[..., Any], *arguments: Any, count: int = 2, environment: Mapping[str, str] | None = None
-) -> None:
+) -> list[str]:
     """Run a function in several forks that find each other as processes of torchrun do.
+
+    Returns:
+        What each of them printed on stdout.
 
     Raises:
         AssertionError: with what they said, if one fails.
@@ -101,9 +112,13 @@ def together(
             children.append(start(function, *arguments, environment=shared | own, said=said))
         for child in children:
             child.join()
+        out, errors = (
+            [(Path(folder) / str(r) / name).read_text() for r in range(count)] for name in ("stdout", "stderr")
+        )
         if any(child.exitcode for child in children):
-            texts = [(Path(folder) / str(rank) / "stderr").read_text()[-4000:] for rank in range(count)]
-            raise AssertionError("\n".join(f"process {rank} said:\n{text}" for rank, text in enumerate(texts)))
+            texts = (f"process {rank} said:\n{text[-4000:]}" for rank, text in enumerate(errors))
+            raise AssertionError("\n".join(texts))
+        return out
 
 
 def in_forked_process(function: Callable[..., Any], *arguments: Any) -> Any:
