@@ -141,14 +141,15 @@ def _closure(roots: Iterable[str]) -> list[str]:
                 f"the runtime imports {module!r}, which does not belong to it ({', '.join(PACKAGES)})"
             )
         found.add(module)
-        pending.extend(_imports(source_of(module)))
+        pending.extend(_imports(module))
     return sorted(found)
 
 
-def _imports(source: str) -> list[str]:
-    """List the package's modules that a source imports, including inside functions."""
-    return [
+@functools.cache
+def _imports(module: str) -> tuple[str, ...]:
+    """Name the package's modules that a module imports, including inside functions; every save asks again."""
+    return tuple(
         node.module
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(ast.parse(source_of(module)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "linearize"
-    ]
+    )
