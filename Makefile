@@ -20,7 +20,9 @@ models: install
 demo: install
 	HF_HUB_OFFLINE=1 $(BIN)/linearize demo
 
-test: lint types unit
+# mypy and the tests at the same time, as mypy uses one core; each goes on to its end, and any failure fails this.
+test: install
+	$(MAKE) --no-print-directory --keep-going --jobs=2 lint types unit
 
 lint: install
 	$(BIN)/ruff check .
