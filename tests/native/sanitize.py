@@ -96,7 +96,7 @@ def run() -> int:
     native.loaded = lambda: engine
     from support.native_cases import CASES, learned
 
-    from linearize.attention.backends.native import NativeOp
+    from linearize.attention.backends.causal import NativeOp
     from linearize.attention.call import AttentionCall
 
     def inputs(count, size, value, key_heads, dtype):

@@ -8,7 +8,7 @@ import torch
 from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
 from support.rounding import allowed, deviation, gradients_in_double
 
-from linearize.attention.backends.native import NativeOp
+from linearize.attention.backends.causal import NativeOp
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
 from linearize.attention.native.build import agreement, check_agreement, native_kernels

@@ -7,7 +7,7 @@ import torch
 from support.kernel_cases import decode, make_inputs, make_mixer, naive, run
 from support.numerics_cases import ENGINES, MIXERS
 
-from linearize.attention.backends.native import NativeOp
+from linearize.attention.backends.causal import NativeOp
 from linearize.ops import (
     Blocks,
     Mapped,
