@@ -194,6 +194,8 @@ def main(words: list[str] | None = None) -> None:
     change(model, exact_keys=exact)
     without_kernel("window only, softmax heads and exact keys")
     measure("softmax heads and exact keys", model)
+    change(model, exact_keys=2 * exact)
+    measure("softmax heads and twice the exact keys", model)
 
 
 if __name__ == "__main__":
