@@ -25,8 +25,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def pictures_without_layout():
-    """Leave texts in pictures where they fall: arranging them takes half of a report; tests/report has whole ones."""
+def fewer_and_plain_pictures():
+    """Leave texts in pictures where they fall, and draw two heads: tests/report has whole reports, which take long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
+        patch.setattr("linearize.evaluation.report.sections.LARGE", 1)
         yield

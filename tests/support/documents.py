@@ -231,7 +231,7 @@ def write_glue(root, rows):
 def make_cheap(patch, root: Path) -> None:
     """Leave out what takes long and says nothing about a line: peaks of the machine, optimisation, fresh processes.
 
-    Texts in pictures stay where they fall: arranging them takes half of a report.
+    Reports draw two heads, and texts in pictures stay where they fall: that is most of their time.
     """
     patch.chdir(root)
     # What a document registers ends with it.
@@ -246,6 +246,7 @@ def make_cheap(patch, root: Path) -> None:
         "linearize.evaluation.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
     )
     patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
+    patch.setattr("linearize.evaluation.report.sections.LARGE", 1)
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
 
 
