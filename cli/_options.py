@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linearize.core.errors import ConfigError
-from linearize.core.from_yaml import convert, kind_of
-from linearize.core.options import Option, make, options_of
+from linearize.core.options import Option, convert, kind_of, make, options_of
 from linearize.core.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")

@@ -20,8 +20,8 @@ _PUBLIC = {
     "Plan": "linearize.modeling.plan",
     "LinearizeError": "linearize.core.errors",
     "align": "linearize.training.alignment.loop",
-    "apply": "linearize.conversion.apply",
-    "convert": "linearize.conversion.apply",
+    "apply": "linearize.conversion.plan",
+    "convert": "linearize.conversion.plan",
     "distill": "linearize.training.stage_one.loop",
     "kernel_info": "linearize.core.registry",
     "kernel_infos": "linearize.core.registry",
@@ -33,8 +33,8 @@ _PUBLIC = {
 
 if TYPE_CHECKING:
     from linearize.checkpoint.save import save as save
-    from linearize.conversion.apply import apply as apply
-    from linearize.conversion.apply import convert as convert
+    from linearize.conversion.plan import apply as apply
+    from linearize.conversion.plan import convert as convert
     from linearize.conversion.plan import plan as plan
     from linearize.core.errors import LinearizeError as LinearizeError
     from linearize.core.registry import kernel_info as kernel_info

@@ -14,13 +14,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.ownership import check_links
-from linearize.checkpoint.provenance import PlanPoint, Provenance
+from linearize.checkpoint.provenance import PlanPoint, Provenance, StageTwo
 from linearize.conversion.plan import expectations
 from linearize.conversion.positions import current_length
 from linearize.core.errors import CheckpointError, printable
 from linearize.core.heads import HEADS, Head, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
-from linearize.core.registry import KernelInfo, kernel_info
+from linearize.core.registry import kernel_info
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import outside_packages, why_not
@@ -78,23 +78,23 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     base = provenance.base_model or (facts or {}).get("base_model") or config.linearize["base_architecture"]
     kernels = sorted({layer.kernel for layer in plan.converted})
     length = current_length(model)
-    tuned = provenance.finetuning
-    theirs = {} if tuned is None else tuned.original.metrics
+    tuned = provenance.finetuning or StageTwo()
+    theirs = tuned.original.metrics
     card = ModelCard.from_template(
-        _card_data(model, kernels, head, facts or {}, name, provenance),
+        _card_data(model, kernels, head, facts or {}, name, tuned),
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
         auto_class=(head or HEADS["feature-extraction"]).auto_class,
         kernels=[kernel_info(kernel) for kernel in kernels],
-        linked=_source,
         name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, length)],
-        results=[(_text(metric), f"{ours:.4g}", _number(theirs.get(metric))) for metric, ours in _metrics(provenance)],
-        chance=_chance_level(provenance),
-        original_score=any(metric in theirs for metric, _ in _metrics(provenance)),
+        results=[(_text(name), f"{ours:.4g}", _number(theirs.get(name))) for name, ours in tuned.metrics.items()],
+        chance=_number(tuned.chance),
+        above_chance=tuned.above_chance,
+        original_score=any(name in theirs for name in tuned.metrics),
         commands=commands(provenance),
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
@@ -148,7 +148,7 @@ def _card_data(
     head: Head | None,
     facts: Mapping[str, str | list[str]],
     called: str,
-    provenance: Provenance,
+    tuned: StageTwo,
 ) -> ModelCardData:
     """Return what the Hub reads at the top of a card; the original's Hub name goes before its card's own facts."""
     values: dict[str, Any] = {
@@ -158,7 +158,18 @@ def _card_data(
     name = str(getattr(model.config, "name_or_path", "") or "")
     if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         values["base_model"] = name
-    if results := _eval_results(provenance, head.pipeline_tag if head else "feature-extraction"):
+    if tuned.metrics:
+        data = _fact(tuned.data or "").partition(":")[0].strip() or "unknown"
+        results = [
+            EvalResult(
+                task_type=head.pipeline_tag if head else "feature-extraction",
+                dataset_type=re.sub(r"[^\w./-]", "-", data),
+                dataset_name=data,
+                metric_type=re.sub(r"\W", "_", printable(metric)),
+                metric_value=value,
+            )
+            for metric, value in tuned.metrics.items()
+        ]
         values |= {"eval_results": results, "model_name": _fact(called or "THIS_MODEL")}
     return ModelCardData(
         library_name="transformers",
@@ -166,41 +177,6 @@ def _card_data(
         pipeline_tag=head.pipeline_tag if head else None,
         **values,
     )
-
-
-def _metrics(provenance: Provenance) -> list[tuple[str, float]]:
-    """Return name and value of stage two's metrics."""
-    return [] if provenance.finetuning is None else list(provenance.finetuning.metrics.items())
-
-
-def _eval_results(provenance: Provenance, task_type: str) -> list[EvalResult]:
-    """Return stage two's metrics as the Hub's model index has them."""
-    tuned = provenance.finetuning
-    data = _fact((tuned.data if tuned is not None else None) or "").partition(":")[0].strip() or "unknown"
-    return [
-        EvalResult(
-            task_type=task_type,
-            dataset_type=re.sub(r"[^\w./-]", "-", data),
-            dataset_name=data,
-            metric_type=re.sub(r"\W", "_", printable(name)),
-            metric_value=value,
-        )
-        for name, value in _metrics(provenance)
-    ]
-
-
-def _chance_level(provenance: Provenance) -> str:
-    """Say what guessing reaches on the task of stage two, and whether the model is above it; empty if not recorded."""
-    tuned = provenance.finetuning
-    if tuned is None or tuned.chance is None:
-        return ""
-    below = "" if tuned.above_chance else " This model is not above it."
-    return f"Chance, the best answer that looks at no input, reaches a score of {tuned.chance:.4g}.{below}"
-
-
-def _source(info: KernelInfo) -> str:
-    """Return the source of a kernel, with a link if it has an address."""
-    return f"[{info.source}]({info.url})" if info.url else info.source
 
 
 def _point(point: PlanPoint) -> list[str]:

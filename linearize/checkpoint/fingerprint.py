@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -67,18 +68,16 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
         return
     name = differ[0]
     more = f" (and {', '.join(differ[1:4])}{' ...' if len(differ) > 4 else ''})" if len(differ) > 1 else ""
-    advice = "use the same, or start again without --resume"
-    if name in saved and name in now:
-        before, after = _shown(saved[name], now[name])
-        raise ConfigError(f"resume: the run was started with {name}={before}, now it is {after}{more}; {advice}")
-    if name in now:
+    if name not in saved:
         raise ConfigError(
             f"resume: the state does not say with which {name} its run was started{more}, as another version of "
             "linearize wrote it; start again without --resume"
         )
-    raise ConfigError(
-        f"resume: the run was started with {name}={saved[name]!r}, which is not there now{more}; {advice}"
-    )
+    change = f"{saved[name]!r}, which is not there now"
+    if name in now:
+        change = "{}, now it is {}".format(*_shown(saved[name], now[name]))
+    advice = "use the same, or start again without --resume"
+    raise ConfigError(f"resume: the run was started with {name}={change}{more}; {advice}")
 
 
 def _shown(before: object, after: object) -> tuple[str, str]:
@@ -114,9 +113,9 @@ def kernels_of(model: nn.Module) -> dict[str, object]:
     for name, layer in linear_attentions(model).items():
         hybrid = layer.hybrid
         # A layer without newer additions has the form of earlier versions, so that their runs can be resumed.
-        sinks = [hybrid.sinks] if hybrid.sinks else []
         newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks")}
-        kernels[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *sinks, *([newer] if newer else [])])
+        additions = [addition for addition in (hybrid.sinks, newer) if addition]
+        kernels[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *additions])
     return kernels
 
 
@@ -143,8 +142,7 @@ def data_digest(data: object) -> str:
     hashed = xxhash.xxh3_128()
     if hasattr(data, "holdout_batches") and hasattr(data, "train_batches"):
         _feed(hashed, data.holdout_batches())
-        batches = data.train_batches()
-        for _, batch in zip(range(BATCHES), batches, strict=False):
+        for batch in islice(data.train_batches(), BATCHES):
             _feed(hashed, batch)
     else:
         _feed(hashed, data)

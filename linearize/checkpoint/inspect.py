@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
+from linearize.checkpoint.loading import read_config
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance
-from linearize.conversion.gguf import count_parameters, find_gguf, located, read_config_values
+from linearize.conversion.gguf import count_parameters, located
+from linearize.conversion.positions import current_length
 from linearize.core.errors import CheckpointError, LinearizeError, first_line
-from linearize.core.parsing import read_json
 from linearize.modeling.config import MODEL_TYPE, PACKAGES, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
@@ -93,7 +94,8 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         CheckpointError: if there is no checkpoint of that name, or it is damaged.
         ConfigError: if it uses an unknown kernel; the message names the package that registers it, if recorded.
     """
-    values = _config_values(name)
+    check_links(name)
+    values = read_config(str(name))
     total = count_parameters(name)
     if total is None and (header := read_header(name)) is not None:
         total = sum(prod(tensor.shape) for tensor in header.values())
@@ -118,7 +120,11 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
             provenance=provenance,
             packages=section.get(PACKAGES, {}),
         )
-    config = _plain_config(name)
+    try:
+        place, where = located(str(name))
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **where)
+    except Exception as error:
+        raise CheckpointError(f"{str(name)!r}: config.json describes no known model ({first_line(error)})") from None
     model = _empty(AutoModel.from_config, config)
     return CheckpointInfo(
         name=str(name),
@@ -129,35 +135,6 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         parameters_total=total,
         max_length=_length(model),
     )
-
-
-def _config_values(name: str | os.PathLike[str]) -> dict[str, Any]:
-    file = Path(name) / "config.json"
-    if str(name).startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        raise CheckpointError(f"{str(name)!r} does not exist; expected the folder of a model, or a Hub name")
-    check_links(name)
-    try:
-        plain = Path(name).is_dir() and find_gguf(name) is None
-        values = read_json(file) if plain else read_config_values(str(name))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{str(name)!r} has no config.json, so it is no checkpoint; name another folder"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{str(name)!r}: config.json cannot be read ({first_line(error)}); name a folder or a Hub model"
-        ) from None
-    if not isinstance(values, dict) or not values:
-        raise CheckpointError(f"{str(name)!r} has no config.json of a model; name a folder or a Hub model")
-    return values
-
-
-def _plain_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
-    try:
-        place, where = located(str(name))
-        return AutoConfig.from_pretrained(place, trust_remote_code=False, **where)
-    except Exception as error:
-        raise CheckpointError(f"{str(name)!r}: config.json describes no known model ({first_line(error)})") from None
 
 
 def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
@@ -174,10 +151,7 @@ def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrai
 
 
 def _length(model: nn.Module | None) -> int | None:
-    from linearize.conversion.positions import current_length
-
-    try:
+    # A fact that cannot be determined is left out.
+    with contextlib.suppress(Exception):
         return None if model is None else current_length(model)
-    except Exception:
-        # A fact that cannot be determined is left out.
-        return None
+    return None

@@ -1,10 +1,16 @@
-"""Load a model by Hub name, folder or GGUF file, with its tokenizer or image processor."""
+"""Load a model by Hub name, folder or GGUF file, with its tokenizer or image processor.
+
+A sentence-transformers folder has more modules (pooling, normalisation, dense layers), which a checkpoint keeps:
+`SentenceTransformer(FOLDER)` reads them from `modules.json`; without it, it would pool by the mean and not normalise.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,14 +26,14 @@ from linearize.core.errors import (
     unknown_name,
 )
 from linearize.core.heads import HEADS, Modality
-from linearize.core.parsing import read_json
+from linearize.core.parsing import parse_json, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedModel
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
@@ -43,7 +49,7 @@ class Loaded:
         processor: tokenizer or image processor; None if the checkpoint has none.
         modality: "text", "image" or "other".
         name: Hub name, folder or file.
-        embedder: files of a sentence embedder's other modules, by name (see `linearize.checkpoint.sentence`).
+        embedder: files of a sentence embedder's other modules, by name (see `sentence_files`).
     """
 
     model: PreTrainedModel
@@ -73,7 +79,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 
     if task is not None and task not in HEADS:
         raise unknown_name("task", task, HEADS)
-    raw = _read_config(name, revision)
+    raw = read_config(name, revision)
     if raw.get("model_type") == "linearize":
         raise UnsupportedModelError(f"{name!r} is converted already; start from the original checkpoint")
     architecture = (raw.get("architectures") or [None])[0]
@@ -86,9 +92,15 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     with quiet(), _explained(name, architecture):
         model = load_weights(loader, name, revision=revision, **_timm_options(name, revision, raw))
     check_numbers(model, repr(name))
+    return _loaded(model, name, device, revision)
+
+
+def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None = None) -> Loaded:
     modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
-    return Loaded(model, _load_processor(name, revision, modality), modality, name, _embedder(model, name, revision))
+    # A model with a head is no sentence embedder.
+    embedder = sentence_files(name, revision) if model.base_model is model else {}
+    return Loaded(model, _load_processor(name, revision, modality), modality, name, embedder)
 
 
 def _timm_options(name: str, revision: str | None, raw: dict[str, Any]) -> dict[str, Any]:
@@ -115,19 +127,15 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     """
     import transformers
 
+    from linearize.modeling.model import model_class
+
     raw = check_converted(name)
     config = transformers.AutoConfig.from_pretrained(name)
     base: Any = getattr(transformers, str((raw.get("architectures") or [""])[0]).removeprefix("Linearized"), None)
+    loader: Any = transformers.AutoModel if base is None else model_class(base, type(config))
     with quiet():
-        if base is None:
-            model = transformers.AutoModel.from_pretrained(name)
-        else:
-            from linearize.modeling.model import model_class
-
-            model = model_class(base, type(config)).from_pretrained(name)
-    modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
-    model.eval().to(check_device(device))
-    return Loaded(model, _load_processor(name, None, modality), modality, name, _embedder(model, name, None))
+        model = loader.from_pretrained(name)
+    return _loaded(model, name, device)
 
 
 def check_converted(name: str) -> dict[str, Any]:
@@ -136,17 +144,10 @@ def check_converted(name: str) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is not a converted checkpoint, or cannot be read.
     """
-    raw = _read_config(name, None)
+    raw = read_config(name)
     if raw.get("model_type") != "linearize":
         raise CheckpointError(f"{name!r} is not a converted checkpoint; convert it first: linearize convert {name}")
     return raw
-
-
-def _embedder(model: PreTrainedModel, name: str, revision: str | None) -> dict[str, bytes]:
-    """Return the files of a sentence embedder's other modules; empty for a model with a head."""
-    from linearize.checkpoint.sentence import sentence_files
-
-    return sentence_files(name, revision) if model.base_model is model else {}
 
 
 def model_type(name: str) -> str | None:
@@ -155,7 +156,7 @@ def model_type(name: str) -> str | None:
     Raises:
         CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
-    return _read_config(name, None).get("model_type")
+    return read_config(name).get("model_type")
 
 
 def move(model: ModelT, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ModelT:
@@ -183,7 +184,12 @@ def check_device(name: str) -> str:
     return name
 
 
-def _read_config(name: str, revision: str | None) -> dict[str, Any]:
+def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the values in a checkpoint's config.json, or in a GGUF file.
+
+    Raises:
+        CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
+    """
     path = Path(name)
     if find_gguf(name) is None and (path.exists() or name.startswith((".", "/", "~"))):
         file = path.expanduser() / "config.json"
@@ -226,9 +232,8 @@ def _explained(name: str, architecture: str | None) -> Iterator[None]:
                 f"{name!r} runs its own code, which linearize does not convert; use an architecture of transformers"
             ) from error
         if Path(name).exists():
-            raise CheckpointError(
-                f"{name!r} cannot be loaded{f' as {architecture}' if architecture else ''}: {first}"
-            ) from error
+            kind = f" as {architecture}" if architecture else ""
+            raise CheckpointError(f"{name!r} cannot be loaded{kind}: {first}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
         repair = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
         raise CheckpointError(
@@ -275,3 +280,106 @@ def _load_processor(name: str, revision: str | None, modality: str) -> Processor
             return auto.from_pretrained(place, revision=revision, **where)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
         return None
+
+
+MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
+OWN = ("config_sentence_transformers.json", TRANSFORMER)
+NAME = re.compile(r"\w[\w.+ -]{0,99}")
+"""A folder's name in the path of a module: `.` would put its config.json in the place of the model's own."""
+PARTS = ("config.json", "model.safetensors")
+"""Files that a module may have; weights as pickles are refused."""
+
+
+def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
+    """Return the files that make a checkpoint a sentence embedder; empty if it is no embedder.
+
+    Args:
+        name: folder, whose links were checked (`linearize.checkpoint.ownership.check_links`), or Hub name.
+        revision: branch, tag or commit on the Hub.
+
+    Returns:
+        Contents by name within the folder, such as `1_Pooling/config.json`.
+
+    Raises:
+        CheckpointError: if the list of modules cannot be read or leads out of the folder, or a module's weights are a
+            pickle.
+    """
+    content = _bytes(name, MODULES, revision)
+    if content is None:
+        return {}
+    modules = _parse(name, MODULES, content)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) and "path" in module for module in modules):
+        raise CheckpointError(f"{name!r}: {MODULES} is no list of modules with paths; download the checkpoint again")
+    files = {MODULES: content}
+    for file in OWN:
+        if (text := _bytes(name, file, revision)) is not None:
+            kind = type(_parse(name, file, text)).__name__
+            if kind != "dict":
+                raise CheckpointError(f"{name!r}: {file} holds a {kind}, expected an object; download it again")
+            files[file] = text
+    for path in filter(None, (str(module["path"]) for module in modules)):
+        if len(path) > 200 or not all(NAME.fullmatch(part) for part in path.split("/")):
+            shown = path if len(path) <= 40 else f"{path[:40]}..."
+            raise CheckpointError(
+                f"{name!r}: {MODULES} names {shown!r}, expected a folder inside the checkpoint such as '1_Pooling'; "
+                "repair it"
+            )
+        parts = {f"{path}/{file}": _bytes(name, f"{path}/{file}", revision) for file in PARTS}
+        if parts[f"{path}/{PARTS[1]}"] is None and _bytes(name, f"{path}/pytorch_model.bin", revision) is not None:
+            raise CheckpointError(
+                f"{name!r}: module {path!r} has its weights as a pickle; save it again with sentence-transformers, "
+                "which writes safetensors"
+            )
+        files |= {file: text for file, text in parts.items() if text is not None}
+    return files
+
+
+def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, bytes]:
+    """Return the files with another longest input, in tokens; None: unchanged."""
+    if tokens is None or not files:
+        return dict(files)
+    values = parse_json(files.get(TRANSFORMER, b"{}"))
+    return {**files, TRANSFORMER: json.dumps({**values, "max_seq_length": tokens}, indent=2).encode()}
+
+
+def pools_first(files: Mapping[str, bytes]) -> bool:
+    """Tell whether the embedding is the first token's state, not the mean over all tokens."""
+    for name, content in files.items():
+        if name.endswith("/config.json"):
+            with contextlib.suppress(ValueError):
+                values: object = parse_json(content)
+                cls = isinstance(values, dict) and values.get("pooling_mode") == "cls"
+                if cls or (isinstance(values, dict) and values.get("pooling_mode_cls_token")):
+                    return True
+    return False
+
+
+def _parse(name: str, file: str, content: bytes) -> object:
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name!r}: {file} cannot be read as JSON ({error}); download the checkpoint again"
+        ) from None
+
+
+def _bytes(name: str, file: str, revision: str | None) -> bytes | None:
+    """Return the bytes of a checkpoint's file; None without it."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        path = folder / file
+        return path.read_bytes() if path.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        cached = cached_file(
+            name,
+            file,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+    except (OSError, ValueError):
+        return None
+    return None if cached is None else Path(cached).read_bytes()

@@ -38,6 +38,10 @@ SHARD = 50 * 10**9
 _claimed: ContextVar[frozenset[Path]] = ContextVar("_claimed", default=frozenset())
 
 
+def _refused(shown: str, why: object, do: str = "choose another folder") -> CheckpointError:
+    return CheckpointError(f"output {shown!r} {why}; {do}")
+
+
 def check_target(target: Name, *, overwrite: bool = False, sources: Iterable[Name | None] = ()) -> Path:
     """Refuse a folder that cannot become the output, before any work is done.
 
@@ -57,29 +61,24 @@ def check_target(target: Name, *, overwrite: bool = False, sources: Iterable[Nam
     try:
         path = _absolute(shown)
         _check_place(path, shown, sources)
-        if path.is_file():
-            raise CheckpointError(f"output {shown!r} is a file, expected a folder; choose another name")
         if path.exists() and not path.is_dir():
-            raise CheckpointError(f"output {shown!r} is no folder; choose another name")
+            kind = "a file" if path.is_file() else "a pipe or a device"
+            raise _refused(shown, f"is {kind}, expected a folder", "choose another name")
         if path.is_dir() and any(path.iterdir()):
             if not overwrite:
-                raise CheckpointError(
-                    f"output {shown!r} exists and is not empty; choose another folder or pass --overwrite"
-                )
+                raise _refused(shown, "exists and is not empty", "choose another folder or pass --overwrite")
             check_ours(path, shown)
         parent = _nearest_existing(path.parent)
         if parent.is_symlink() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise CheckpointError(f"output {shown!r}: {str(parent)!r} cannot be written to; choose another folder")
+            raise _refused(shown, f"cannot be made: {str(parent)!r} cannot be written to")
     except OSError as error:
-        raise CheckpointError(
-            f"output {shown!r} cannot be used ({error.strerror or error}); choose another folder"
-        ) from error
+        raise _refused(shown, f"cannot be used ({error.strerror or error})") from error
     return path
 
 
 def _absolute(shown: str) -> Path:
     if "\0" in shown:
-        raise CheckpointError(f"output {shown!r} holds a zero character; choose another name")
+        raise _refused(shown, "holds a zero character", "choose another name")
     given = Path(shown)
     if given.name in ("", ".."):
         return given.resolve()
@@ -88,21 +87,19 @@ def _absolute(shown: str) -> Path:
         size = len(given.name.encode("utf-8"))
         str(parent).encode("utf-8")
     except UnicodeEncodeError:
-        raise CheckpointError(f"output {shown!r} is not UTF-8; choose another name") from None
+        raise _refused(shown, "is not UTF-8", "choose another name") from None
     try:
         most = os.pathconf(_nearest_existing(parent), "PC_NAME_MAX") - AROUND
     except (AttributeError, OSError, ValueError):
         most = 255 - AROUND
     if size > most:
-        raise CheckpointError(
-            f"output {given.name[:40] + '...'!r} has a name of {size} bytes, expected at most {most}; "
-            "choose a shorter one"
-        )
+        why = f"has a name of {size} bytes, expected at most {most}"
+        raise _refused(f"{given.name[:40]}...", why, "choose a shorter one")
     path = parent.resolve() / given.name
     if path.is_symlink():
         there = os.path.realpath(path)
         advice = "give that folder itself" if os.path.isdir(there) else "choose another name"
-        raise CheckpointError(f"output {shown!r} is a link to {there!r}, expected a folder; {advice}")
+        raise _refused(shown, f"is a link to {there!r}, expected a folder", advice)
     return path
 
 
@@ -118,17 +115,17 @@ def _check_place(path: Path, shown: str, sources: Iterable[Name | None]) -> None
         if source is None or not os.path.exists(name := os.path.expanduser(os.fspath(source))):
             continue
         if path == Path(name).resolve() or (path.exists() and path.samefile(name)):
-            raise CheckpointError(f"output {shown!r} is {os.fspath(source)!r}, which is read; choose another folder")
+            raise _refused(shown, f"is {os.fspath(source)!r}, which is read")
         if path in Path(name).resolve().parents:
-            raise CheckpointError(f"output {shown!r} holds {os.fspath(source)!r}, which is read; choose another folder")
+            raise _refused(shown, f"holds {os.fspath(source)!r}, which is read")
     if path.parent == path:
-        raise CheckpointError(f"output {shown!r} is the root of the file system; choose another folder")
+        raise _refused(shown, "is the root of the file system")
     places = [(Path.cwd(), "the current folder")]
     with contextlib.suppress(RuntimeError):
         places.append((Path.home().resolve(), "the home folder"))
     for place, called in places:
         if path == place or path in place.parents:
-            raise CheckpointError(f"output {shown!r} is or holds {called}; choose another folder")
+            raise _refused(shown, f"is or holds {called}")
 
 
 @contextlib.contextmanager
@@ -195,9 +192,7 @@ def _make_parents(path: Path, shown: str) -> list[Path]:
                 made.insert(0, parent)
     except OSError as error:
         _remove_empty(made)
-        raise CheckpointError(
-            f"output {shown!r} cannot be made ({error.strerror or error}); choose another folder"
-        ) from error
+        raise _refused(shown, f"cannot be made ({error.strerror or error})") from error
     return made
 
 
@@ -220,15 +215,14 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
         lock.acquire(timeout=WAIT, poll_interval=0.05)
     except Timeout:
         if not file.exists():
-            raise CheckpointError(
-                f"output {shown!r} cannot be locked, as no file can be made in {str(path.parent)!r}; choose another "
-                "folder"
-            ) from None
-        raise CheckpointError(
-            f"output {shown!r} is being written by {_owner(file)}; wait for its end, or choose another folder"
-        ) from None
+            raise _refused(shown, f"cannot be locked, as no file can be made in {str(path.parent)!r}") from None
+        owner = "another process"
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            owner = f"process {read_text(file).removeprefix(LOCKED_BY).split()[0]}"
+        advice = "wait for its end, or choose another folder"
+        raise _refused(shown, f"is being written by {owner}", advice) from None
     except (OSError, NotImplementedError) as error:
-        raise CheckpointError(f"output {shown!r} cannot be locked ({error}); choose another folder") from error
+        raise _refused(shown, f"cannot be locked ({error})") from error
     try:
         # On file systems without locks, filelock writes the number itself.
         if not isinstance(lock, SoftFileLock):
@@ -248,13 +242,6 @@ def _is_lock(file: Path) -> bool:
         return not file.is_symlink() and (not file.exists() or LOCK_TEXT.fullmatch(read_text(file)) is not None)
     except (OSError, ValueError):
         return False
-
-
-def _owner(file: Path) -> str:
-    try:
-        return f"process {read_text(file).removeprefix(LOCKED_BY).split()[0]}"
-    except (OSError, IndexError, ValueError):
-        return "another process"
 
 
 def _temporary(path: Path, kind: str) -> list[Path]:

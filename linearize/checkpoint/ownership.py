@@ -57,23 +57,18 @@ def check_ours(folder: Path, shown: str, what: str = "output") -> None:
         CheckpointError: naming a file that is not ours.
     """
     listed = _listed(folder)
-    if listed is None:
-        if not (names := _foreign(folder, {})):
-            return
-        if (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
-            raise CheckpointError(
-                f"{what} {shown!r} lists no sizes of its files (earlier versions did not), so --overwrite "
-                "does not replace it; remove it yourself, or choose another folder"
-            )
-        raise CheckpointError(
-            f"{what} {shown!r} is no folder that linearize wrote (it holds {names[0]!r}), so --overwrite does not "
-            "replace it; choose another folder"
-        )
-    if names := _foreign(folder, listed):
-        raise CheckpointError(
-            f"{what} {shown!r} holds {names[0]!r}{_more(names)}, which linearize did not write, or which has changed "
-            "since, so --overwrite does not replace it; move that elsewhere, or choose another folder"
-        )
+    names = _foreign(folder, listed or {})
+    if not names:
+        return
+    if listed is not None:
+        why = f"holds {names[0]!r}{_more(names)}, which linearize did not write, or which has changed since"
+        advice = "move that elsewhere, or choose another folder"
+    elif (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
+        why = "lists no sizes of its files (earlier versions did not)"
+        advice = "remove it yourself, or choose another folder"
+    else:
+        why, advice = f"is no folder that linearize wrote (it holds {names[0]!r})", "choose another folder"
+    raise CheckpointError(f"{what} {shown!r} {why}, so --overwrite does not replace it; {advice}")
 
 
 def _more(names: list[str]) -> str:

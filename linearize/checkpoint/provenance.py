@@ -246,13 +246,8 @@ class Provenance:
         if self.search is None:
             return []
         named = ("softmax everywhere", f"{self.search.reference} everywhere")
-        shown = [
-            point
-            for point in self.search.points
-            if point.error is not None
-            and point.share is not None
-            and (point.efficient or point.name in named or point.is_chosen)
-        ]
+        known = [point for point in self.search.points if point.error is not None and point.share is not None]
+        shown = [point for point in known if point.efficient or point.name in named or point.is_chosen]
         shown.sort(key=lambda point: (not point.is_chosen, point.name not in named))
         return sorted(shown[:MOST_POINTS], key=lambda point: (not point.is_chosen, point.share))
 
@@ -279,13 +274,10 @@ class Provenance:
     def choice_rows(self) -> list[tuple[str, str]]:
         """Return label and value of the plans that a search tried, and why each layer has its kernel."""
         figure = None if self.search is None else self.search.figure
-        rows = [
-            (
-                f"search, {point.name}",
-                f"{point.kernels}: error {point.error:.4g} ({figure}), {point.share:.3g} of softmax's time",
-            )
-            for point in self.plan_points
-        ]
+        rows = []
+        for point in self.plan_points:
+            text = f"{point.kernels}: error {point.error:.4g} ({figure}), {point.share:.3g} of softmax's time"
+            rows.append((f"search, {point.name}", text))
         return rows + [(f"why layer {number}", why) for number, why in sorted(self.reasons.items())]
 
     def training_rows(self) -> list[tuple[str, str]]:

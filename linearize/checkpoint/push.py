@@ -16,8 +16,8 @@ from huggingface_hub import HfApi
 # HTTPError belongs to the HTTP library of huggingface_hub, which has changed more than once.
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
+from linearize.checkpoint.loading import sentence_files
 from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, check_links, files_below, replace_listed
-from linearize.checkpoint.sentence import sentence_files
 from linearize.core.errors import CheckpointError, ConfigError, first_line, printable
 from linearize.core.parsing import read_text
 
@@ -27,6 +27,11 @@ OTHERS = re.compile(
     r"|video_preprocessor_config\.json|normalizer\.json"
 )
 """Files of checkpoints tuned with an adapter, and of rarer tokenizers and processors."""
+_ANSWERS = {
+    401: "the Hub does not know this token (401); run: hf auth login",
+    403: "the token may not write there (403); use one with write access, or another USER",
+    404: "there is no such user or organisation (404)",
+}
 _REPO = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -119,7 +124,8 @@ def push(
         except HfHubHTTPError as error:
             status = getattr(error.response, "status_code", 0)
             if status < 500 or not left:
-                raise CheckpointError(f"could not push to {repo_id!r}: {_why(status, error)}") from None
+                why = _ANSWERS.get(status, f"the Hub answered {status} ({first_line(error)})")
+                raise CheckpointError(f"could not push to {repo_id!r}: {why}") from None
         except _BROKEN as error:
             if not left:
                 raise CheckpointError(
@@ -156,12 +162,3 @@ def _name_card(path: Path, repo_id: str) -> None:
         raise CheckpointError(
             f"{str(card)!r} cannot be given the repository's name ({first_line(error)}); repair or remove it"
         ) from None
-
-
-def _why(status: int, error: Exception) -> str:
-    hints = {
-        401: "the Hub does not know this token (401); run: hf auth login",
-        403: "the token may not write there (403); use one with write access, or another USER",
-        404: "there is no such user or organisation (404)",
-    }
-    return hints.get(status, f"the Hub answered {status} ({first_line(error)})")

@@ -15,7 +15,7 @@ from linearize.core.errors import CheckpointError
 from linearize.modeling.model import check_checkpoint, is_linearized
 
 if TYPE_CHECKING:
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from linearize.attention.redirect import REDIRECTED
 from linearize.attention.shape import HeadShape
-from linearize.conversion.call import Call
 from linearize.conversion.check import why_part_differs
+from linearize.conversion.inputs import Call
 from linearize.conversion.probe import Run
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
 
@@ -53,22 +53,18 @@ def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], 
         # One running state serves one call per token: if an attention runs more often, its keys are kept.
         if cache_index in kept or times[module] > 1 or _shares_keys(module) or (cache_index or 0) < 0:
             cache_index = None
-        layers.append(_undecided(call, names[module], reasons[module], cache_index, local_as_full))
-    return _numbered(_keep_parts(model, layers, runs))
-
-
-def _undecided(call: Call, name: str, reason: str, cache_index: int | None, local_as_full: bool) -> LayerPlan:
-    causal = call.mask != "bidirectional" and (call.mask == "causal" or call.is_causal)
-    shape = HeadShape(call.query[1], call.key[1], call.query[3], call.value[3], causal)
-    local = (LOCAL,) if local_as_full and call.mask == "local" else ()
-    host = (*_host(call, shape, cache_index), *local)
-    # The number says for now that it can be converted.
-    index = None if reason else 0
-    return LayerPlan(name, index, SOFTMAX, shape, reason=reason, cache_index=cache_index, host=host)
-
-
-def _numbered(layers: list[LayerPlan]) -> list[LayerPlan]:
+        causal = call.mask != "bidirectional" and (call.mask == "causal" or call.is_causal)
+        shape = HeadShape(call.query[1], call.key[1], call.query[3], call.value[3], causal)
+        facts = host_facts(module, shape, cache_index)
+        if "is_causal" not in facts:
+            # The direction comes from the call, or from the mask.
+            facts = (CALLED if call.declared == causal else MASKED, *facts)
+        host = (*facts, LOCAL) if local_as_full and call.mask == "local" else facts
+        # The number says for now that it can be converted.
+        index, why = None if reasons[module] else 0, reasons[module]
+        layers.append(LayerPlan(names[module], index, SOFTMAX, shape, {}, why, cache_index, host=host))
     numbers = itertools.count()
+    layers = _keep_parts(model, layers, runs)
     return [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
 
 
@@ -116,25 +112,15 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
         if around or inside or next(one.parameters(), None) is None:
             continue
-        dispatches = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(one).forward)
-        reason, host = _why_unreached(one, dispatches), (MASKED,) if dispatches else (MASKED, OWN)
+        kind, host = type(one), (MASKED, OWN)
+        reason = f"attention code of its own ({kind.__name__}), which cannot be reached"
+        if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):
+            host = (MASKED,)
+            reason = (
+                f"did not run in the trial run ({kind.__name__}); pass example inputs that reach it (--example-inputs)"
+            )
         layers.append(LayerPlan(name, None, SOFTMAX, UNKNOWN, reason=reason, host=host))
     return layers
-
-
-def _why_unreached(host: nn.Module, dispatches: bool) -> str:
-    kind = type(host)
-    if dispatches:
-        return f"did not run in the trial run ({kind.__name__}); pass example inputs that reach it (--example-inputs)"
-    return f"attention code of its own ({kind.__name__}), which cannot be reached"
-
-
-def _host(call: Call, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
-    """Return the facts of a host, and whether its direction comes from its module, its call or its mask."""
-    facts = host_facts(call.module, shape, cache_index)
-    if "is_causal" in facts:
-        return facts
-    return (CALLED if call.declared == shape.causal else MASKED, *facts)
 
 
 def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
@@ -163,7 +149,5 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
 
 def _attends_across(call: Call, name: str) -> bool:
     """Recognise cross-attention between sequences of one length by its name."""
-    own = name.split(".")[-2:]
-    return bool(getattr(call.module, "is_cross_attention", False)) or any(
-        "cross" in part or part.startswith("encoder_attn") for part in own
-    )
+    named = any("cross" in part or part.startswith("encoder_attn") for part in name.split(".")[-2:])
+    return named or bool(getattr(call.module, "is_cross_attention", False))

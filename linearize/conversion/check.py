@@ -23,9 +23,8 @@ from linearize.attention.mixer import IMPLEMENTATION
 from linearize.conversion.inputs import Inputs, text_config
 from linearize.conversion.probe import Run, trial_runs
 from linearize.core.errors import UnsupportedModelError
-from linearize.modeling.compat import implementation_of, set_implementation
-from linearize.modeling.implementations import use_implementations
-from linearize.modeling.modes import evaluating
+from linearize.modeling.compat import implementation_of, set_implementation, use_implementations
+from linearize.modeling.model import evaluating
 from linearize.modeling.plan import CALLED, LOCAL, Plan
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
@@ -63,14 +62,18 @@ def record(
     """
     if longest is not None and longest <= PADDED:
         return []
-    runs: list[Run] = []
     with contextlib.suppress(UnsupportedModelError):
         runs = trial_runs(model, inputs)[0]
-    return [recorded for run in runs for recorded in _record(run, longest, padded=inputs is None)]
+        return [recorded for run in runs for recorded in _record(run, longest, padded=inputs is None)]
+    return []
 
 
 def _record(run: Run, longest: int | None = None, padded: bool = True) -> list[Recorded]:
-    batch = _cut(run.inputs, longest)
+    # Cut the tokens.
+    texts = {
+        key: x for key, x in run.inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()
+    }
+    batch = dict(run.inputs) | {key: x[:, :longest] for key, x in texts.items()}
     with_padding = _with_padding(run.module, batch) if padded else None
     recorded = []
     for inputs in (with_padding, batch):
@@ -199,12 +202,6 @@ def _why_differs(recorded: Recorded) -> str:
                 f"{difference:.2g} of the largest, expected at most {allowed:g})"
             )
     return ""
-
-
-def _cut(inputs: Inputs, longest: int | None) -> Inputs:
-    """Cut the tokens of a batch to `longest`."""
-    texts = {key: x for key, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()}
-    return dict(inputs) | {key: x[:, :longest] for key, x in texts.items()}
 
 
 def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:

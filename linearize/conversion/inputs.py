@@ -1,4 +1,4 @@
-"""Inputs for a trial run, made up from a model's config: a few tokens, one image, a little sound.
+"""A trial run's inputs, made up from a model's config (a few tokens, one image, a little sound), and the calls in it.
 
 Architectures want them in different shapes and combinations. So there are several candidates, the fullest first, and
 the first one that the model accepts is used.
@@ -7,15 +7,18 @@ the first one that the model accepts is used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.core.errors import ConfigError, UnsupportedModelError, first_line
@@ -28,6 +31,36 @@ _SIZED = ("backbone_config", "prompt_encoder_config")
 
 Inputs = dict[str, Tensor | bool]
 """Keyword arguments of a forward: tensors, and whether to use a cache."""
+
+
+@dataclass
+class Call:
+    """One call of the attention function.
+
+    Attributes:
+        module: the host's attention module.
+        query: shape of q, [B, H, T, D].
+        key: shape of k, [B, K, S, D].
+        value: shape of v, [B, K, S, V].
+        mask: "causal", "bidirectional", "none", "local" (windows, chunks), "own" (another mask made by
+            transformers) or "bias" (something added to the scores).
+        altered: what else changes the scores, in words.
+        is_causal: the host's direction: that of the call, or else its module's flag.
+        declared: the direction that the call states; None: it states none.
+        window: largest length at which a local mask hides no more than a full one; None: no local mask.
+        refused: why it cannot be converted, if the trial run shows that; empty: no reason known.
+    """
+
+    module: nn.Module
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    mask: str
+    altered: str
+    is_causal: bool
+    declared: bool | None = None
+    window: int | None = None
+    refused: str = ""
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
@@ -114,6 +147,11 @@ def _forward_names(model: PreTrainedModel) -> set[str]:
     return names
 
 
+def _setting(config: object, *names: str) -> Any:
+    """Return the first of some values that a config has and that is neither None nor zero; None without one."""
+    return next((value for value in (getattr(config, name, None) for name in names) if value), None)
+
+
 def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs:
     """Make up further inputs of some models, by the names of forward's arguments."""
     found: Inputs = {}
@@ -136,8 +174,7 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
 
 def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
     """Make up tokens with a row for every codebook, [batch * codebooks, tokens] (MusicGen)."""
-    config = getattr(model.config, "decoder", None) or model.config
-    codebooks = getattr(config, "num_codebooks", None)
+    codebooks = getattr(_setting(model.config, "decoder") or model.config, "num_codebooks", None)
     name = next((key for key in ("decoder_input_ids", "input_ids") if key in made), "")
     ids = made.get(name)
     return {name: ids.repeat(codebooks, 1)} if isinstance(ids, Tensor) and isinstance(codebooks, int) else {}
@@ -148,11 +185,11 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     if "past_values" not in names:
         return
     config, device = model.config, next(model.parameters()).device
-    horizon = getattr(config, "prediction_length", None) or 1
-    length = getattr(config, "context_length", None) or horizon
-    lags = getattr(config, "lags_sequence", None)
-    if lags:
-        past, more = length + max(lags), getattr(config, "num_time_features", None) or 0
+    zeros = functools.partial(torch.zeros, 1, dtype=torch.long, device=device)
+    horizon = _setting(config, "prediction_length") or 1
+    length = _setting(config, "context_length") or horizon
+    if lags := _setting(config, "lags_sequence"):
+        past, more = length + max(lags), _setting(config, "num_time_features") or 0
         columns = (config.input_size,) if getattr(config, "input_size", 1) > 1 else ()
         made = {
             "past_values": _floats(model, 1, past, *columns),
@@ -160,50 +197,42 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
             "past_observed_mask": torch.ones(1, past, *columns, device=device),
             "future_values": _floats(model, 1, horizon, *columns),
             "future_time_features": _floats(model, 1, horizon, more),
-            "static_categorical_features": torch.zeros(
-                1, getattr(config, "num_static_categorical_features", 0), dtype=torch.long, device=device
-            ),
-            "static_real_features": _floats(model, 1, getattr(config, "num_static_real_features", 0)),
+            "static_categorical_features": zeros(_setting(config, "num_static_categorical_features") or 0),
+            "static_real_features": _floats(model, 1, _setting(config, "num_static_real_features") or 0),
         }
         yield {key: x for key, x in made.items() if key in names and (x.numel() or not key.startswith("static"))}
         return
-    channels = getattr(config, "num_input_channels", None)
-    if channels:
+    if channels := _setting(config, "num_input_channels"):
         yield {"past_values": _floats(model, 1, length, channels)}
         return
     # Shorter ones would be filled up with padding, for which forecasters return numbers too.
-    flags = {
-        "past_values_padding": torch.zeros(1, length, dtype=torch.long, device=device),
-        "freq": torch.zeros(1, dtype=torch.long, device=device),
-    }
-    made = {"past_values": _floats(model, 1, length)} | flags
+    made = {"past_values": _floats(model, 1, length), "past_values_padding": zeros(length), "freq": zeros(1)[0]}
     yield {key: x for key, x in made.items() if key in names}
 
 
 def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     """Make up embedded inputs for a part that takes nothing else, such as an encoder without embeddings."""
-    width = next((x for x in (getattr(model.config, key, None) for key in ("hidden_size", "d_model")) if x), None)
+    width = _setting(model.config, "hidden_size", "d_model")
     if "inputs_embeds" in names and not names & set(_MAIN) and isinstance(width, int):
         yield {"inputs_embeds": _floats(model, 1, TOKENS, width)}
 
 
 def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
     config, device = model.config, next(model.parameters()).device
-    made: dict[str, Tensor | None] = {}
-    if "input_ids" in names:
-        made["input_ids"] = _tokens(config, TOKENS, device)
-    if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
-        made["decoder_input_ids"] = _tokens(config, DECODER_TOKENS, device)
-    return {key: ids for key, ids in made.items() if ids is not None}
+    lengths = {"input_ids": TOKENS}
+    if getattr(config, "is_encoder_decoder", False):
+        lengths["decoder_input_ids"] = DECODER_TOKENS
+    made = {name: _tokens(config, length, device) for name, length in lengths.items() if name in names}
+    return {name: ids for name, ids in made.items() if ids is not None}
 
 
 def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     name = next((x for x in ("pixel_values", "pixel_values_videos") if x in names), None)
     if name is None:
         return
-    shape, config = _image_shape(model.config), getattr(model.config, "vision_config", None) or model.config
+    shape, config = _image_shape(model.config), _setting(model.config, "vision_config") or model.config
     yield {name: _floats(model, 1, *shape)}
-    frames = next((x for x in (getattr(config, key, None) for key in ("num_frames", "frames_per_clip")) if x), 2)
+    frames = _setting(config, "num_frames", "frames_per_clip") or 2
     yield {name: _floats(model, 1, frames, *shape)}
 
 
@@ -212,18 +241,17 @@ def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     config = model.config
     if "flattened_patches" in names:
         # The row and column of each patch come first (Pix2Struct).
-        width = getattr(getattr(config, "vision_config", None) or config, "patch_embed_hidden_size", 768)
+        width = getattr(_setting(config, "vision_config") or config, "patch_embed_hidden_size", 768)
         yield {"flattened_patches": _floats(model, 1, TOKENS, 2 + width).abs()}
     name = next((x for x in ("hidden_states", "pixel_values") if x in names), None)
     reads_text = "input_ids" in inspect.signature(model.forward).parameters
     grid_name = next((x for x in ("grid_thw", "image_grid_thw") if x in names and not reads_text), None)
-    size, depth = (getattr(config, key, None) for key in ("patch_size", "temporal_patch_size"))
-    channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
+    size, channels = getattr(config, "patch_size", None), _setting(config, "in_channels", "in_chans") or 3
     if name is not None and grid_name is not None and isinstance(size, int):
-        merge = getattr(config, "spatial_merge_size", None) or 2
+        merge, depth = _setting(config, "spatial_merge_size") or 2, _setting(config, "temporal_patch_size") or 1
         grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=next(model.parameters()).device)
         patches = 4 * merge * merge
-        yield {name: _floats(model, patches, channels * (depth or 1) * size**2), grid_name: grid}
+        yield {name: _floats(model, patches, channels * depth * size**2), grid_name: grid}
         yield {name: _floats(model, 1, patches, channels, size, size), grid_name: grid}
 
 
@@ -231,21 +259,19 @@ def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     step, semantic = (getattr(model.config, key, None) for key in ("hop_length", "semantic_model_config"))
     if {"input_values", "input_features"} <= names and isinstance(step, int) and semantic is not None:
         # A codec that reads the wave and its features, with as many frames of each.
-        bins = getattr(semantic, "feature_projection_input_dim", None) or semantic.hidden_size
-        features = _floats(model, 1, _FRAMES // 4, bins)
+        features = _floats(model, 1, _FRAMES // 4, _setting(semantic, "feature_projection_input_dim", "hidden_size"))
         yield {"input_values": _floats(model, 1, 1, step * _FRAMES // 4), "input_features": features}
     if "input_values" in names:
         yield {"input_values": _floats(model, 1, _SAMPLES)}
         yield {"input_values": _floats(model, 1, 1, _SAMPLES)}
-        bins, longest = (getattr(model.config, key, None) for key in ("num_mel_bins", "max_length"))
+        bins, longest = _setting(model.config, "num_mel_bins"), _setting(model.config, "max_length")
         if bins and longest:
             yield {"input_values": _floats(model, 1, longest, bins)}
     if "input_features" in names:
-        config = getattr(model.config, "audio_config", None) or getattr(model.config, "encoder_config", None)
-        config = config or model.config
+        config = _setting(model.config, "audio_config", "encoder_config") or model.config
         sizes = (getattr(config, key, None) for key in ("num_mel_bins", "feature_projection_input_dim", "input_dim"))
         bins = next((x for x in sizes if isinstance(x, int)), 80)
-        stacked = getattr(config, "num_stacked_frames", None) or 1
+        stacked = _setting(config, "num_stacked_frames") or 1
         positions = getattr(config, "max_source_positions", None)
         if isinstance(per_token := getattr(model.config, "audio_length_per_tok", None), int):
             # Sound that is added to the text token by token.
@@ -289,13 +315,13 @@ def _ids(config: PreTrainedConfig, name: str) -> list[int]:
 
 
 def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    vision = getattr(config, "vision_config", None) or config
+    vision = _setting(config, "vision_config") or config
     # Some give the size for their backbone, or for the part that reads the backbone's map (SAM 2).
     places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
-    size = next((x for x in (getattr(one, "image_size", None) for one in places) if x), None)
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    size = next(filter(None, (_setting(place, "image_size") for place in places)), None)
+    channels = _setting(vision, "num_channels", "in_channels") or 3
     if size is None:
-        args = getattr(vision, "pretrained_cfg", None) or {}
+        args = _setting(vision, "pretrained_cfg") or {}
         channels, *size = args.get("input_size", (channels, 224, 224))
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return channels, height, width

@@ -1,15 +1,16 @@
-"""Which layer gets which kernel: the small language of `--layers` and `--keep-softmax`."""
+"""The options of a conversion, and which layer gets which kernel: the language of `--layers` and `--keep-softmax`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.factory import check_hybrid, default_scale
 from linearize.attention.shape import HeadShape
-from linearize.conversion.config import ConversionConfig
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
@@ -17,6 +18,53 @@ from linearize.modeling.plan import SOFTMAX
 
 _LARGEST = 99_999
 """Largest layer number: a larger one is a mistake, and its range too long a list."""
+
+
+@dataclass(frozen=True)
+class ConversionConfig:
+    """Options of `linearize.convert` and `linearize.plan`.
+
+    Attributes:
+        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name; None if it names all.
+        kernel_args: arguments of that kernel.
+        layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
+        keep_softmax: numbers of layers that stay softmax; or "1/4" for the last layer of every four.
+        window: W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
+            denominator (see `linearize.ops.window`); None: none. Single layers take it among their arguments.
+        sinks: first tokens that get softmax's weights too (attention sinks).
+        exact_keys: keys per head, outside the window, that get softmax's weights too: those with the largest learned
+            scale (see `linearize.ops.window_causal`).
+        scale: learned log-scales of queries and keys: "none", "linear" or "network"; None: linear with a window, else
+            none (see `linearize.attention.hybrid`).
+        softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.
+        max_length: longest input that the model shall take, in tokens; None: what it takes now.
+        positions: how learned positions are extended, "tile" or "interpolate".
+        seed: seed of the kernels' starting values.
+        example_inputs: inputs for the trial run, if they cannot be made up from the config.
+        local_as_full: whether layers with a sliding window or chunks are converted too, as full attention: they then
+            see everything, and equal the original at most up to the window's length.
+    """
+
+    kernel: str | None = "hedgehog"
+    kernel_args: Mapping[str, object] | None = None
+    layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None
+    keep_softmax: Iterable[int] | str = ()
+    window: int | None = None
+    sinks: int = 0
+    exact_keys: int = 0
+    scale: str | None = None
+    softmax_heads: Mapping[int, Iterable[int]] | str | None = None
+    max_length: int | None = None
+    positions: str = "tile"
+    seed: int = 0
+    example_inputs: Mapping[str, Tensor] | None = None
+    local_as_full: bool = False
+
+    @property
+    def additions(self) -> dict[str, object]:
+        """The additions that all layers with a kernel get."""
+        asked = {name: getattr(self, name) for name in ("sinks", "exact_keys", "scale") if getattr(self, name)}
+        return asked if self.window is None else {"window": self.window, **asked}
 
 
 def parse_indices(text: str, where: str) -> list[int]:
@@ -125,13 +173,24 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
             f"all {count} attentions of {type(model).__name__} are kept as softmax, nothing is left to convert; name "
             "fewer layers in keep_softmax"
         )
+    kernels = [(kernel_info(name), arguments) for name, arguments in chosen if name != SOFTMAX]
+    if config.additions and not any(info.windowed for info, _ in kernels):
+        # No layer can have them: the first kernel says why.
+        info, arguments = kernels[0]
+        shape = HeadShape(1, 1, 1, 1, info.causal)
+        check_hybrid(info, make_config(info, arguments), Hybrid.of(config.additions), shape)
     text = config.softmax_heads
     heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
-    _check_used(config.additions, heads, chosen)
-    return [
-        complete(model, name, arguments, config.additions | _heads_of(heads, number), config.max_length)
-        for number, (name, arguments) in enumerate(chosen)
-    ]
+    for number in heads:
+        if not 0 <= number < len(chosen):
+            raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
+        if chosen[number][0] == SOFTMAX:
+            raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
+    layers = []
+    for number, (name, arguments) in enumerate(chosen):
+        own = {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
+        layers.append(complete(model, name, arguments, {**config.additions, **own}, config.max_length))
+    return layers
 
 
 def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, object]]]:
@@ -179,25 +238,6 @@ def complete(
     if info.maximum_positions and arguments.get("max_positions") is None:
         arguments = arguments | {"max_positions": max_length or current_length(model)}
     return kernel, arguments
-
-
-def _heads_of(heads: Mapping[int, Iterable[int]], number: int) -> dict[str, object]:
-    return {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
-
-
-def _check_used(
-    more: Mapping[str, Any], heads: Mapping[int, Iterable[int]], chosen: list[tuple[str, dict[str, object]]]
-) -> None:
-    """Refuse additions that no layer can have, and heads of layers that do not exist or stay softmax."""
-    used = [(name, arguments) for name, arguments in chosen if name != SOFTMAX]
-    if more and not any(kernel_info(name).windowed for name, _ in used):
-        info = kernel_info(used[0][0])
-        check_hybrid(info, make_config(info, used[0][1]), Hybrid.of(more), HeadShape(1, 1, 1, 1, info.causal))
-    for number in heads:
-        if not 0 <= number < len(chosen):
-            raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
-        if chosen[number][0] == SOFTMAX:
-            raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
 
 
 def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:

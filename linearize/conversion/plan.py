@@ -1,22 +1,28 @@
-"""Plan a conversion: look at every attention of a model, decide, and say why. Nothing is changed."""
+"""Plan a conversion (look at every attention of a model, decide, and say why), and carry it out in place."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
 from linearize.conversion.attentions import CROSS, LOCAL_KEPT, find_attentions, find_unreached
-from linearize.conversion.call import Call
-from linearize.conversion.config import ConversionConfig
-from linearize.conversion.layers import choose, complete
+from linearize.conversion.check import check, record, why_not_built
+from linearize.conversion.inputs import Call
+from linearize.conversion.layers import ConversionConfig, choose, complete
+from linearize.conversion.positions import PositionReport, extend_positions
 from linearize.conversion.probe import trial_runs
+from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.registry import HYBRID, Hybrid, KernelInfo, kernel_info, make_config
-from linearize.modeling.model import is_linearized
+from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.modeling.compat import forget_renamings, use_linear_attention
+from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
+from linearize.modeling.model import attach, change_class, is_linearized
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
 
 
@@ -26,7 +32,7 @@ def plan(
     kernel_args: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan the conversion of a model.
+    """Plan the conversion of a model; nothing is changed.
 
     Args:
         model: any transformers model whose attention goes through the attention interface.
@@ -87,13 +93,11 @@ def replan(
     for index in chosen:
         if index not in known:
             raise ConfigError(f"layer {index} does not exist: this model has {len(known)} that can be converted")
-    layers = []
-    for layer in base.layers:
+    layers = list(base.layers)
+    for place, layer in enumerate(layers):
         if layer.index is not None and layer.index in chosen:
             kernel, arguments = chosen[layer.index]
-            arguments = complete(model, kernel, dict(arguments), {}, max_length)[1]
-            layer = _decide(layer.bare(), kernel, arguments)
-        layers.append(layer)
+            layers[place] = _decide(layer.bare(), *complete(model, kernel, dict(arguments), {}, max_length))
     return dataclasses.replace(base, layers=tuple(layers))
 
 
@@ -104,13 +108,9 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
     hybrid = Hybrid.of(arguments)
     # Building it checks name, arguments, direction and sizes before the model is touched.
     mixer = build_mixer(kernel, own, layer.shape, hybrid)
-    defaults = {f.name: f.default for f in dataclasses.fields(mixer.config)}
-    legacy_defaults = mixer.info.legacy_defaults
-    changed = {
-        name: value
-        for name, value in dataclasses.asdict(mixer.config).items()
-        if value != defaults[name] or name in legacy_defaults
-    }
+    values, legacy = dataclasses.asdict(mixer.config), mixer.info.legacy_defaults
+    fields = dataclasses.fields(mixer.config)
+    changed = {f.name: values[f.name] for f in fields if values[f.name] != f.default or f.name in legacy}
     return dataclasses.replace(layer, kernel=kernel, arguments=changed, hybrid=hybrid)
 
 
@@ -127,22 +127,17 @@ def expectations(plan: Plan) -> list[str]:
         config = make_config(info, layer.arguments)
         if info.is_positive(config) or not info.normalized:
             continue
-        ways_out = [f"--kernel-arg {choice} avoids it" for choice in _positive_choices(info, config)]
+        choices = [(f.name, choice) for f in dataclasses.fields(config) for choice in f.metadata.get("choices") or ()]
+        ways_out = [
+            f"--kernel-arg {name}={choice} avoids it"
+            for name, choice in choices
+            if info.is_positive(dataclasses.replace(config, **{name: choice}))
+        ]
         found.append(
             f"{layer.kernel}: weights can be negative, so it stays further from softmax than kernels whose weights "
             f"cannot; {ways_out[0] if ways_out else '`linearize kernels` says which those are'}"
         )
     return list(dict.fromkeys(found))
-
-
-def _positive_choices(info: KernelInfo, config: Any) -> list[str]:
-    """List NAME=VALUE of the arguments that would make a kernel positive."""
-    return [
-        f"{field.name}={choice}"
-        for field in dataclasses.fields(config)
-        for choice in field.metadata.get("choices") or ()
-        if info.is_positive(dataclasses.replace(config, **{field.name: choice}))
-    ]
 
 
 def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call]) -> str:
@@ -163,7 +158,118 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
     reasons = sorted({layer.reason for layer in found})
     if reasons == [CROSS]:
         return f"{name} dispatches only cross-attention; only self-attention can be converted"
-    more = ""
-    if LOCAL_KEPT in reasons:
-        more = "; local_as_full=True (--local-as-full) converts it all the same, as attention without its window"
+    more = "; local_as_full=True (--local-as-full) converts it all the same, as attention without its window"
+    more = more if LOCAL_KEPT in reasons else ""
     return f"{name} has no attention that can be converted: {'; '.join(reasons)}{more}"
+
+
+def convert(
+    model: PreTrainedModel,
+    kernel: str | None = "hedgehog",
+    kernel_args: Mapping[str, object] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Replace the softmax self-attentions of a model by linear ones, in place.
+
+    The kernels start untrained: `linearize.distill` teaches them to imitate softmax.
+
+    Args:
+        model: any transformers model whose attention goes through the attention interface; or what `timm.create_model`
+            returned, which comes back wrapped as a transformers model.
+        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name.
+        kernel_args: arguments of that kernel.
+        **options: `layers`, `keep_softmax`, `window`, `max_length` and the other fields of `ConversionConfig`.
+
+    Returns:
+        The same model, still an instance of its original class.
+
+    Raises:
+        UnsupportedModelError: if no attention can be reached; says which of the cases it is.
+        ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
+
+    Example:
+        >>> model = AutoModelForMaskedLM.from_pretrained("roberta-base")
+        >>> model = linearize.convert(model, kernel="hedgehog", max_length=4096)
+    """
+    config = ConversionConfig(kernel, kernel_args, **options)
+    if is_timm(model):
+        model = wrap(model)
+    convert_model(
+        model,
+        make_plan(model, config),
+        max_length=config.max_length,
+        positions=config.positions,
+        example_inputs=config.example_inputs,
+    )
+    return model
+
+
+def convert_model(
+    model: PreTrainedModel,
+    plan: Plan,
+    *,
+    max_length: int | None = None,
+    positions: str = "tile",
+    example_inputs: Mapping[str, Tensor] | None = None,
+) -> PositionReport | None:
+    """Carry out a plan that was made for this model, in place: longer inputs first, then kernels.
+
+    Args:
+        model: the model.
+        plan: its plan.
+        max_length: longest input that it shall take, in tokens; None: as before.
+        positions: how learned positions are extended, "tile" or "interpolate".
+        example_inputs: inputs for the trial run, if they cannot be made up from the config.
+
+    Returns:
+        How positions were extended; None if they were not.
+    """
+    report = None
+    _own_config(model)
+    if max_length is not None:
+        report = extend_positions(model, max_length, method=positions)
+    apply(model, plan, example_inputs)
+    return report
+
+
+def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """Carry out a plan that was made for this model, in place, and return the model.
+
+    Raises:
+        UnsupportedModelError: if the model, with softmax in place of the kernels, computes something else.
+    """
+    _own_config(model)
+    longest = None
+    if plan.local_as_full:
+        # Up to this length local layers, converted as full attention, compute what they did before.
+        windows = (call.window for call in trial_runs(model, example_inputs)[1])
+        longest = min((window for window in windows if window is not None), default=None)
+    recorded = record(model, example_inputs, longest)
+    could_be_built = not why_not_built(model)
+    config = model.config
+    made = config_class(base_config_class(plan.base_model_type))
+    # Submodules hold the same config object, so it changes its class in place.
+    config.__class__ = made
+    config.linearize = {"format_version": FORMAT_VERSION, **plan.to_dict()}
+    use_linear_attention(config)
+    attach(model, plan)
+    change_class(model, made)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
+    forget_renamings(model)
+    if could_be_built and (why := why_not_built(model)):
+        raise UnsupportedModelError(
+            f"{plan.architecture} cannot be built any more with an attention implementation of another name ({why}), "
+            "so a converted one could not be loaded; it is not converted: load it again, this object was changed"
+        )
+    check(model, recorded)
+    return model
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give a model and its parts copies of their configs: the caller may build another model from the original."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
+from linearize.core.options import build
 from linearize.core.parsing import check_file, parse_yaml, read_text, write_file
 from linearize.core.registry import HYBRID, SCALES
 from linearize.modeling.plan import SOFTMAX, Plan
@@ -22,7 +23,6 @@ HEAD = """\
 # What becomes of every attention. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
 #   linearize convert MODEL --plan {name}
 """
-_LAYER = ("layer", "module", "kernel", "arguments", *HYBRID, "why")
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,34 @@ class PlannedLayer:
         layer: its number.
         module: its module, from the base model.
         kernel: the kernel's name, or "softmax".
-        arguments: its arguments, window and other additions among them.
+        arguments: its arguments; the further fields are additions to the kernel (`linearize.core.registry.Hybrid`).
         why: why it has this kernel.
     """
 
     layer: int
     module: str
     kernel: str
-    arguments: Mapping[str, Any]
-    why: str
+    arguments: dict[str, str | int | float | bool | None] | None = None
+    window: int | None = None
+    sinks: int | None = None
+    exact_keys: int | None = None
+    scale: str | None = None
+    softmax_heads: tuple[int, ...] | None = None
+    why: str | None = None
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(key, str) for key in self.arguments or ()):
+            raise ConfigError("arguments: expected names with plain values")
+        if self.kernel == SOFTMAX and self.all_arguments:
+            raise ConfigError("the layer stays softmax, which takes no arguments")
+
+    @property
+    def all_arguments(self) -> dict[str, Any]:
+        """The arguments, window and other additions among them."""
+        additions = {name: getattr(self, name) for name in HYBRID if getattr(self, name) not in (None, ())}
+        values = {**(self.arguments or {}), **additions}
+        # A file lists all additions; `convert` would add scales to a window.
+        return values if values.get("window") is None else {"scale": SCALES[0], **values}
 
 
 @dataclass(frozen=True)
@@ -49,16 +68,23 @@ class PlanFile:
     """A plan file.
 
     Attributes:
-        path: the file.
+        format: number of the file's format.
         architecture: class of the model that it was made for.
         model_type: its type.
         layers: the layers in order.
     """
 
-    path: str
+    format: int
     architecture: str
     model_type: str
     layers: tuple[PlannedLayer, ...]
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ConfigError(f"got format {self.format}, this version reads {FORMAT}")
+        numbers = [one.layer for one in self.layers]
+        if not numbers or numbers != list(range(len(numbers))):
+            raise ConfigError(f"got layers {numbers}, expected all from 0 on, in their order")
 
     @property
     def why(self) -> dict[int, str]:
@@ -124,43 +150,12 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file of --plan-out") from error
 
-    def refuse(what: str) -> ConfigError:
-        return ConfigError(f"{where}: {shown!r} is no plan ({what}); expected a file as --plan-out writes it")
-
-    if not isinstance(data, dict) or set(data) != {"format", "architecture", "model_type", "layers"}:
-        raise refuse("expected the keys format, architecture, model_type and layers")
-    if data["format"] != FORMAT:
-        raise refuse(f"format {data['format']!r}, this version reads {FORMAT}")
-    named = all(isinstance(data[key], str) for key in ("architecture", "model_type"))
-    if not named or not isinstance(data["layers"], list) or not data["layers"]:
-        raise refuse("architecture and model_type are text, layers is a list")
-    layers = []
-    for number, one in enumerate(data["layers"]):
-        if not isinstance(one, dict) or not {"layer", "module", "kernel"} <= set(one) <= set(_LAYER):
-            raise refuse(f"layer {number} has other keys than {', '.join(_LAYER)}")
-        layers.append(_layer(one, number, refuse))
-    return PlanFile(shown, data["architecture"], data["model_type"], tuple(layers))
-
-
-def _layer(one: dict[str, Any], number: int, refuse: Any) -> PlannedLayer:
-    arguments = one.get("arguments") or {}
-    if one["layer"] != number or isinstance(one["layer"], bool):
-        raise refuse(f"layer {number} has the number {one['layer']!r}")
-    if not isinstance(one["kernel"], str) or not isinstance(one["module"], str):
-        raise refuse(f"kernel and module of layer {number} are text")
-    plain = isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments)
-    if not plain or not all(value is None or isinstance(value, str | int | float) for value in arguments.values()):
-        raise refuse(f"arguments of layer {number} are names with plain values")
-    heads = one.get("softmax_heads") or []
-    if not isinstance(heads, list) or not all(type(head) is int for head in heads):
-        raise refuse(f"softmax_heads of layer {number} is a list of numbers")
-    arguments = {**arguments, **{name: one[name] for name in HYBRID if one.get(name) not in (None, [])}}
-    if arguments.get("window") is not None:
-        # A file lists all additions; `convert` would add scales.
-        arguments.setdefault("scale", SCALES[0])
-    if one["kernel"] == SOFTMAX and arguments:
-        raise refuse(f"layer {number} stays softmax, which takes no arguments")
-    return PlannedLayer(number, one["module"], one["kernel"], arguments, str(one.get("why") or ""))
+    try:
+        return build(PlanFile, data, "plan")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{where}: {shown!r} is no plan ({error}); expected a file as --plan-out writes it"
+        ) from error
 
 
 def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: int | None = None) -> Plan:
@@ -180,10 +175,11 @@ def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: i
     if file.model_type != base.base_model_type or its != mine:
         here = f"{base.architecture} ({base.base_model_type}, {len(mine)} layers)"
         raise ConfigError(
-            f"--plan: {file.path!r} is for another model, {file.architecture} ({file.model_type}, {len(its)} layers), "
+            f"--plan: the file is for another model, {file.architecture} ({file.model_type}, {len(its)} layers), "
             f"and not for this {here}; make one for it: linearize search MODEL --plan-out FILE.yaml"
         )
     if all(one.kernel == SOFTMAX for one in file.layers):
-        raise ConfigError(f"--plan: {file.path!r} keeps every layer softmax; give at least one a kernel")
-    made = replan(model, base, {one.layer: (one.kernel, one.arguments) for one in file.layers}, max_length=max_length)
+        raise ConfigError("--plan: the file keeps every layer softmax; give at least one a kernel")
+    chosen = {one.layer: (one.kernel, one.all_arguments) for one in file.layers}
+    made = replan(model, base, chosen, max_length=max_length)
     return made.with_reasons({n: text for n, text in file.why.items() if file.layers[n].kernel == SOFTMAX})

@@ -7,7 +7,7 @@ direction and mask.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,11 +27,10 @@ from linearize.attention.masks import key_padding
 from linearize.attention.packing import blocks
 from linearize.attention.redirect import REDIRECTED
 from linearize.conversion import timm
-from linearize.conversion.call import Call
-from linearize.conversion.inputs import Inputs, candidates
+from linearize.conversion.inputs import Call, Inputs, candidates
 from linearize.core.errors import UnsupportedModelError, first_line
 from linearize.modeling.compat import implementation_of, knows_sdpa, set_implementation
-from linearize.modeling.modes import evaluating
+from linearize.modeling.model import evaluating
 
 _NAME = "linearize_probe"
 
@@ -75,10 +74,9 @@ class _Recorder:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Record the call, and attend with softmax."""
-        mask = attention_mask
-        kind, _, window = (
-            ("none", None, None) if mask is None else self.masks.get(id(mask)) or (_kind(mask), mask, None)
-        )
+        mask, kind, window = attention_mask, "none", None
+        if mask is not None:
+            kind, _, window = self.masks.get(id(mask)) or (_kind(mask), mask, None)
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
         if mask is None and module in self.eager:
@@ -139,83 +137,57 @@ def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = Non
         UnsupportedModelError: if nothing runs.
     """
     with evaluating(model):
-        if inputs is None:
-            return _made_up(model)
-        run = Run(model, dict(inputs))
-        return [run], _attempt(model, run)
-
-
-def _attempt(model: PreTrainedModel, run: Run) -> list[Call]:
-    try:
-        return _run(model, run)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise _failure(run, error) from error
-
-
-def _failure(run: Run, error: Exception) -> UnsupportedModelError:
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in run.inputs.items() if torch.is_tensor(value))
-    return UnsupportedModelError(
-        f"a trial run of {type(run.module).__name__} on {shapes} failed ({type(error).__name__}: {first_line(error)}); "
-        "pass example_inputs=... (--example-inputs FILE) that its forward accepts"
-    )
-
-
-def _made_up(model: PreTrainedModel) -> tuple[list[Run], list[Call]]:
-    """Run the model on made-up inputs, then separately the parts that did not run in it."""
-    try:
-        runs, calls = _first(model, model)
+        if inputs is not None:
+            return _first(model, model, [dict(inputs)])
         failure = None
-    except UnsupportedModelError as error:
-        runs, calls, failure = [], [], error
-    if model.config.model_type not in REDIRECTED:
-        for part in _parts(model):
-            seen = {id(call.module) for call in calls}
-            if any(id(module) in seen for module in part.modules()):
-                continue
-            with contextlib.suppress(UnsupportedModelError):
-                more, found = _first(model, part)
-                runs, calls = (runs + more, calls + found) if found else (runs, calls)
-    if failure is not None and not calls:
-        raise failure
-    return runs, calls
+        try:
+            runs, calls = _first(model, model, candidates(model))
+        except UnsupportedModelError as error:
+            runs, calls, failure = [], [], error
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+        for part in parts if model.config.model_type not in REDIRECTED else ():
+            reached = {id(call.module) for call in calls}
+            if not any(id(module) in reached for module in part.modules()):
+                with contextlib.suppress(UnsupportedModelError):
+                    more, found = _first(model, part, candidates(part))
+                    runs, calls = (runs + more, calls + found) if found else (runs, calls)
+        if failure is not None and not calls:
+            raise failure
+        return runs, calls
 
 
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """List the models inside a model, outer ones before those inside them."""
-    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
-
-
-def _first(model: PreTrainedModel, part: PreTrainedModel) -> tuple[list[Run], list[Call]]:
+def _first(model: PreTrainedModel, part: PreTrainedModel, tried: Iterable[Inputs]) -> tuple[list[Run], list[Call]]:
     """Return the first run of a part that does not fail, and its calls."""
-    failure: UnsupportedModelError | None = None
-    for made in candidates(part):
-        run = Run(part, made)
+    failures: list[tuple[Inputs, Exception]] = []
+    for inputs in tried:
+        run = Run(part, inputs)
         try:
             return [run], _run(model, run)
         except UnsupportedModelError:
             raise
         except Exception as error:
-            failure = failure or _failure(run, error)
-    assert failure is not None
-    raise failure
+            failures.append((inputs, error))
+    inputs, first = failures[0]
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items() if torch.is_tensor(value))
+    raise UnsupportedModelError(
+        f"a trial run of {type(part).__name__} on {shapes} failed ({type(first).__name__}: {first_line(first)}); "
+        "pass example_inputs=... (--example-inputs FILE) that its forward accepts"
+    ) from first
 
 
 def _run(model: PreTrainedModel, run: Run) -> list[Call]:
     if model.config.model_type in REDIRECTED:
         return timm.probe(model, run.inputs)
-    recorder = _Recorder()
-    try:
-        with _recording(model, recorder), torch.no_grad():
-            run.module(**run.inputs)
-    except Exception as error:
-        # Some pass a mask on to layers of another length (Informer), which works if none is needed.
-        if "ask" not in str(error):
-            raise
-        recorder = _Recorder(always=False)
-        with _recording(model, recorder), torch.no_grad():
-            run.module(**run.inputs)
+    # Some pass a mask on to layers of another length (Informer), which works if none is needed.
+    for always in (True, False):
+        recorder = _Recorder(always)
+        try:
+            with _recording(model, recorder), torch.no_grad():
+                run.module(**run.inputs)
+            break
+        except Exception as error:
+            if not always or "ask" not in str(error):
+                raise
     return recorder.calls
 
 
@@ -225,19 +197,17 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
     AttentionInterface.register(_NAME, recorder.attention)
     AttentionMaskInterface.register(_NAME, recorder.mask_function)
     held = (getattr(module, "config", None) for module in model.modules())
-    configs: dict[int, PreTrainedConfig] = {
-        id(config): config for config in held if isinstance(config, PreTrainedConfig)
-    }
+    configs = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values()
     for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         change = recorder.eager.difference_update if knows_sdpa(part) else recorder.eager.update
         change(part.modules())
-    before = {key: implementation_of(config) for key, config in configs.items()}
+    before = [(config, implementation_of(config)) for config in configs]
     try:
-        for config in configs.values():
+        for config in configs:
             set_implementation(config, _NAME)
         yield
     finally:
-        for key, config in configs.items():
-            set_implementation(config, before[key])
+        for config, name in before:
+            set_implementation(config, name)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(_NAME, None)

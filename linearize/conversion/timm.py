@@ -12,7 +12,7 @@ import contextlib
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from linearize.attention.redirect import form
-from linearize.conversion.call import Call
+from linearize.conversion.inputs import Call
 from linearize.core.errors import ConfigError, UnsupportedModelError
 
 
@@ -47,12 +47,12 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     """
     from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
 
-    facts: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+    source: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+    plain = (str, int, float, bool, list, tuple, type(None))
+    facts = {key: value for key, value in source.items() if isinstance(value, plain)}
     classes = int(model.num_classes)  # type: ignore[arg-type]
     arguments = dict(model_args or {})
-    patches = getattr(model, "patch_embed", None)
-    size = getattr(patches, "img_size", None)
-    facts = {key: value for key, value in facts.items() if _is_plain(value)}
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
         size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
         if size != tuple(facts.get("input_size", (3, 224, 224)))[-2:]:
@@ -63,32 +63,19 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     config = TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels)
     made: Any = TimmWrapperForImageClassification if classes else TimmWrapperModel
     with torch.device("meta"):
-        empty = made(config)
-    _check_same(model, empty.timm_model, arguments)
-    with torch.device("meta"):
         wrapped = made(config)
+    # A checkpoint would be loaded into the model that timm builds.
+    mine, other = ({k: tuple(x.shape) for k, x in m.state_dict().items()} for m in (model, wrapped.timm_model))
+    if mine != other:
+        name = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))[0]
+        raise ConfigError(
+            f"timm model: {name} is {mine.get(name)}, but timm builds {other.get(name)} from its name and {arguments}; "
+            "wrap it first: linearize.conversion.timm.wrap(model, model_args={the arguments of create_model})"
+        )
     wrapped.timm_model = model
     wrapped.train(model.training)
     wrapped.config.architectures = [made.__name__]
     return wrapped
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (str, int, float, bool, list, tuple, type(None)))
-
-
-def _check_same(model: nn.Module, rebuilt: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Compare the model with the one that a checkpoint of it would be loaded into."""
-    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    other = {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
-    if mine == other:
-        return
-    name = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))[0]
-    raise ConfigError(
-        f"timm model: {name} is {mine.get(name)}, but timm builds {other.get(name)} from its name and "
-        f"{dict(arguments)}; "
-        "wrap it first: linearize.conversion.timm.wrap(model, model_args={the arguments of create_model})"
-    )
 
 
 def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[Call]:
@@ -104,7 +91,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     if any(call.query[2] == call.key[2] for call in calls):
         return calls
     called = {id(call.module) for call in calls}
-    unseen = [m for m in watcher.ran if _is_attention(m) and id(m) not in called and not _holds(m, called)]
+    unseen = [m for m in watcher.ran if _is_attention(m) and not any(id(inner) in called for inner in m.modules())]
     if unseen:
         raise UnsupportedModelError(
             f"timm's {model.config.architecture!r} has attention that cannot be reached: {_why_unseen(unseen)}; use a "
@@ -123,24 +110,20 @@ def _is_attention(module: nn.Module) -> bool:
     return bool(_ATTENTIONS.search(name)) and not _NO_ATTENTIONS.search(name)
 
 
-def _holds(module: nn.Module, called: set[int]) -> bool:
-    return any(id(one) in called for one in module.modules())
-
-
 def _why_unseen(unseen: list[nn.Module]) -> str:
     """Describe the most common kind of attention that was not called."""
     kind = Counter(type(module) for module in unseen).most_common(1)[0][0]
-    example = next(module for module in unseen if type(module) is kind)
-    names = [name for name, _ in (*example.named_parameters(), *example.named_buffers())]
+    example, name = next(module for module in unseen if type(module) is kind), kind.__name__
+    weights = [weight for weight, _ in (*example.named_parameters(), *example.named_buffers())]
     if _between_channels(example):
-        return f"{kind.__name__}, {_CHANNELS}"
-    if any(word in kind.__name__ for word in _LINEAR):
-        return f"{kind.__name__} never compares two patches, which is linear in their number already"
-    if any(word in name for name in names for word in _BIASES):
-        return f"{kind.__name__} adds a position bias to the scores, which a kernel cannot honour"
-    if "Talking" in kind.__name__:
-        return f"{kind.__name__} mixes the scores of its heads, which a kernel cannot honour"
-    return f"{kind.__name__} writes softmax out instead of calling torch's scaled_dot_product_attention"
+        return f"{name}, {_CHANNELS}"
+    if any(word in name for word in _LINEAR):
+        return f"{name} never compares two patches, which is linear in their number already"
+    if any(word in weight for weight in weights for word in _BIASES):
+        return f"{name} adds a position bias to the scores, which a kernel cannot honour"
+    if "Talking" in name:
+        return f"{name} mixes the scores of its heads, which a kernel cannot honour"
+    return f"{name} writes softmax out instead of calling torch's scaled_dot_product_attention"
 
 
 _LINEAR = ("Factor", "Additive", "Linear", "LiteMLA")
@@ -163,44 +146,21 @@ class _Watcher(TorchFunctionMode):
         self.running: list[nn.Module] = []
         self.ran: list[nn.Module] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.running:
             self._note(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _note(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: object = None,
-        dropout_p: object = 0,
-        is_causal: object = 0,
-        **_: object,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: object = None, p: object = 0, causal: object = 0, **named: object
     ) -> None:
-        q_shape, k_shape, v_shape = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
-        kind, module = "none" if attn_mask is None else "bias", self.running[-1]
+        mask, causal = named.get("attn_mask", mask), named.get("is_causal", causal)
+        shapes = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
+        kind, module = "none" if mask is None else "bias", self.running[-1]
         # Five dimensions are windows and heads, in either order (Twins, Hiera, NesT).
         refused = _IN_WINDOWS if q.ndim > 4 else _CHANNELS if _between_channels(module) else ""
-        self.calls.append(
-            Call(
-                module,
-                q_shape,
-                k_shape,
-                v_shape,
-                mask=kind,
-                altered="",
-                is_causal=bool(is_causal),
-                refused=refused,
-            )
-        )
+        self.calls.append(Call(module, *shapes, mask=kind, altered="", is_causal=bool(causal), refused=refused))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,16 @@ Loading, tuning, recipes and the model card read this table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 Modality = Literal["text", "image"]
 """What a model reads."""
+
+Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin"
+"""What makes a model's inputs: a tokenizer, an image processor, or both in one."""
 
 
 @dataclass(frozen=True)

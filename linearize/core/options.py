@@ -1,7 +1,8 @@
 """Options as fields of dataclasses: each field defines its default, help, range and choices once.
 
 The checks on construction, the command line and files of options all read them. A job's config has sections: other
-configs, whose fields become options of the job under one flat list of names.
+configs, whose fields become options of the job under one flat list of names. `build` turns plain data, as YAML has it,
+into nested dataclasses; its errors name the key.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError, LinearizeError, unknown_name
+from linearize.core.registry import KINDS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -135,46 +137,41 @@ class Option:
         return f"{text} ({shown})" if shown else text
 
 
+@functools.cache
 def options_of(config: type) -> Mapping[str, Option]:
     """Return the options of a job's config by name, its own and those of its sections."""
-    return _options_of(config)
-
-
-@functools.cache
-def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
-    hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         section: Section | None = field.metadata.get(_SECTION)
         if section is not None:
-            inner_hints = typing.get_type_hints(section.config)
             for name, inner in section.options().items():
-                shown = section.shown.get(inner.name)
-                place = (field.name, inner.name)
-                _add(options, name, inner, inner_hints[inner.name], section.title, place, shown)
+                shown = {"shown": section.shown[inner.name]} if inner.name in section.shown else {}
+                metadata = {**inner.metadata, **shown, "group": section.title}
+                _add(options, name, section.config, inner, metadata, (field.name, inner.name))
         elif "help" in field.metadata:
-            name, group = field.metadata.get("name", field.name), field.metadata.get("group")
-            _add(options, name, field, hints[field.name], group, ("", field.name))
+            _add(options, field.metadata.get("name", field.name), config, field, field.metadata, ("", field.name))
     return types.MappingProxyType(options)
 
 
 def _add(
     options: dict[str, Option],
     name: str,
+    config: type,
     field: dataclasses.Field[Any],
-    hint: object,
-    group: str | None,
+    metadata: Mapping[str, Any],
     place: tuple[str, str],
-    shown: str | None = None,
 ) -> None:
     """Add an option, or one more field that an option sets."""
-    known = options.get(name)
-    if known is not None:
-        options[name] = dataclasses.replace(known, places=(*known.places, place))
+    if name in options:
+        options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
         return
-    metadata = field.metadata if shown is None else {**field.metadata, "shown": shown}
-    required = field.default is MISSING and field.default_factory is MISSING
-    options[name] = Option(name, _kinds(hint)[0], field.default, metadata, group, (place,), required)
+    kind = _kinds(_hints(config)[field.name])[0]
+    group = metadata.get("group")
+    options[name] = Option(name, kind, field.default, metadata, group, (place,), _is_required(field))
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
@@ -311,8 +308,7 @@ def _inside(value: Any, limits: Mapping[str, Any]) -> bool:
 def _expected(kinds: tuple[type, ...], limits: Mapping[str, Any]) -> str:
     if "choices" in limits:
         return f"one of {', '.join(limits['choices'])}"
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-    what = " or ".join(names[kind] for kind in kinds)
+    what = " or ".join(KINDS[kind] for kind in kinds)
     bounds = {name: f"{limits[name]:g}" for name in ("low", "high", "above", "below") if name in limits}
     if {"low", "high"} <= set(bounds):
         return f"{what} from {bounds['low']} to {bounds['high']}"
@@ -346,28 +342,141 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Read numbers of tokens with commas between them, or `none`.
+def parse_lengths(text: str, option: str = "--lengths", example: str = "128,512,2048") -> tuple[int, ...]:
+    """Read whole numbers with commas between them, or `none`.
 
     Raises:
-        ConfigError: if it is not a list of whole numbers.
+        ConfigError: if it is anything else.
     """
-    return _parse_numbers("--lengths", text, "128,512,2048")
-
-
-def parse_image_sizes(text: str) -> tuple[int, ...]:
-    """Read numbers of pixels with commas between them, or `none`.
-
-    Raises:
-        ConfigError: if it is not a list of whole numbers.
-    """
-    return _parse_numbers("--image-size", text, "224,384,512")
-
-
-def _parse_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     if text.strip().lower() == "none":
         return ()
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{option}: got {text!r}, expected numbers such as {example}, or none") from None
+
+
+parse_image_sizes = functools.partial(parse_lengths, option="--image-size", example="224,384,512")
+"""Read numbers of pixels, as `parse_lengths` does."""
+
+
+def build(cls: type[Config], values: object, where: str, kind: str = "key") -> Config:
+    """Build a dataclass from a mapping.
+
+    Args:
+        cls: the dataclass; values are checked against its annotations.
+        values: a mapping as `yaml.safe_load` returns it.
+        where: the key of this mapping, for messages.
+        kind: what messages call one of its keys.
+
+    Raises:
+        UnknownNameError: for an unknown key.
+        ConfigError: for a wrong type or a missing value, or if the dataclass refuses the values.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
+    hints = _hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"{where}: {unknown_name(kind, str(key), fields)}")
+        arguments[key] = convert(hints[key], value, f"{where}.{key}")
+    for name in _required(cls):
+        if name not in arguments:
+            raise ConfigError(f"{where}: the key {name!r} is missing; add it")
+    try:
+        return cls(**arguments)
+    except LinearizeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def convert(hint: Any, value: object, where: str) -> Any:
+    """Check a value against an annotation and return it as that type.
+
+    A text stands for a section whose only required key is `name`.
+
+    Raises:
+        ConfigError: if it is of another type.
+    """
+    if hint is object or hint is Any:
+        return value
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(inner, value, where)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, str) and _required(hint) == ["name"]:
+            value = {"name": value}
+        return value if isinstance(value, hint) else build(hint, value, where)
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = [inner[0]] * len(value) if inner[1:] == (Ellipsis,) else inner
+        if len(value) != len(kinds):
+            raise ConfigError(f"{where}: got {len(value)} values, expected {len(kinds)}")
+        return tuple(convert(kinds[n], part, f"{where}[{n}]") for n, part in enumerate(value))
+    if (hint is dict or origin in (dict, Mapping)) and isinstance(value, Mapping):
+        return {key: convert(inner[1] if inner else object, part, f"{where}.{key}") for key, part in value.items()}
+    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        number = _number(value)
+        if number is not None:
+            return number
+    elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where}: got {kind_of(value)}, expected {_described(hint)}")
+
+
+def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    wanted = [kind for kind in kinds if kind is not type(None)]
+    # A mapping can only be the section, whose own keys errors should name.
+    sections = [kind for kind in wanted if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)]
+    if len(wanted) == 1 or sections:
+        return convert((sections or wanted)[0], value, where)
+    for kind in wanted:
+        try:
+            return convert(kind, value, where)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where}: got {kind_of(value)}, expected {' or '.join(map(_described, wanted))}")
+
+
+def _required(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if _is_required(field)]
+
+
+def _number(value: int | float | str) -> float | None:
+    """YAML 1.1 reads 1e-5 (without a dot) as text; it is a number nevertheless."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def kind_of(value: object) -> str:
+    """Describe a value of a YAML file in YAML's own words."""
+    if isinstance(value, Mapping):
+        return "a section of keys"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "nothing"
+    if isinstance(value, str | int | float):
+        return repr(value)
+    # YAML turns unquoted text such as 2024-01-01 into a date.
+    return f"{str(value)!r} (put it in quotes, if text is meant)"
+
+
+def _described(hint: Any) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return "a section of keys"
+    if origin is tuple:
+        return {str: "a list of texts", int: "a list of whole numbers", float: "a list of numbers"}.get(
+            inner[0], "a list"
+        )
+    if dict in (hint, origin) or origin is Mapping:
+        return "keys with values"
+    return KINDS.get(hint, "another value")

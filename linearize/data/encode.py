@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 PACK_TEXTS = 256
 # Longer than any text: we cut rows, so the tokenizer need not warn about long texts.

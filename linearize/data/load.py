@@ -15,18 +15,15 @@ from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, p
 from linearize.data.columns import class_names, column_kinds, find_pair, merge_names, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
-from linearize.data.feeds import MapFeed, PackedFeed, StreamFeed, StreamPart
+from linearize.data.feeds import MapFeed, PackedFeed, Split, StreamFeed, StreamPart, split_off
 from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
-from linearize.data.local import looks_local, open_local
-from linearize.data.order import Split, split_off
-from linearize.data.pairs import PairedAnew
-from linearize.data.records import PackedRecords, Records, TextRecords
+from linearize.data.local import exists, looks_local, open_local
+from linearize.data.records import PackedRecords, PairedAnew, Records, TextRecords
 from linearize.data.source import Source
-from linearize.data.walk import exists
 
 if TYPE_CHECKING:
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 FETCH_ROWS = 1_000
 

@@ -1,4 +1,4 @@
-"""Local files and folders: choose the files of a split, and read each kind."""
+"""Local files and folders: find the files, following links; choose those of a split; and read each kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +16,6 @@ from linearize.core.errors import DataError, first_line
 from linearize.core.heads import Modality
 from linearize.data.hub import cause, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
-from linearize.data.walk import exists, files_in
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -29,6 +28,7 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+MOST_FOLDERS = 100_000
 EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz), images, or a .zip of images"
 # A .tsv has no quoting (GLUE's lone quotes would swallow rows), and "NA" and "null" may be texts.
 READERS: dict[str, tuple[str, dict[str, object]]] = {
@@ -295,3 +295,51 @@ def _is_empty(file: Path, kind: str) -> bool:
 def _names(files: Sequence[Path]) -> str:
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"{files[0].name!r}{more}"
+
+
+def exists(path: Path) -> bool:
+    """Tell whether a file or folder exists.
+
+    Raises:
+        DataError: If the path cannot be read, is a broken link, or is a pipe or device, which may never end.
+    """
+    try:
+        if path.is_file() or path.is_dir():
+            return True
+        if path.exists():
+            raise DataError(f"got {str(path)!r}, which is a pipe or a device, expected a file or a folder; name one.")
+        if path.is_symlink():
+            raise DataError(f"got the link {str(path)!r}, which leads nowhere, expected a file or a folder; repair it.")
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+        raise DataError(f"cannot look for data set {str(path)[:100]!r} ({why}); check the name.") from error
+    return False
+
+
+def files_in(folder: Path, _above: tuple[Path, ...] = (), _seen: list[int] | None = None) -> Iterator[Path]:
+    """Yield the files in a folder and its folders, sorted, without hidden ones. Links are followed, loops left out.
+
+    Broken links are included: whoever opens such a file finds it missing.
+
+    Raises:
+        DataError: If a folder cannot be read, or there are more than `MOST_FOLDERS`.
+    """
+    seen = [0] if _seen is None else _seen
+    seen[0] += 1
+    if seen[0] > MOST_FOLDERS:
+        raise DataError(f"got more than {MOST_FOLDERS:,} folders up to {folder.name!r}, expected fewer; remove links.")
+    try:
+        real = folder.resolve()
+        if real in _above:
+            return
+        inner = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        kinds = [path.is_dir() for path in inner]
+    except (OSError, RuntimeError) as error:  # `resolve` calls a loop of links a RuntimeError.
+        raise DataError(
+            f"cannot read folder {folder.name!r}: {cause(error)}; expected one that may be read; check it."
+        ) from error
+    for path, is_folder in zip(inner, kinds, strict=True):
+        if is_folder:
+            yield from files_in(path, (*_above, real), seen)
+        elif path.is_file() or path.is_symlink():
+            yield path

@@ -14,8 +14,7 @@ from linearize.checkpoint.fingerprint import data_digest
 from linearize.core.errors import ConfigError
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
-from linearize.data.feeds import Feed
-from linearize.data.order import batches
+from linearize.data.feeds import Feed, batches
 from linearize.data.records import Example
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.fidelity.teacher.observe import last_states
 from linearize.kernels.base import FeatureMap, Features
-from linearize.modeling.modes import evaluating
+from linearize.modeling.model import evaluating
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
 """Parts that can be removed: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),

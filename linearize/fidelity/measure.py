@@ -16,7 +16,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.fidelity.ablate import without_kernel
 from linearize.fidelity.teacher.observe import has_rows, run_body, show, softmax_output
 from linearize.fidelity.teacher.rows import Rows, all_rows, group, softmax_rows
-from linearize.modeling.modes import evaluating
+from linearize.modeling.model import evaluating
 from linearize.ops import Window, kernel_weights
 
 LOG_FLOOR = 1e-6

@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.loading import Loaded, load_converted, load_model
+from linearize.checkpoint.loading import Loaded, load_converted, load_model, with_length
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
 from linearize.checkpoint.provenance import weights_were_trained
-from linearize.checkpoint.sentence import with_length
-from linearize.conversion.apply import convert_model
 from linearize.conversion.inputs import read_inputs
-from linearize.conversion.plan import plan
+from linearize.conversion.plan import convert_model, plan
 from linearize.conversion.plan_file import apply_file, read_plan
 from linearize.conversion.positions import current_length, extend_processor, tokens_of_image_size
 from linearize.core.errors import ConfigError, TrainingError

@@ -24,7 +24,7 @@ from linearize.attention.native.build import worth_building
 from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
-from linearize.conversion.apply import convert_model
+from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
 from linearize.jobs.align import open_alignment

@@ -45,7 +45,7 @@ from linearize.training.trackers import check_report_to
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 
 ADAPTER = "adapter"

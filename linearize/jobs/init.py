@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.output import claim
 from linearize.checkpoint.ownership import check_links
-from linearize.conversion.apply import convert
+from linearize.conversion.plan import convert
 from linearize.core.errors import ConfigError
 from linearize.core.parsing import parse_json, parse_yaml, read_text
 from linearize.jobs.config import InitJob
@@ -17,7 +17,7 @@ from linearize.training.stage_two.save import save_model
 from linearize.training.stage_two.tasks import task
 
 if TYPE_CHECKING:
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 
 def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:

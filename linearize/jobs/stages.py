@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from linearize.checkpoint.loading import Loaded, move, quiet
+from linearize.checkpoint.loading import Loaded, move, pools_first, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import save, size_of
-from linearize.checkpoint.sentence import pools_first
 from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig

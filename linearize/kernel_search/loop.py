@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.fingerprint import fingerprint
 from linearize.checkpoint.loading import move
-from linearize.conversion.apply import apply
+from linearize.conversion.plan import apply
 from linearize.conversion.plan import plan as make_plan
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, TrainingError

@@ -38,37 +38,32 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
 
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
-    """Register the converted counterpart of every Auto class that knows `base`."""
-    from transformers.models.auto import modeling_auto
+    """Register the converted counterpart of `base` with every Auto class that knows it."""
+    from transformers.models.auto import (
+        feature_extraction_auto,
+        image_processing_auto,
+        modeling_auto,
+        processing_auto,
+        tokenization_auto,
+    )
 
     from linearize.modeling.model import model_class
 
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
-        if not isinstance(auto, type) or mapping is None or base not in mapping:
-            continue
-        found = mapping[base]
-        classes = found if isinstance(found, (tuple, list)) else (found,)
-        made = tuple(model_class(cls, config) for cls in classes)
-        mapping.register(config, made if len(made) > 1 else made[0], exist_ok=True)
-    _register_processors(config, base)
-
-
-def _register_processors(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
-    """Let Auto classes find the original's tokenizers and processors by the converted config."""
-    from transformers.models.auto import (
-        feature_extraction_auto,
-        image_processing_auto,
-        processing_auto,
-        tokenization_auto,
-    )
-
-    mappings: list[Any] = [
+        if isinstance(auto, type) and mapping is not None and base in mapping:
+            originals = mapping[base]
+            if isinstance(originals, (tuple, list)):
+                mapping.register(config, tuple(model_class(cls, config) for cls in originals), exist_ok=True)
+            else:
+                mapping.register(config, model_class(originals, config), exist_ok=True)
+    # Auto classes find the original's tokenizers and processors by the converted config.
+    processors: list[Any] = [
         getattr(tokenization_auto, "TOKENIZER_MAPPING", None),
         getattr(feature_extraction_auto, "FEATURE_EXTRACTOR_MAPPING", None),
         getattr(image_processing_auto, "IMAGE_PROCESSOR_MAPPING", None),
         getattr(processing_auto, "PROCESSOR_MAPPING", None),
     ]
-    for mapping in mappings:
+    for mapping in processors:
         if mapping is not None and base in mapping:
             mapping.register(config, mapping[base], exist_ok=True)

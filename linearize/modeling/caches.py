@@ -21,7 +21,7 @@ from linearize.attention.cache import (
 )
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
-from linearize.modeling.implementations import check_implementation
+from linearize.modeling.compat import check_implementation
 from linearize.ops.state import is_tracing
 
 if TYPE_CHECKING:
@@ -131,14 +131,8 @@ def _has_own_cache(model: nn.Module) -> bool:
 def _towers_with_caches(root: PreTrainedModel) -> list[PreTrainedModel]:
     """List the parts other than the text that make their own cache, such as a tower that reads sound in steps."""
     parts = [one for one in root.modules() if isinstance(one, PreTrainedModel) and one is not root]
-    return [
-        part
-        for part in parts
-        if part.config is not _text_config(root)
-        and part.config is not root.config
-        and cache_name(part.forward)
-        and _cache_indices(part)
-    ]
+    towers = [part for part in parts if part.config is not _text_config(root) and part.config is not root.config]
+    return [part for part in towers if cache_name(part.forward) and _cache_indices(part)]
 
 
 def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Arguments | None:
@@ -146,13 +140,12 @@ def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 
     Not for an `own` class, nor where attention weights are asked for: later steps need all keys for theirs.
     """
-    use_cache, text = kwargs.get("use_cache"), _text_config(root)
+    use_cache, weights = kwargs.get("use_cache"), kwargs.get("output_attentions")
     if use_cache is None:
-        use_cache = getattr(root.config, "use_cache", getattr(text, "use_cache", False))
-    weights = kwargs.get("output_attentions")
-    if root.config.output_attentions if weights is None else weights:
-        return None
-    if not use_cache or root.training or given_cache(kwargs) is not None or own:
+        use_cache = getattr(root.config, "use_cache", getattr(_text_config(root), "use_cache", False))
+    if weights is None:
+        weights = root.config.output_attentions
+    if weights or not use_cache or root.training or given_cache(kwargs) is not None or own:
         return None
     made: Cache = make_cache(root)
     if kwargs.get("encoder_hidden_states") is not None:

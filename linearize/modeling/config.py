@@ -19,13 +19,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
+from linearize.attention.shape import HeadShape
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
-from linearize.core.registry import kernel_info
-from linearize.modeling.compat import implementation_of
-from linearize.modeling.implementations import IMPLEMENTATIONS, implementation, refusal, use_linear_attention
-from linearize.modeling.plan import ABSENT, Plan
+from linearize.core.registry import Hybrid, kernel_info
+from linearize.modeling.compat import IMPLEMENTATIONS, implementation, implementation_of, refusal, use_linear_attention
+from linearize.modeling.plan import ABSENT, Plan, damaged
 from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
 
+_INSTALLED = __name__.startswith("linearize.")
+"""Whether this is the package; otherwise it is the code that came with a checkpoint."""
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
 GUARD = "; linear attention: load it with an Auto class of transformers, after `import linearize` or with code trusted"
@@ -83,7 +85,7 @@ class LinearizeConfig(PreTrainedConfig):
                 values[key] |= _guarded(getattr(self, key))
         values |= _guarded(self)
         values.pop("auto_map", None)
-        if self.linearize and not _why_no_code(Plan.from_dict(self.linearize)):
+        if self.linearize and not (_INSTALLED and why_not(Plan.from_dict(self.linearize))):
             values["auto_map"] = {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}
         return values
 
@@ -120,7 +122,7 @@ def _with_checksum(section: dict[str, Any]) -> dict[str, object]:
     """Return a section as it is written: with the packages that its kernels need, and a checksum."""
     section = {key: value for key, value in section.items() if key != PACKAGES}
     # Code that came with a checkpoint has kernels of linearize alone.
-    packages = outside_packages(Plan.from_dict(section)) if __name__.startswith("linearize.") else {}
+    packages = outside_packages(Plan.from_dict(section)) if _INSTALLED else {}
     section |= {PACKAGES: packages} if packages else {}
     return {**section, "checksum": checksum(section)}
 
@@ -153,18 +155,12 @@ def check_checksum(section: Mapping[str, Any]) -> None:
         )
 
 
-def _why_no_code(plan: Plan) -> str:
-    if not __name__.startswith("linearize."):
-        return ""
-    return why_not(plan)
-
-
 def _code(plan: Plan) -> dict[str, str]:
     """Return the checkpoint's own code by file name; nothing, with a warning, if it cannot travel."""
-    if not __name__.startswith("linearize."):
+    if not _INSTALLED:
         # This very code came with a checkpoint: it travels on.
         return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
-    if reason := _why_no_code(plan):
+    if reason := why_not(plan):
         warnings.warn(reason, stacklevel=3)
         return {}
     return code_files(plan)
@@ -185,10 +181,8 @@ def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if isinstance(error.__cause__, LinearizeError):
             raise error.__cause__ from None
         text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"config.json does not describe a model ({type(error).__name__}: {text[:300]}); the file is damaged or was "
-            "edited, or an argument given in place of one of its values is wrong: convert the model again"
-        ) from error
+        why = f"{type(error).__name__}: {text[:300]}"
+        raise damaged(f"no model, or an argument given in place of one of its values is wrong ({why})") from error
 
 
 PACKAGES = "packages"
@@ -205,10 +199,7 @@ def check_section(section: object) -> dict[str, Any]:
         ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
     """
     if not isinstance(section, dict):
-        raise CheckpointError(
-            "config.json says model_type 'linearize' but has no section 'linearize'; the file is damaged: "
-            "convert the model again"
-        )
+        raise damaged("model_type is 'linearize', but there is no section 'linearize'")
     version = section.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"config.json: got format_version {version!r}, expected {FORMAT_VERSION}")
@@ -218,32 +209,23 @@ def check_section(section: object) -> dict[str, Any]:
             "upgrade it: pip install -U linearize"
         )
     plan = Plan.from_dict(section)
-    unknown = sorted(str(key) for key in section.keys() - {*_KEYS, *plan.to_dict()})
-    if unknown or not isinstance(section.get("provenance", {}), dict):
-        what = f"unknown keys {unknown}" if unknown else "a provenance that is no object"
-        raise CheckpointError(
-            f"config.json: the section 'linearize' has {what[:300]}; the file is damaged or was edited: convert the "
-            "model again"
-        )
-    _check_absent(section.get(ABSENT, []))
+    if unknown := sorted(str(key) for key in section.keys() - {*_KEYS, *plan.to_dict()}):
+        raise damaged(f"the section 'linearize' has unknown keys {repr(unknown)[:300]}")
+    if not isinstance(section.get("provenance", {}), dict):
+        raise damaged("the section 'linearize' has a provenance that is no object")
+    absent = section.get(ABSENT, [])
+    # Weights of kernels are never absent: every model has them.
+    if not isinstance(absent, list) or not all(isinstance(x, str) and "linear_attention." not in x for x in absent):
+        raise damaged(f"got {ABSENT} {repr(absent)[:80]}, expected a list of the names of weights outside kernels")
     if not plan.converted:
-        raise CheckpointError(
-            "config.json: the section 'linearize' names no layer that was converted; the file is damaged or was "
-            "edited: convert the model again"
-        )
+        raise damaged("the section 'linearize' names no layer that was converted")
     _check_packages(section.get(PACKAGES, {}))
-    _check_kernels(plan)
+    mixers: list[Any] = []
+    for layer in plan.converted:
+        if layer.mixer not in mixers:
+            mixers.append(layer.mixer)
+            _check_kernel(*layer.mixer)
     return section
-
-
-def _check_absent(names: object) -> None:
-    """Refuse absent weights that are not a list of names, or that belong to a kernel: every model has those."""
-    good = isinstance(names, list) and all(isinstance(name, str) and "linear_attention." not in name for name in names)
-    if not good:
-        raise CheckpointError(
-            f"config.json: got {ABSENT} {repr(names)[:80]}, expected a list of the names of weights outside kernels; "
-            "the file is damaged or was edited: convert the model again"
-        )
 
 
 def _check_packages(packages: object) -> None:
@@ -253,13 +235,8 @@ def _check_packages(packages: object) -> None:
         CheckpointError: if `packages` does not name packages by kernel.
         ConfigError: naming the package of a kernel that is not registered.
     """
-    if not isinstance(packages, dict) or not all(
-        isinstance(package, str) and package.isidentifier() for package in packages.values()
-    ):
-        raise CheckpointError(
-            f"config.json: got {PACKAGES} {repr(packages)[:80]}, expected the names of packages by kernel; the file is "
-            "damaged or was edited: convert the model again"
-        )
+    if not isinstance(packages, dict) or not all(isinstance(x, str) and x.isidentifier() for x in packages.values()):
+        raise damaged(f"got {PACKAGES} {repr(packages)[:80]}, expected the names of packages by kernel")
     for kernel, package in packages.items():
         try:
             kernel_info(kernel)
@@ -270,33 +247,20 @@ def _check_packages(packages: object) -> None:
             ) from None
 
 
-def _check_kernels(plan: Plan) -> None:
-    """Build every kernel once, without memory, so that unknown names and wrong arguments are reported first."""
-    seen = []
-    for layer in plan.converted:
-        if layer.mixer not in seen:
-            seen.append(layer.mixer)
-            _check_kernel(*layer.mixer)
-
-
-def _check_kernel(*what: Any) -> None:
+def _check_kernel(kernel: str, arguments: dict[str, Any], shape: HeadShape, hybrid: Hybrid) -> None:
+    """Build a kernel without memory, so that an unknown name or a wrong argument is reported first."""
     try:
         with torch.device("meta"):
-            config = build_mixer(*what).config
-        for name, value in what[1].items():
-            # Text is for the command line: a file has numbers where numbers belong.
-            if type(value) is not type(getattr(config, name)):
-                raise CheckpointError(
-                    f"config.json: kernel {what[0]!r}, argument {name}: got {value!r}, expected "
-                    f"{getattr(config, name)!r}; the file was edited: convert the model again"
-                )
+            config = build_mixer(kernel, arguments, shape, hybrid).config
     except LinearizeError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"config.json: kernel {what[0]!r} cannot be built for {what[2]} ({type(error).__name__}); the file is "
-            "damaged or was edited: convert the model again"
-        ) from error
+        raise damaged(f"kernel {kernel!r} cannot be built for {shape} ({type(error).__name__})") from error
+    for name, value in arguments.items():
+        # Text is for the command line: a file has numbers where numbers belong.
+        expected = getattr(config, name)
+        if type(value) is not type(expected):
+            raise damaged(f"kernel {kernel!r}, argument {name}: got {value!r}, expected {expected!r}")
 
 
 def base_config_class(model_type: str) -> type[PreTrainedConfig]:
@@ -308,15 +272,12 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
     # Imported here: linearize registers this module with transformers as soon as that module is imported.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    try:
-        if model_type != MODEL_TYPE:
-            return CONFIG_MAPPING[model_type]
-        raise KeyError(model_type)
-    except KeyError:
+    if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
         raise CheckpointError(
             f"config.json: the original's model type {model_type!r} is unknown to the installed transformers; "
             "upgrade it: pip install -U transformers"
-        ) from None
+        )
+    return CONFIG_MAPPING[model_type]
 
 
 if TYPE_CHECKING:

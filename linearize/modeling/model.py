@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
@@ -15,7 +17,7 @@ from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
-from linearize.core.errors import CheckpointError, ConfigError
+from linearize.core.errors import ConfigError
 from linearize.modeling.caches import (
     add_default_caches,
     check_generation,
@@ -24,15 +26,19 @@ from linearize.modeling.caches import (
     mask_while_tracing,
     use_cache_for_generation,
 )
-from linearize.modeling.compat import forget_renamings, keep_tokens, record_outputs, share_classes, share_renamings
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
-from linearize.modeling.implementations import (
+from linearize.modeling.compat import (
     IMPLEMENTATIONS,
+    forget_renamings,
     implementation,
+    keep_tokens,
+    record_outputs,
     refusal,
+    share_classes,
+    share_renamings,
     use_implementations,
 )
-from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction
+from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
+from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction, damaged
 from linearize.modeling.weights import (
     HUB_OPTIONS,
     absent_weights,
@@ -166,11 +172,11 @@ def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[
     """
     hub = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
+    names: tuple[set[str], dict[str, str] | None] = (set(), None)
     if values.get("model_type") != MODEL_TYPE:
-        return set(), None
+        return names
     config = LinearizeConfig.from_dict(values)
     saved = saved_class(config)
-    names: tuple[set[str], dict[str, str] | None] = (set(), None)
     if saved is not None and "quantization_config" not in values:
         names = check_weights(name, saved, config, **hub)
     # Last: the checks above say more precisely what was changed.
@@ -211,16 +217,9 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     share_renamings(name, base)
     share_classes(base, IMPLEMENTATIONS)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
-    _CLASSES[base] = type(
-        name,
-        (LinearizedModel, base),
-        {
-            "__module__": __name__,
-            "__doc__": f"`{base.__name__}` with linear attention.",
-            "config_class": config,
-            "_keep_in_fp32_modules_strict": kept,
-        },
-    )
+    values = {"__module__": __name__, "__doc__": f"`{base.__name__}` with linear attention."}
+    own = {"config_class": config, "_keep_in_fp32_modules_strict": kept}
+    _CLASSES[base] = type(name, (LinearizedModel, base), values | own)
     return _CLASSES[base]
 
 
@@ -242,31 +241,26 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         CheckpointError: if the model has no module of a planned name.
     """
     register_interface()
-    root = model.base_model
-    _prepare(model, root)
+    root: nn.Module = model.base_model
+    if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
+        # The body can then be saved separately, with a list of the weights that it was built without (a pooler).
+        change_class(root, type(model.config), inner=True)
+    model.register_load_state_dict_pre_hook(take_stored_names)
+    keep_tokens(root)
     for layer in plan.layers:
         try:
             host = root.get_submodule(layer.module)
         except AttributeError:
-            raise CheckpointError(
-                f"the plan names the attention {layer.module!r}, but {type(model).__name__} has no such module; "
-                "config.json and the architecture do not belong together"
-            ) from None
+            name = type(model).__name__
+            raise damaged(f"the plan names attention {layer.module!r}, but {name} has no such module") from None
         if why := contradiction(host, layer):
-            raise CheckpointError(
-                f"the attention {layer.module!r} has another size or direction than config.json says: {why}; the file "
-                "is damaged or was edited: convert the model again"
-            )
-        if not layer.converted:
+            raise damaged(f"attention {layer.module!r} has another size or direction: {why}")
+        if layer.converted and not hasattr(host, "linear_attention"):
+            _attach_kernel(host, layer, plan)
+        masked = MASKED in layer.host and OWN not in layer.host and layer.shape != UNKNOWN
+        if not layer.converted and (masked or not hasattr(host, "is_causal")):
             # Softmax in a layer that stays goes by this flag; eager softmax went by the mask alone.
-            if not hasattr(host, "is_causal") or (
-                MASKED in layer.host and OWN not in layer.host and layer.shape != UNKNOWN
-            ):
-                host.is_causal = layer.shape.causal  # type: ignore[assignment]
-            continue
-        if hasattr(host, "linear_attention"):
-            continue
-        _attach_kernel(host, layer, plan)
+            host.is_causal = layer.shape.causal  # type: ignore[assignment]
     use_implementations(model, plan, implementation(model.config))
     causal = any(layer.shape.causal for layer in plan.converted)
     if plan.base_model_type not in REDIRECTED:
@@ -276,15 +270,6 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         root.register_forward_pre_hook(mask_while_tracing, with_kwargs=True)
         if not model.config.is_encoder_decoder:
             add_default_caches(root)  # type: ignore[arg-type]
-
-
-def _prepare(model: PreTrainedModel, root: nn.Module) -> None:
-    """Prepare a model to run with kernels, to save its body separately, and to load weights by their stored names."""
-    if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
-        # The body can then be saved separately, with a list of the weights that it was built without (a pooler).
-        change_class(root, type(model.config), inner=True)
-    model.register_load_state_dict_pre_hook(take_stored_names)
-    keep_tokens(root)
 
 
 def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: bool = False) -> None:
@@ -321,3 +306,18 @@ def is_linearized(model: nn.Module) -> bool:
 def kernel_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the learnable parameters of all kernels, in the order of the layers."""
     return [p for layer in linear_attentions(model).values() for p in layer.parameters()]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Temporarily switch a model to evaluation mode, then restore every module's mode.
+
+    `model.train(before)` would switch modules to training that are kept in evaluation mode, such as a frozen norm.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

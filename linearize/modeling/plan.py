@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,11 @@ ABSENT = "absent"
 """Key of config.json's section for the weights that the saved model was built without."""
 UNKNOWN = HeadShape(1, 1, 1, 1, False)
 """Sizes of an attention that did not run in the trial run."""
+
+
+def damaged(what: str) -> CheckpointError:
+    """Return the error of a config.json that no version of linearize wrote."""
+    return CheckpointError(f"config.json: {what}; the file is damaged or was edited: convert the model again")
 
 
 @dataclass(frozen=True)
@@ -128,37 +134,42 @@ class Plan:
             _expect(type(seed) is int and -(2**63) <= seed < 2**63, "seed", seed)
             _expect(isinstance(data["layers"], list | tuple), "layers", data["layers"])
             layers = tuple(_layer_from_dict(layer) for layer in data["layers"])
-            _check_order(layers)
+            # Convertible layers are numbered from 0, and no module comes twice.
+            numbers = [layer.index for layer in layers if layer.index is not None]
+            _expect(numbers == list(range(len(numbers))), "numbers of the layers", numbers)
+            modules = [layer.module for layer in layers]
+            _expect(len(set(modules)) == len(modules), "a module comes twice", modules)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise CheckpointError(
-                f"config.json: the 'linearize' section cannot be read ({text[:300]}); "
-                "the file is damaged or was edited: convert the model again"
-            ) from None
+            raise damaged(f"the 'linearize' section cannot be read ({text[:300]})") from None
         return cls(architecture, base, layers, seed)
 
 
 CALLED, MASKED = "is_causal argument", "mask"
 """How a host states its direction if its module does not: at every call, or by its mask only."""
 
-_HEADS = ("num_attention_heads", "num_heads", "n_heads")
-_KEY_HEADS = ("num_key_value_heads",)
-_GROUPS = ("num_key_value_groups",)
-_SIZES = ("head_dim", "attention_head_size")
-ATTRIBUTES = ("is_causal", *_HEADS, *_KEY_HEADS, *_GROUPS, *_SIZES, "layer_idx")
-"""Attributes in which transformers' and timm's attention modules state their sizes and direction."""
+_PLANNED: dict[str, Callable[[HeadShape, int | None], Any]] = {
+    "is_causal": lambda shape, cache_index: shape.causal,
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), lambda shape, cache_index: shape.heads),
+    "num_key_value_heads": lambda shape, cache_index: shape.key_heads,
+    "num_key_value_groups": lambda shape, cache_index: shape.heads // shape.key_heads,
+    **dict.fromkeys(("head_dim", "attention_head_size"), lambda shape, cache_index: shape.head_dim),
+    "layer_idx": lambda shape, cache_index: cache_index,
+}
+"""What each attribute in which transformers' and timm's attention modules state their sizes and direction should be."""
+ATTRIBUTES = tuple(_PLANNED)
 
 
 def host_facts(host: nn.Module, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
     """Return the names of a host's attributes that agree with `shape` and `cache_index`."""
-    return tuple(name for name in ATTRIBUTES if _said(host, name) == _planned(name, shape, cache_index))
+    return tuple(name for name in ATTRIBUTES if _said(host, name) == _PLANNED[name](shape, cache_index))
 
 
 def contradiction(host: nn.Module, layer: LayerPlan) -> str:
     """Describe the first fact of a plan that its host's module now contradicts; empty if there is no contradiction."""
     for name in layer.host:
         if name in ATTRIBUTES and (name == "is_causal" or hasattr(host, name)):
-            said, planned = _said(host, name), _planned(name, layer.shape, layer.cache_index)
+            said, planned = _said(host, name), _PLANNED[name](layer.shape, layer.cache_index)
             if said != planned:
                 return f"{name} is {planned}, but the model's is {said}"
     return ""
@@ -167,17 +178,6 @@ def contradiction(host: nn.Module, layer: LayerPlan) -> str:
 def _said(host: nn.Module, name: str) -> Any:
     # Modules without the attribute are bidirectional, as in transformers' own attention functions.
     return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not said")
-
-
-def _planned(name: str, shape: HeadShape, cache_index: int | None) -> Any:
-    if name == "is_causal":
-        return shape.causal
-    if name == "layer_idx":
-        return cache_index
-    if name in _GROUPS:
-        return shape.heads // shape.key_heads
-    sizes = {**dict.fromkeys(_HEADS, shape.heads), **dict.fromkeys(_KEY_HEADS, shape.key_heads)}
-    return sizes.get(name, shape.head_dim)
 
 
 def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
@@ -202,31 +202,22 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     for name in ("index", "cache_index"):
         _expect(values[name] is None or _count(values[name]), f"{name} of a layer", values[name])
     _expect(hybrid.window is None or (_count(hybrid.window) and hybrid.window), "window of a layer", hybrid.window)
-    for name in ("sinks", "exact_keys"):
-        _expect(_count(getattr(hybrid, name)), f"{name} of a layer", getattr(hybrid, name))
-    _expect(all(map(_count, hybrid.softmax_heads)), "softmax_heads of a layer", heads)
+    numbers = [hybrid.sinks, hybrid.exact_keys, *hybrid.softmax_heads]
+    _expect(all(map(_count, numbers)), "sinks, exact_keys and softmax_heads of a layer", numbers)
     _expect(isinstance(hybrid.scale, str), "scale of a layer", hybrid.scale)
     _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
     if kernel != SOFTMAX:
-        values["arguments"] = _legacy_defaults(kernel) | arguments
+        # An unknown kernel is reported when it is built.
+        with contextlib.suppress(ConfigError):
+            values["arguments"] = dict(kernel_info(kernel).legacy_defaults) | arguments
     layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host), "hybrid": hybrid})
     if layer.converted:
         _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
     else:
-        bare = not arguments and layer.hybrid == PLAIN
-        _expect(bare, "a layer that stays has no arguments", arguments)
+        _expect(not arguments and hybrid == PLAIN, "a layer that stays has no arguments", arguments)
     return layer
-
-
-def _legacy_defaults(kernel: str) -> dict[str, Any]:
-    """Return the defaults at the time the checkpoint was written, for arguments that it does not mention."""
-    try:
-        return dict(kernel_info(kernel).legacy_defaults)
-    except ConfigError:
-        # Reported when the kernel is built.
-        return {}
 
 
 def _one_direction(host: Collection[object]) -> bool:
@@ -234,16 +225,6 @@ def _one_direction(host: Collection[object]) -> bool:
     known = (*ATTRIBUTES, CALLED, MASKED, LOCAL, OWN)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
     return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
-
-
-def _check_order(layers: tuple[LayerPlan, ...]) -> None:
-    """Check that convertible layers are numbered from 0, and that no module comes twice."""
-    number, modules = 0, set()
-    for layer in layers:
-        _expect(layer.index in (None, number), f"number of {layer.module!r} is not {number}", layer.index)
-        _expect(layer.module not in modules, "a module comes twice", layer.module)
-        number += layer.index is not None
-        modules.add(layer.module)
 
 
 def _count(value: object) -> bool:

@@ -79,9 +79,8 @@ def _package(name: str) -> str:
 def _kernel_module(name: str) -> str:
     """Return the module that registers a kernel: the file of its name."""
     if _is_outside(name):
-        package = _package(name)
         origin, cure = "a script", "run the code that registers it before loading"
-        if package:
+        if package := _package(name):
             origin, cure = f"package {package}", f"install {package} to load it, and import it first"
         raise CheckpointError(
             f"kernel {name!r} of {origin} is not part of linearize, so its code does not travel with the checkpoint: "
@@ -103,16 +102,15 @@ def flat_text(source: str) -> str:
 def _entry(kernels: Iterable[str]) -> str:
     """Return the module that `auto_map` names. Importing a kernel registers it."""
     lines = [
+        '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
+        "",
         f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
         f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
         *(f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels),
         "",
         "on_config_class(register_architecture)",
     ]
-    return (
-        '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""\n\n'
-        + "".join(f"{line}\n" for line in lines)
-    )
+    return "".join(f"{line}\n" for line in lines)
 
 
 @functools.cache
@@ -137,9 +135,7 @@ def _closure(roots: Iterable[str]) -> list[str]:
         if module in found:
             continue
         if module.split(".")[1:2] and module.split(".")[1] not in PACKAGES:
-            raise CheckpointError(
-                f"the runtime imports {module!r}, which does not belong to it ({', '.join(PACKAGES)})"
-            )
+            raise CheckpointError(f"the runtime imports {module!r}, which is not in {', '.join(PACKAGES)}")
         found.add(module)
         pending.extend(_imports(module))
     return sorted(found)

@@ -6,6 +6,7 @@ config.json claims.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -22,18 +23,10 @@ from transformers.core_model_loading import WeightRenaming, revert_weight_conver
 from transformers.utils import cached_file
 
 from linearize.core.errors import CheckpointError, first_line
-from linearize.modeling.plan import ABSENT
+from linearize.modeling.plan import ABSENT, damaged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HUB_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 Header = dict[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint by its name."""
@@ -79,10 +72,7 @@ def check_weights(
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"config.json describes no model that can be built ({type(error).__name__}: {first_line(error)}); "
-            "the file is damaged or was edited: convert the model again"
-        ) from error
+        raise damaged(f"no model can be built from it ({type(error).__name__}: {first_line(error)})") from error
     state = {key: tensor for key, tensor in empty.state_dict().items() if key not in absent}
     named, again = revert_weight_conversion(empty, state), None
     twice = revert_weight_conversion(empty, named)
@@ -124,9 +114,9 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
             bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
         if bad:
             raise CheckpointError(
-                f"weights that config.json asks for were not loaded ({what}: {bad[0]}"
-                f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}); the checkpoint is incomplete, or the "
-                "installed transformers reads their names differently: download it again or convert the model again"
+                f"weights that config.json asks for were not loaded ({what}: {_some(bad)}); the checkpoint is "
+                "incomplete, or the installed transformers reads their names differently: download it again or convert "
+                "the model again"
             )
 
 
@@ -244,13 +234,11 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
 def _finite(x: Tensor) -> bool:
     if x.is_meta or x.numel() == 0 or x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return True
-    # In one pass, without another tensor of that size: NaN is both the least and the largest.
-    try:
-        low, high = torch.aminmax(x)
-    except NotImplementedError:
-        # Quantised tensors of torchao are whole numbers and scales.
-        return True
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    # Quantised tensors of torchao are whole numbers and scales.
+    with contextlib.suppress(NotImplementedError):
+        # In one pass, without another tensor of that size: NaN is both the least and the largest.
+        return all(bool(torch.isfinite(limit)) for limit in torch.aminmax(x))
+    return True
 
 
 def _some(names: list[str]) -> str:
@@ -260,14 +248,10 @@ def _some(names: list[str]) -> str:
 def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None:
     """Refuse more layers than the file has tensors, before modules are built for them."""
     configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
-    for one in configs:
-        for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
-            count = getattr(one, key, None)
+    for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
+        for count in (getattr(one, key, None) for one in configs):
             if isinstance(count, int) and count > len(header):
-                raise CheckpointError(
-                    f"config.json: got {key} {count}, but the weights file holds only {len(header)} tensors; "
-                    "the file was edited: restore it or convert the model again"
-                )
+                raise damaged(f"got {key} {count}, but the weights file holds only {len(header)} tensors")
 
 
 def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Stored] | None:
@@ -289,7 +273,10 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Store
         return _file_header(single)
     index = _find(name, INDEX, hub)
     if index is None:
-        _complain_if_empty(name, hub)
+        folder = os.path.join(name, hub.get("subfolder") or "")
+        endings = (".safetensors", ".bin", ".index.json")
+        if os.path.isdir(folder) and not any(file.endswith(endings) for file in os.listdir(folder)):
+            raise CheckpointError(f"{str(name)!r} has no weights file ({SINGLE}); copy or download it again")
         return None
     header: dict[str, Stored] = {}
     for shard in _shards(index):
@@ -309,14 +296,6 @@ def _find(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> str |
         _raise_exceptions_for_connection_errors=False,
         **hub,
     )
-
-
-def _complain_if_empty(name: str | os.PathLike[str], hub: dict[str, Any]) -> None:
-    folder = os.path.join(name, hub.get("subfolder") or "")
-    if not os.path.isdir(folder):
-        return
-    if not any(file.endswith((".safetensors", ".bin", ".index.json")) for file in os.listdir(folder)):
-        raise CheckpointError(f"{str(name)!r} has no weights file ({SINGLE}); copy or download the checkpoint again")
 
 
 def _shards(index: str) -> Iterable[str]:

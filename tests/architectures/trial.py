@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.conversion.apply import convert_model
 from linearize.conversion.check import record
 from linearize.conversion.inputs import candidates
+from linearize.conversion.plan import convert_model
 from linearize.core.errors import LinearizeError, UnsupportedModelError
 from linearize.modeling.plan import Plan
 

@@ -20,8 +20,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import linearize
+from linearize.modeling.compat import use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, MODEL_TYPE, config_class
-from linearize.modeling.implementations import use_linear_attention
 from linearize.modeling.model import LinearizedModel, model_class
 
 ASKS_BY_THE_WAY = re.compile(r"padding_matches_padding_free_with_position_ids")

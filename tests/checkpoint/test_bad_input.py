@@ -19,8 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
 from linearize.checkpoint.card import base_facts
+from linearize.checkpoint.loading import pools_first, sentence_files, with_length
 from linearize.checkpoint.log import read_log
-from linearize.checkpoint.sentence import pools_first, sentence_files, with_length
 from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.config import LinearizeConfig, checksum

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.checkpoints import make_original, texts
 
-from linearize.checkpoint.sentence import pools_first, sentence_files, with_length
+from linearize.checkpoint.loading import pools_first, sentence_files, with_length
 from linearize.cli import main
 from linearize.core.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
-from linearize.data.order import apportion, batches, endless
+from linearize.data.feeds import apportion, batches, endless
 
 
 @pytest.mark.parametrize(

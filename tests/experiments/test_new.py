@@ -12,7 +12,7 @@ from support.command_lines import run
 
 import linearize
 from linearize.core.errors import ConfigError, LinearizeError
-from linearize.core.from_yaml import convert
+from linearize.core.options import convert
 from linearize.core.registry import kernel_info, make_config
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe
 from linearize.jobs.recipes.schema import FLOWS, Recipe

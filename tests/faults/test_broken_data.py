@@ -13,8 +13,8 @@ from support.checkpoints import WORDS, make_text
 from support.command_lines import changed
 
 from linearize.core.errors import DataError
-from linearize.data import walk
-from linearize.data.walk import exists, files_in
+from linearize.data import local
+from linearize.data.local import exists, files_in
 
 VERBS = ("convert", "align", "finetune", "evaluate")
 ROWS = [{"text": " ".join(random.Random(n).choices(WORDS, k=6)), "label": n % 2} for n in range(40)]
@@ -309,7 +309,7 @@ def test_links_cannot_blow_a_folder_up(tmp_path, monkeypatch):
     for name in "abcdefgh":
         for other in "abcdefgh":
             (tmp_path / name / other).symlink_to(tmp_path / other)
-    monkeypatch.setattr(walk, "MOST_FOLDERS", 500)
+    monkeypatch.setattr(local, "MOST_FOLDERS", 500)
     with pytest.raises(DataError, match="got more than 500 folders"):
         list(files_in(tmp_path))
 

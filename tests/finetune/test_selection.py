@@ -10,7 +10,7 @@ import torch
 from support.tasks import WORDS, measured, write
 
 from linearize.core.errors import DataError
-from linearize.data.pairs import paired_anew
+from linearize.data.records import paired_anew
 from linearize.training.adapters import LoraConfig
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor

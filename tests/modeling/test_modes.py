@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from linearize.modeling.modes import evaluating
+from linearize.modeling.model import evaluating
 
 
 def test_each_module_is_in_its_own_mode_afterwards():

@@ -6,8 +6,7 @@ import pytest
 from support.tiny import converted, original
 
 import linearize
-from linearize.conversion.config import ConversionConfig
-from linearize.conversion.layers import assign, expand, kept_layers, parse_indices, parse_layers
+from linearize.conversion.layers import ConversionConfig, assign, expand, kept_layers, parse_indices, parse_layers
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.core.registry import kernel_infos, make_config
 from linearize.modeling.plan import SOFTMAX

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.checkpoint.loading import load_converted, load_model, model_type, move
-from linearize.conversion.apply import convert
+from linearize.conversion.plan import convert
 from linearize.conversion.positions import (
     current_image_size,
     current_length,

@@ -16,7 +16,7 @@ from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.attention.redirect import REDIRECTED
 from linearize.fidelity.teacher.rows import pieces, put, take
-from linearize.modeling.modes import evaluating
+from linearize.modeling.model import evaluating
 
 
 def body_of(model: PreTrainedModel) -> Any:

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
-from linearize.core.from_yaml import build, kind_of
+from linearize.core.options import build, kind_of
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.jobs.recipes import schema
 from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo

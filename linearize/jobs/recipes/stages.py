@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset
 from linearize.checkpoint.loading import move
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.checkpoint.output import atomic_folder, claim
-from linearize.conversion.apply import convert as put_in_kernels
+from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback
@@ -54,7 +54,7 @@ from linearize.training.stage_two.trainer import finetune, measure_with_interval
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 RECORD = "stage.json"
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import move
-from linearize.conversion.apply import apply
+from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
 from linearize.fidelity.teacher.observe import body_of, run_module, softmax_output

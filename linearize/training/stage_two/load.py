@@ -27,7 +27,7 @@ from linearize.training.stage_two.prepared import TaskData, copy_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
     from linearize.training.stage_two.tasks import Task
 
 RECORD = "finetuning.json"

@@ -20,14 +20,14 @@ from linearize.data.images import ImageTable
 from linearize.data.load import open_local, open_records
 from linearize.data.local import looks_local, place_of
 from linearize.data.records import Example, Records, TextRecords, text_digest
-from linearize.data.walk import exists
+from linearize.data.local import exists
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
     from linearize.training.stage_two.tasks import Task
 
 HELD_OUT = 0.1

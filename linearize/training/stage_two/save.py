@@ -31,7 +31,7 @@ from linearize.training.stage_two.tasks import above_chance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
     from linearize.training.stage_two.trainer import TuneResult
 
 

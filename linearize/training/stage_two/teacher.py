@@ -23,7 +23,7 @@ from linearize.training.stage_two.prepared import TaskData
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from linearize.core.types import Processor
+    from linearize.core.heads import Processor
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers with the same vocabulary and different rules cut differently."""

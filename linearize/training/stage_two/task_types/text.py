@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
-from linearize.data.pairs import paired_anew
+from linearize.data.records import paired_anew
 from linearize.data.records import Example
 from linearize.training.alignment.losses import pooled
 from linearize.training.stage_two.metrics import ranks, retrieval
