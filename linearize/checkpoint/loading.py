@@ -369,17 +369,9 @@ def _bytes(name: str, file: str, revision: str | None) -> bytes | None:
     if folder.is_dir():
         path = folder / file
         return path.read_bytes() if path.is_file() else None
-    from transformers.utils import cached_file
+    from linearize.modeling.weights import find_file
 
-    try:
-        cached = cached_file(
-            name,
-            file,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-    except (OSError, ValueError):
-        return None
+    cached = None
+    with contextlib.suppress(OSError, ValueError):
+        cached = find_file(name, file, {"revision": revision})
     return None if cached is None else Path(cached).read_bytes()

@@ -51,7 +51,10 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
     """
     path = Path(name).expanduser()
     if path.is_file():
-        return path if path.suffix.lower() == SUFFIX or _begins_as_gguf(path) else None
+        magic = b""
+        with contextlib.suppress(OSError), path.open("rb") as begin:
+            magic = begin.read(4)
+        return path if path.suffix.lower() == SUFFIX or magic == b"GGUF" else None
     if not path.is_dir():
         if path.suffix.lower() == SUFFIX:
             raise CheckpointError(f"{str(name)!r}: no such GGUF file; check the path")
@@ -148,14 +151,6 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _begins_as_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
-
-
 def _stamp(path: Path) -> tuple[Path, int, int]:
     """Return the facts that tell a file from a later one of the same name."""
     status = path.stat()
@@ -172,18 +167,13 @@ def _whole(file: Path) -> Path:
     part = SHARD.search(file.name)
     if count == 1 and part is None:
         return file
+    problem = f"{str(file)!r} is one of {count} files of a model"
     if part is None or int(part[2]) != max(count, 1):
-        raise CheckpointError(
-            f"{str(file)!r} is one of {count} files of a model; expected a name like model-00001-of-{count:05}.gguf: "
-            "give all files their original names again"
-        )
+        expected = f"expected a name like model-00001-of-{count:05}.gguf"
+        raise CheckpointError(f"{problem}; {expected}: give all files their original names again")
     names = [f"{file.name[: part.start()]}-{number:05}-of-{part[2]}{SUFFIX}" for number in range(1, count + 1)]
-    missing = [name for name in names if not (file.parent / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{str(file)!r} is one of {count} files of a model; missing: {', '.join(missing)}; download them into the "
-            "same folder"
-        )
+    if missing := [name for name in names if not (file.parent / name).is_file()]:
+        raise CheckpointError(f"{problem}; missing: {', '.join(missing)}; download them into the same folder")
     return _joined(tuple(_stamp(file.parent / name) for name in names))[1]
 
 

@@ -258,17 +258,19 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
 
 def _without_table(model: PreTrainedModel) -> str:
     """Describe what raising the limit of a model without a table does; refuse other limits."""
-    rotary = False
-    for name, _ in model.named_parameters():
-        if "position_embedding" in name:
-            raise stray(model, name, _LENGTH)
+    if named := _named_positions(model):
+        raise stray(model, named[0], _LENGTH)
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
         if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
             raise refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
-        rotary |= _is_rotary(module)
+    rotary = any(_is_rotary(module) for module in model.modules())
     return f"no table; config.{_LENGTH} raised" + (", rotary frequencies unchanged (no rope scaling)" if rotary else "")
+
+
+def _named_positions(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if "position_embedding" in name]
 
 
 def _is_rotary(module: nn.Module) -> bool:
@@ -280,8 +282,7 @@ def runs_beyond_limit(model: nn.Module) -> bool:
     """Tell whether a text model reads more tokens than its config says: positions are rotary, without a table."""
     if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
         return False
-    named = any("position_embedding" in name for name, _ in model.named_parameters())
-    return not named and any(_is_rotary(module) for module in model.modules())
+    return not _named_positions(model) and any(_is_rotary(module) for module in model.modules())
 
 
 def _pair(size: object) -> tuple[int, int]:
@@ -308,24 +309,14 @@ def _image(model: nn.Module) -> _Image | None:
 
 
 def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
-    """Return the current and the new image size, and the tokens of both.
-
-    Raises:
-        ConfigError: as `_grown`.
-        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
-    """
+    """Return the current and the new image size, and the tokens of both; raise what `extend_image_size` does."""
     old, length = _image(model), current_length(model)
     if old is None or length is None:
         raise _no_length(model)
-    new = _grown(old, image_size)
-    return old, new, length, length - math.prod(old.grid) + math.prod(new.grid)
-
-
-def _grown(old: _Image, image_size: int | tuple[int, int]) -> _Image:
     new = old._replace(size=_pair(image_size))
     if any(n % p or n < o for n, p, o in zip(new.size, old.patch, old.size, strict=True)):
         raise ConfigError(f"got image size {new.size}, expected multiples of {old.patch}, not below {old.size}")
-    return new
+    return old, new, length, length - math.prod(old.grid) + math.prod(new.grid)
 
 
 def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
@@ -438,7 +429,22 @@ def follow(
         else:
             tensors[name] = formula
     numbers = list(_numbers(model, field, old, new))
-    _write(model, tensors, numbers, field, value)
+    # Nothing was changed so far.
+    shared: dict[int, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        parameter = getattr(owner, leaf)
+        if isinstance(parameter, nn.Parameter):
+            tensor = shared.setdefault(id(parameter), nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+        setattr(owner, leaf, tensor)
+    for module, key, number in numbers:
+        setattr(module, key, number)
+    before_value = getattr(model.config, field)
+    # Parts of a model may keep a copy of its config.
+    for config in {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}.values():
+        if type(config) is type(model.config) and getattr(config, field) == before_value:
+            setattr(config, field, value)
     return (*tensors, f"config.{field}")
 
 
@@ -486,27 +492,3 @@ def _numbers(model: nn.Module, field: str, old: nn.Module, new: nn.Module) -> It
                 raise refusal(model, f"whose {path}.{key} (a scale, as of rope) follows config.{field}")
             if getattr(mine[path], key, None) == value:
                 yield mine[path], key, vars(twins[path])[key]
-
-
-def _write(
-    model: PreTrainedModel,
-    tensors: dict[str, Tensor],
-    numbers: list[tuple[nn.Module, str, object]],
-    field: str,
-    value: object,
-) -> None:
-    shared: dict[int, nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        old = getattr(owner, leaf)
-        if isinstance(old, nn.Parameter):
-            tensor = shared.setdefault(id(old), nn.Parameter(tensor, requires_grad=old.requires_grad))
-        setattr(owner, leaf, tensor)
-    for module, key, number in numbers:
-        setattr(module, key, number)
-    was = getattr(model.config, field)
-    # Parts of a model may keep a copy of its config.
-    for config in {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}.values():
-        if type(config) is type(model.config) and getattr(config, field) == was:
-            setattr(config, field, value)

@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ MOST_TEXT = 2**30
 """Longest file of text: logs of long runs."""
 MOST_YAML_BYTES = 2**20
 MOST_DEPTH = 64
+_TOO_DEEP = f"nested too deeply, expected at most {MOST_DEPTH} levels"
 MOST_ALIASES = 100
 MOST_VALUES = 200_000
 """Values that a YAML text may have after its aliases are replaced."""
@@ -74,7 +74,7 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
     try:
         value = json.loads(_decode(text) if isinstance(text, bytes) else text)
     except RecursionError:
-        raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels") from None
+        raise ValueError(_TOO_DEEP) from None
     check_depth(value)
     return value
 
@@ -87,16 +87,11 @@ def check_depth(value: object) -> None:
     """
     level = [value]
     for _ in range(MOST_DEPTH + 1):
-        level = [inner for one in level for inner in _inside(one)]
+        lists = [list(one.values()) if isinstance(one, dict) else one for one in level]
+        level = [inner for one in lists if isinstance(one, list) for inner in one]
         if not level:
             return
-    raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels")
-
-
-def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    raise ValueError(_TOO_DEEP)
 
 
 def parse_yaml(text: str) -> Any:
@@ -113,9 +108,8 @@ def parse_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         # Its own text speaks of "<unicode string>", and shows the line, which may be long.
         mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end")
-        raise ValueError(
-            problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
-        ) from None
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{place}{problem}") from None
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -146,7 +140,7 @@ def _check_events(text: str) -> None:
             if event.anchor is not None:
                 sizes[event.anchor] = 1
         if len(counts) > MOST_DEPTH + 1:
-            raise ValueError(f"nested too deeply, expected at most {MOST_DEPTH} levels")
+            raise ValueError(_TOO_DEEP)
         if aliases > MOST_ALIASES or sum(counts) > MOST_VALUES:
             raise ValueError(
                 f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values in all that they stand for"

@@ -170,23 +170,16 @@ def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> N
 def _feature_kind(feature: object) -> str:
     from datasets import ClassLabel, Image, Value
 
-    if isinstance(feature, Image):
-        return "image"
     if isinstance(feature, ClassLabel):
         return "class"
-    if isinstance(feature, dict) and "bytes" in feature:
+    if isinstance(feature, Image) or (isinstance(feature, dict) and "bytes" in feature):
         return "image"
-    if isinstance(feature, Value):
-        return _dtype_kind(feature.dtype)
-    return type(feature).__name__.lower()
-
-
-def _dtype_kind(dtype: str) -> str:
-    if dtype in ("string", "large_string"):
+    if not isinstance(feature, Value):
+        return type(feature).__name__.lower()
+    if feature.dtype in ("string", "large_string"):
         return "text"
-    if dtype == "bool" or dtype.startswith(("int", "uint", "float")):
-        return "number"
-    return dtype.removeprefix("large_")
+    numeric = feature.dtype.startswith(("bool", "int", "uint", "float"))
+    return "number" if numeric else feature.dtype.removeprefix("large_")
 
 
 def _value_kind(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 
 from linearize.core.errors import DataError
 from linearize.data.hub import cause
-from linearize.data.records import Example, RawImage, TableRecords, named_labels
+from linearize.data.records import Example, RawImage, TableRecords, bytes_digest, named_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,7 +66,7 @@ class ImageFiles:
         ]
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (blake2b(self._read(self.files[row]), digest_size=16).digest() for row in rows)
+        return (bytes_digest(self._read(self.files[row])) for row in rows)
 
     def _read(self, file: ImageFile) -> bytes:
         try:
@@ -112,7 +111,7 @@ class ImageTable(TableRecords):
 
 def image_digest(raw: RawImage) -> bytes:
     """Identify an undecoded image by the bytes of its file."""
-    return blake2b(raw_bytes(raw), digest_size=16).digest()
+    return bytes_digest(raw_bytes(raw))
 
 
 def raw_bytes(raw: RawImage) -> bytes:

@@ -243,11 +243,8 @@ def _streamed(
         held = PackedRecords(held).fetch(range(len(held)))
     return Source(
         description=f"{_called(parts)}: read while training, {len(held):,} {_unit(config, encoder)} held out",
-        fallback=False,
-        num_train=None,
         num_holdout=len(held),
         skipped=sum(stream.skipped for stream in streams),
-        duplicates=0,
         label_names=encoder.names,
         _config=config,
         _encoder=encoder,

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from linearize.core.errors import DataError, first_line
 from linearize.core.heads import Modality
@@ -165,10 +165,8 @@ def _name_split(place: PurePosixPath) -> str | None:
 
 
 def _known_files(folder: Path) -> list[Path]:
-    files = sorted(file for file in files_in(folder) if file_kind(file) is not None)
-    for file in files:
-        exists(file)  # Raises for a broken link.
-    return files
+    # `exists` raises for a broken link.
+    return sorted(file for file in files_in(folder) if file_kind(file) is not None and exists(file))
 
 
 def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:
@@ -217,34 +215,26 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
                 names = [glob.escape(str(file)) for file in files]
                 table = load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
             if isinstance(table, Dataset):
-                _check_encoding(table)
+                # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
+                for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
+                    batch.validate(full=True)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
         if "corresponds to no data" in str(error):
             raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one.") from error
-        raise _unreadable(files, kind, error) from error
+        form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
+        if kind == "json" and (bad := _bad_line(files)) is not None:
+            raise DataError(f"{bad}; expected {form}; repair that line.") from error
+        names = f"{files[0].name!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        advice = f"expected {form}; repair the file or get it again."
+        raise DataError(f"cannot read {names} as {kind}: {cause(error)}; {advice}") from error
     if isinstance(table, Dataset) and not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
 
 
-def _check_encoding(table: Dataset) -> None:
-    """Check that texts are UTF-8, which Arrow's readers of JSON and parquet do not.
-
-    Raises:
-        ArrowInvalid: If a text is not.
-    """
-    for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
-        batch.validate(full=True)
-
-
-def _unreadable(files: Sequence[Path], kind: str, error: Exception) -> DataError:
-    form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
-    bad = _bad_line(files) if kind == "json" else None
-    if bad is not None:
-        return DataError(f"{bad}; expected {form}; repair that line.")
-    return DataError(
-        f"cannot read {_names(files)} as {kind}: {cause(error)}; expected {form}; repair the file or get it again."
-    )
+def _opened(file: Path) -> IO[bytes]:
+    """Open a file, unpacking a .gz."""
+    return cast("IO[bytes]", gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
 
 
 def _parquet(file: Path) -> Dataset:
@@ -253,7 +243,7 @@ def _parquet(file: Path) -> Dataset:
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+    with _opened(file) as stream:
         return Dataset(InMemoryTable(pq.read_table(stream)))
 
 
@@ -261,7 +251,7 @@ def _bad_line(files: Sequence[Path]) -> str | None:
     """Describe the first line that is not JSON; None if all are, or the file is one list."""
     for file in files:
         try:
-            with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+            with _opened(file) as stream:
                 for number, line in enumerate(stream, start=1):
                     if number == 1 and line.lstrip()[:1] == b"[":
                         break
@@ -280,7 +270,7 @@ def _is_empty(file: Path, kind: str) -> bool:
         return False
     needed = 2 if kind in ("csv", "tsv") else 1
     try:
-        with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        with _opened(file) as stream:
             for line in stream:
                 needed -= bool(line.strip())
                 if not needed:
@@ -290,11 +280,6 @@ def _is_empty(file: Path, kind: str) -> bool:
             f"cannot read {file.name!r}: {cause(error)}; expected a whole file that may be read; check it."
         ) from error
     return True
-
-
-def _names(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0].name!r}{more}"
 
 
 def exists(path: Path) -> bool:

@@ -61,12 +61,17 @@ class Records(Protocol):
         """Yield a digest of each example, equal for equal texts or image files."""
 
 
+def bytes_digest(content: bytes) -> bytes:
+    """Identify bytes."""
+    return blake2b(content, digest_size=16).digest()
+
+
 def text_digest(text: str, pair: str | None) -> bytes:
     """Identify a text or a pair of texts, regardless of white space around them."""
     # The length distinguishes ("ab", "c") from ("a", "bc").
     first = text.strip().encode("utf-8", "surrogatepass")
     second = (pair or "").strip().encode("utf-8", "surrogatepass")
-    return blake2b(b"%d:" % len(first) + first + second, digest_size=16).digest()
+    return bytes_digest(b"%d:" % len(first) + first + second)
 
 
 class TableRecords:
@@ -142,7 +147,7 @@ class PackedRecords:
         return [Example(self.rows[row]) for row in rows]
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (blake2b(self.rows[row].tobytes(), digest_size=16).digest() for row in rows)
+        return (bytes_digest(self.rows[row].tobytes()) for row in rows)
 
 
 def named_labels(labels: Sequence[str | float | None], names: tuple[str, ...] | None) -> list[str | float | None]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """Training and held-out batches of one data set or mixture.
 
@@ -37,11 +37,11 @@ class Source:
     """
 
     description: str
-    fallback: bool
-    num_train: int | None
+    fallback: bool = False
+    num_train: int | None = None
     num_holdout: int
     skipped: int
-    duplicates: int
+    duplicates: int = 0
     label_names: tuple[str, ...] | None
     _config: DataConfig = field(repr=False)
     _encoder: Encoder = field(repr=False)

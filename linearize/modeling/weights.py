@@ -113,8 +113,9 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
             kept = shared if what == "missing_keys" else ()
             bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
         if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise CheckpointError(
-                f"weights that config.json asks for were not loaded ({what}: {_some(bad)}); the checkpoint is "
+                f"weights that config.json asks for were not loaded ({what}: {bad[0]}{more}); the checkpoint is "
                 "incomplete, or the installed transformers reads their names differently: download it again or convert "
                 "the model again"
             )
@@ -268,10 +269,10 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Store
         CheckpointError: if a file is missing or damaged.
     """
     hub = {key: value for key, value in options.items() if key in HUB_OPTIONS and value is not None}
-    single = _find(name, SINGLE, hub)
+    single = find_file(name, SINGLE, hub)
     if single is not None:
         return _file_header(single)
-    index = _find(name, INDEX, hub)
+    index = find_file(name, INDEX, hub)
     if index is None:
         folder = os.path.join(name, hub.get("subfolder") or "")
         endings = (".safetensors", ".bin", ".index.json")
@@ -280,22 +281,17 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Store
         return None
     header: dict[str, Stored] = {}
     for shard in _shards(index):
-        path = _find(name, shard, hub)
+        path = find_file(name, shard, hub)
         if path is None:
             raise CheckpointError(f"the weights file {shard!r} is missing; download the checkpoint again")
         header |= _file_header(path)
     return header
 
 
-def _find(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> str | None:
-    return cached_file(
-        name,
-        file,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
+def find_file(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> str | None:
+    """Return the path of a checkpoint's file, from the Hub if it has to be; None if there is no such file."""
+    silent = ("gated_repo", "missing_entries", "connection_errors")
+    return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in silent}, **hub)
 
 
 def _shards(index: str) -> Iterable[str]:
