@@ -112,7 +112,8 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
         if around or inside or next(one.parameters(), None) is None:
             continue
-        kind, host = type(one), (MASKED, OWN)
+        kind = type(one)
+        host: tuple[str, ...] = (MASKED, OWN)
         reason = f"attention code of its own ({kind.__name__}), which cannot be reached"
         if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):
             host = (MASKED,)

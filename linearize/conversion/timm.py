@@ -49,7 +49,7 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
 
     source: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
     plain = (str, int, float, bool, list, tuple, type(None))
-    facts = {key: value for key, value in source.items() if isinstance(value, plain)}
+    facts: dict[str, Any] = {key: value for key, value in source.items() if isinstance(value, plain)}
     classes = int(model.num_classes)  # type: ignore[arg-type]
     arguments = dict(model_args or {})
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
@@ -156,11 +156,11 @@ class _Watcher(TorchFunctionMode):
         self, q: Tensor, k: Tensor, v: Tensor, mask: object = None, p: object = 0, causal: object = 0, **named: object
     ) -> None:
         mask, causal = named.get("attn_mask", mask), named.get("is_causal", causal)
-        shapes = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
+        q_shape, k_shape, v_shape = (((1,) * 4 + tuple(t.shape))[-4:] for t in (q, k, v))
         kind, module = "none" if mask is None else "bias", self.running[-1]
         # Five dimensions are windows and heads, in either order (Twins, Hiera, NesT).
         refused = _IN_WINDOWS if q.ndim > 4 else _CHANNELS if _between_channels(module) else ""
-        self.calls.append(Call(module, *shapes, mask=kind, altered="", is_causal=bool(causal), refused=refused))
+        self.calls.append(Call(module, q_shape, k_shape, v_shape, kind, "", bool(causal), refused=refused))
 
 
 @contextlib.contextmanager

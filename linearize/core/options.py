@@ -137,9 +137,13 @@ class Option:
         return f"{text} ({shown})" if shown else text
 
 
-@functools.cache
 def options_of(config: type) -> Mapping[str, Option]:
     """Return the options of a job's config by name, its own and those of its sections."""
+    return _options_of(config)
+
+
+@functools.cache
+def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
     for field in dataclasses.fields(config):
         section: Section | None = field.metadata.get(_SECTION)
@@ -375,7 +379,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():

@@ -224,9 +224,9 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
         form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
         if kind == "json" and (bad := _bad_line(files)) is not None:
             raise DataError(f"{bad}; expected {form}; repair that line.") from error
-        names = f"{files[0].name!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        which = f"{files[0].name!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
         advice = f"expected {form}; repair the file or get it again."
-        raise DataError(f"cannot read {names} as {kind}: {cause(error)}; {advice}") from error
+        raise DataError(f"cannot read {which} as {kind}: {cause(error)}; {advice}") from error
     if isinstance(table, Dataset) and not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
