@@ -18,9 +18,8 @@ from linearize.data.feeds import StreamPart
 from linearize.data.hub import cause, load_hub
 from linearize.data.images import ImageTable
 from linearize.data.load import open_local, open_records
-from linearize.data.local import looks_local, place_of
+from linearize.data.local import exists, looks_local, place_of
 from linearize.data.records import Example, Records, TextRecords, text_digest
-from linearize.data.local import exists
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
 
